@@ -1,0 +1,1 @@
+"""An asyncio-native hierarchical cache for what hybrid language models have already computed."""

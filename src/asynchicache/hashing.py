@@ -1,0 +1,109 @@
+"""Page digests and object keys.
+
+Digests are SGLang HiCache's SHA-256 chain, byte for byte, so that tools for one read the other's
+(`get_hash_str` and `storage_namespace_seed` in sglang 0.5.23).
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+
+_NARROW = 0xFFFFFFFF
+_NAMESPACE_TAG = b"sglang-cache-namespace-v1"
+
+
+class ObjectKey(NamedTuple):
+    """The name of one page of one pool in storage; built here and never by a backend.
+
+    Attributes:
+        fingerprint: 32 bytes, `pool_fingerprint`: what must be equal for bytes to be usable.
+        digest: 32 bytes, the page digest: which tokens came before and in the page.
+        pool: the pool's name.
+        shard: which part of the page, e.g. `0/2` for rank 0 of 2; empty where all ranks share one.
+    """
+
+    fingerprint: bytes
+    digest: bytes
+    pool: str
+    shard: str = ""
+
+    def text(self) -> str:
+        """One line of letters, digits, `.`, `_` and `-`, safe as a file name or object name."""
+        shard = f".{self.shard.replace('/', '-')}" if self.shard else ""
+        return f"{self.fingerprint.hex()[:32]}.{self.pool}{shard}.{self.digest.hex()}"
+
+
+def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
+    """The digest before page 0: empty without a namespace, so that plain prefixes agree everywhere.
+
+    Args:
+        extra_key: LoRA id, tenant or any other name that isolates prefixes.
+        salt: the request's cache salt.
+    """
+    if extra_key is None and salt is None:
+        return b""
+    digest = sha256(_NAMESPACE_TAG)
+    for part in (extra_key, salt):
+        if part is None:
+            digest.update(b"\x00")
+        else:
+            text = part.encode()
+            digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes = b"") -> list[bytes]:
+    """Chained digests of the whole pages in `tokens`.
+
+    Args:
+        tokens: int64 token ids; a tail shorter than a page is left out.
+        page_size: tokens of a page.
+        prior: digest of the page before, the namespace's seed, or empty.
+
+    Returns:
+        32 bytes a page: SHA-256 of the prior digest and the page's ids as little-endian uint32;
+        a page with an id above 2**32 - 1 is marked by 0xFF and hashed as uint64.
+    """
+    ids = np.frombuffer(tokens, np.int64)
+    pages = len(ids) // page_size
+    if not pages:
+        return []
+    ids = ids[: pages * page_size]
+    wide = ids.max() > _NARROW
+    words = memoryview(ids.astype("<u4").tobytes())
+    step = page_size * 4
+    digests = []
+    for page in range(pages):
+        run = ids[page * page_size : (page + 1) * page_size] if wide else None
+        if run is not None and run.max() > _NARROW:
+            prior = sha256(prior + b"\xff" + run.astype("<u8").tobytes()).digest()
+        else:
+            prior = sha256(prior + words[page * step : (page + 1) * step]).digest()
+        digests.append(prior)
+    return digests
+
+
+def pool_fingerprint(
+    *,
+    model: str,
+    weight_version: str,
+    identity: str,
+    pool: str,
+    layout: str,
+    page_size: int,
+    sharding: str,
+    salt: str = "",
+) -> bytes:
+    """32 bytes that differ whenever a page of this pool could not be used in place of another's.
+
+    `layout` is `SlotLayout.signature()`, which names dtypes and shapes.
+    """
+    digest = sha256(b"asynchicache-pool-v1")
+    for part in (model, weight_version, identity, pool, layout, str(page_size), sharding, salt):
+        text = part.encode()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()

@@ -1,0 +1,48 @@
+"""The right to pages, as an object: closing it twice is harmless, losing it warns and releases."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from asynchicache.errors import LeaseWarning
+
+
+class Lease:
+    """Holds something until `close`, then gives it back exactly once.
+
+    A lease is confined to the thread of the loop that made it; the transfer or the request that
+    needs the pages owns the lease, not the coroutine that waits for them.
+    """
+
+    __slots__ = ("__weakref__", "_release")
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+
+    @property
+    def closed(self) -> bool:
+        return self._release is None
+
+    def close(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._release is not None:
+            self.close()  # first: a warning may be an error here
+            warnings.warn(f"{type(self).__name__} was lost, not closed", LeaseWarning, stacklevel=2)

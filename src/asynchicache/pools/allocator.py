@@ -1,0 +1,100 @@
+"""Slots of one pool in one tier: free, held by one owner, or quarantined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynchicache.errors import CapacityError, InternalError
+
+_FREE, _HELD, _QUARANTINED = 0, 1, 2
+
+
+class SlotAllocator:
+    """Hands out slot numbers `0 .. capacity - 1`, ascending runs first, so that copies coalesce.
+
+    Pure and loop-confined. Releasing what is not held is refused: a slot with two owners is how
+    one request comes to read another's bytes.
+    """
+
+    __slots__ = ("_free", "_state", "name", "quarantined")
+
+    def __init__(self, capacity: int, *, name: str = "pool") -> None:
+        self.name = name
+        self.quarantined = 0
+        self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
+        self._state = bytearray(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._state)
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        return len(self._state) - len(self._free) - self.quarantined
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` slots, all or none.
+
+        Raises:
+            CapacityError: fewer are free.
+        """
+        free = self._free
+        if count > len(free):
+            raise CapacityError(f"{self.name}: {count} slots wanted, {len(free)} of {self.capacity} free")
+        if count == 0:
+            return []
+        slots = free[-count:]
+        del free[-count:]
+        slots.reverse()
+        state = self._state
+        for slot in slots:
+            state[slot] = _HELD
+        return slots
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Take slots back.
+
+        Raises:
+            InternalError: a slot is not held; nothing is changed then.
+        """
+        self._leave(slots, _FREE)
+        self._free.extend(reversed(slots))
+
+    def quarantine(self, slots: Sequence[int]) -> None:
+        """Never hand these slots out again: a device that failed may still write to them.
+
+        Raises:
+            InternalError: a slot is not held; nothing is changed then.
+        """
+        self._leave(slots, _QUARANTINED)
+        self.quarantined += len(slots)
+
+    def _leave(self, slots: Sequence[int], to: int) -> None:
+        state = self._state
+        for done, slot in enumerate(slots):
+            if not 0 <= slot < len(state) or state[slot] != _HELD:
+                for undone in slots[:done]:
+                    state[undone] = _HELD
+                raise InternalError(f"{self.name}: slot {slot} given back while it is not held")
+            state[slot] = to
+
+    def held_slots(self) -> set[int]:
+        """Every slot that has an owner; for `verify`, linear in the capacity."""
+        return {slot for slot, state in enumerate(self._state) if state == _HELD}
+
+    def problems(self) -> list[str]:
+        """Broken invariants, in words; empty when all is well."""
+        found = []
+        if len(set(self._free)) != len(self._free):
+            found.append(f"{self.name}: a slot is free twice")
+        for state, count in ((_FREE, len(self._free)), (_QUARANTINED, self.quarantined)):
+            if self._state.count(state) != count:
+                found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")
+        return found
+
+    def __repr__(self) -> str:
+        return f"<SlotAllocator {self.name}: {self.held} held, {self.available} free, {self.quarantined} quarantined>"

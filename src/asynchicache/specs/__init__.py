@@ -1,0 +1,6 @@
+"""What a pool is, and which pools a model has."""
+
+from asynchicache.specs.model import ModelSpec
+from asynchicache.specs.pools import DTYPE_BYTES, PoolSpec, TensorSpec
+
+__all__ = ["DTYPE_BYTES", "ModelSpec", "PoolSpec", "TensorSpec"]

@@ -1,0 +1,94 @@
+"""What a pool is, as data: tensors, coverage, whose slots it uses. No code asks for a pool's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asynchicache.errors import ConfigError
+from asynchicache.types import ALL_PAGES, Coverage
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of an element; the keys are torch's names, without `torch.`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a pool, in each of `layers`.
+
+    Attributes:
+        name: unique within the pool, e.g. `keys`, `values`, `conv`, `recurrent`.
+        layers: global layer numbers that have this tensor, ascending.
+        shape: of one token (`[kv_heads, head_dim]`), or of one whole state (`[heads, k, v]`).
+        dtype: a key of `DTYPE_BYTES`.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ConfigError(f"tensor {self.name!r}: layers {self.layers} must be ascending, from 0")
+        if min(self.shape, default=1) < 1:
+            raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has an empty dimension")
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one layer of one token, or of one layer of one state."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One kind of cached thing.
+
+    Attributes:
+        name: in keys, statistics and messages; lower-case letters, digits, `_`.
+        tensors: what one page (or state) consists of; all are mandatory.
+        coverage: which of its pages a prefix needs.
+        per_token: True if a slot holds `page_size` tokens, False if it holds one whole state.
+        slots_of: the pool whose slots this one shares (`dsa` shares those of `kv`), or None.
+        replicated: True if every rank holds the same bytes, so that one key serves all.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    coverage: Coverage = ALL_PAGES
+    per_token: bool = True
+    slots_of: str | None = None
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(c.islower() or c.isdigit() or c == "_" for c in self.name):
+            raise ConfigError(f"pool name {self.name!r} must be lower-case letters, digits and _")
+        names = [tensor.name for tensor in self.tensors]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError(f"pool {self.name!r}: tensor names {names} must be unique, one at least")
+        if self.coverage.pages is not None and self.coverage.pages < 1:
+            raise ConfigError(f"pool {self.name!r}: {self.coverage.pages} trailing pages; 1 at least")
+        if not self.per_token and self.coverage.pages != 1:
+            raise ConfigError(f"pool {self.name!r}: a state covers the end of a prefix only")
+
+    def item_bytes(self, tensor: TensorSpec, page_size: int) -> int:
+        """Bytes of one layer of `tensor` in one slot."""
+        return tensor.unit_bytes * (page_size if self.per_token else 1)
+
+    def slot_bytes(self, page_size: int) -> int:
+        """Bytes of one slot, all tensors and layers, without padding."""
+        return sum(self.item_bytes(t, page_size) * len(t.layers) for t in self.tensors)

@@ -1,0 +1,139 @@
+"""The words that every floor uses: tiers, residency, outcomes, reasons, tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from asynchicache.errors import InvalidTokensError
+
+TOKEN_BYTES = 8
+"""Token ids are 64-bit everywhere: a page of the tree's key is `page_size * TOKEN_BYTES` bytes."""
+
+
+class Tier(IntEnum):
+    """Where bytes are, nearest the model first."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+class Residency(IntEnum):
+    """State of one component of a node in one tier.
+
+    LOADING: slots are taken and bytes are on their way up (host to device); usable behind a fence.
+    SAVING: slots are taken and bytes are on their way down (device to host); not yet visible.
+    """
+
+    ABSENT = 0
+    LOADING = 1
+    RESIDENT = 2
+    SAVING = 3
+
+
+class Outcome(Enum):
+    """What became of one key in one storage call."""
+
+    HIT = "hit"  # get: the page is in its slot, checked
+    MISS = "miss"  # get, exists: not there
+    STORED = "stored"  # put: as durable as the engine's capabilities promise
+    EXISTS = "exists"  # put: already there, nothing written
+    CORRUPT = "corrupt"  # get: there, but not what was sealed; quarantined
+    FAILED = "failed"  # the engine could not do it
+    REJECTED = "rejected"  # put: refused (full, read-only, shed)
+    TIMEOUT = "timeout"  # no answer by the deadline; the slot may still be written
+
+
+class MissReason(Enum):
+    """Why a request was served less than it could have been."""
+
+    NONE = "none"  # nothing was missed
+    COLD = "cold"  # nobody computed this prefix
+    STATE = "state"  # attention pages reach further than any recurrent state
+    WINDOW = "window"  # attention pages reach further than the sliding window's pages
+    HOST_CAPACITY = "host_capacity"  # no host pages for what storage holds
+    DEVICE_CAPACITY = "device_capacity"  # no device pages for what the host holds
+    DEADLINE = "deadline"  # storage did not deliver in time
+    STORAGE_FAILED = "storage_failed"  # storage failed, or refused
+    CORRUPT = "corrupt"  # storage delivered other bytes than were sealed
+    TRANSFER_FAILED = "transfer_failed"  # a copy between device and host failed
+    DISABLED = "disabled"  # the tier, or the request, does not take part
+    CLOSED = "closed"  # the cache was closing
+
+
+class WritePolicy(Enum):
+    """When computed pages go down to host memory and storage."""
+
+    WRITE_THROUGH = "write_through"  # at the first publication
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # at the second request that meets them
+    WRITE_BACK = "write_back"  # ahead of their eviction
+
+
+class PrefetchPolicy(Enum):
+    """How long a request waits for storage."""
+
+    BEST_EFFORT = "best_effort"  # not at all: the read goes on for those who come later
+    WAIT_COMPLETE = "wait_complete"  # until every read has an outcome
+    TIMEOUT = "timeout"  # until a deadline that grows with what is asked
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a prefix needs of a pool: every page, or the last `pages` before its end."""
+
+    pages: int | None
+
+    @property
+    def trailing(self) -> bool:
+        return self.pages is not None
+
+
+ALL_PAGES = Coverage(None)
+
+
+def trailing_pages(pages: int) -> Coverage:
+    """The last `pages` pages before the end of the prefix, or all of them if it is shorter."""
+    return Coverage(pages)
+
+
+class PoolTransfer(NamedTuple):
+    """What one pool wants moved: `sources[i]` to `destinations[i]`, slots of the two tiers."""
+
+    pool: str
+    sources: Sequence[int]
+    destinations: Sequence[int]
+
+
+def token_array(tokens: Iterable[int] | array[int]) -> array[int]:
+    """Checked token ids as `array('q')`, without a copy if they already are one.
+
+    Takes any iterable of integers, numpy arrays and torch tensors (through their buffer) included.
+
+    Raises:
+        InvalidTokensError: no tokens, a negative id, an id that is no integer or above 2**63 - 1.
+    """
+    ids = tokens if isinstance(tokens, array) and tokens.typecode == "q" else _convert(tokens)
+    if not ids:
+        raise InvalidTokensError("tokens are empty; a request needs at least one token id")
+    lowest = int(np.frombuffer(ids, np.int64).min())
+    if lowest < 0:
+        raise InvalidTokensError(f"token id {lowest} is negative; ids are 0 to 2**63 - 1")
+    return ids
+
+
+def _convert(tokens: Iterable[int]) -> array[int]:
+    if isinstance(tokens, bytes | bytearray):  # an array would take their bits for 64-bit numbers
+        raise InvalidTokensError("tokens are bytes; pass the token ids that a tokenizer gives")
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        return array("q", values)
+    except OverflowError:
+        raise InvalidTokensError("a token id is above 2**63 - 1; ids are 64-bit") from None
+    except TypeError as error:
+        raise InvalidTokensError(f"tokens are not a flat run of integers: {error}") from None
