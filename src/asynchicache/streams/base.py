@@ -1,0 +1,98 @@
+"""Streams, events and devices: CUDA's semantics, written down once for every driver.
+
+Rules that all drivers keep (CUDA runtime: cudaEventRecord, cudaStreamWaitEvent):
+
+1. A stream runs what it is given in order; two streams run in any order unless an event joins them.
+2. `wait_event` and `query` bind to the latest `record` at the time of the call; recording again
+   later does not move an earlier wait.
+3. A copy reads its source when it runs, not when it is given to the stream.
+4. Errors are sticky: after one, nothing on the device succeeds any more, and every later record
+   completes with that error.
+5. Stricter than CUDA, where it would be a silent no-op: waiting on an event that was never
+   recorded raises `RequestStateError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Event(Protocol):
+    """A point in a stream. May be recorded again once nobody waits for the last one."""
+
+    @property
+    def recorded(self) -> bool: ...
+
+    def query(self) -> bool:
+        """Whether the latest record has been reached; True if there is none.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Block this thread until the latest record is reached; never on the loop.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A queue of work of one device; from any one thread at a time."""
+
+    @property
+    def name(self) -> str: ...
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Enqueue `work`. An emulated stream calls it when its turn comes; a CUDA stream calls it
+        at once, as the current stream, and the copies and kernels it makes are what is enqueued.
+        """
+        ...
+
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything enqueued so far."""
+        ...
+
+    def wait_event(self, event: Event) -> None:
+        """Let nothing enqueued later run before the latest record of `event`.
+
+        Raises:
+            RequestStateError: `event` was never recorded.
+        """
+        ...
+
+
+class Device(Protocol):
+    """One device: makes streams and events, owns whatever threads drive them."""
+
+    @property
+    def name(self) -> str:
+        """As torch names it: `cpu`, `cuda:0`."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """The sticky error, or None."""
+        ...
+
+    def stream(self, name: str) -> Stream: ...
+
+    def event(self) -> Event: ...
+
+    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
+        """Call `reached(error)` from any thread, once, when all work now enqueued has run.
+
+        Notifications may be lost where a driver is made to lose them (tests); who must not miss
+        one keeps a sweeper.
+        """
+        ...
+
+    def close(self) -> None:
+        """Join the driver's threads; work still enqueued is run first."""
+        ...

@@ -1,0 +1,257 @@
+"""Streams and events of an NVIDIA GPU, over `torch.cuda`.
+
+No Python function is ever a CUDA host callback: the driver's thread would want the GIL while the
+GIL's holder waits inside the driver. Threads that block on events tell of completion instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+from asynchicache.errors import ClosedError, ConfigError, DeviceError, RequestStateError, UsageError
+from asynchicache.streams.base import Event, Stream
+
+Reached = Callable[[BaseException | None], None]
+
+
+class CudaDevice:
+    """One GPU."""
+
+    def __init__(self, index: int = 0) -> None:
+        """
+        Raises:
+            DeviceError: torch sees no CUDA device.
+            ConfigError: there is no device `index`.
+        """
+        if not torch.cuda.is_available():
+            raise DeviceError(f"cuda:{index} cannot be used: torch {torch.__version__} sees no CUDA device")
+        if not 0 <= index < torch.cuda.device_count():
+            raise ConfigError(f"device index is {index}; it must be 0 to {torch.cuda.device_count() - 1}")
+        self.index = index
+        self.error: DeviceError | None = None
+        self._lock = threading.Lock()
+        self._streams: list[CudaStream] = []
+        self._wrapped: dict[int, CudaStream] = {}
+        self._waiters: dict[CudaStream, Waiter] = {}
+        # Making and destroying CUDA events takes the context's lock: they are used again.
+        self._spare: deque[Event] = deque()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return f"cuda:{self.index}"
+
+    def stream(self, name: str) -> CudaStream:
+        stream = CudaStream(self, torch.cuda.Stream(self.index), name)  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._streams.append(stream)
+        return stream
+
+    def wrap(self, torch_stream: torch.cuda.Stream) -> CudaStream:
+        """The stream of someone else, an engine's compute stream say; the same one each time.
+
+        Raises:
+            UsageError: the stream is of another device.
+        """
+        if torch_stream.device.index != self.index:
+            raise UsageError(f"{torch_stream!r} is not a stream of {self.name}")
+        handle = torch_stream.cuda_stream
+        with self._lock:
+            if handle not in self._wrapped:
+                self._wrapped[handle] = CudaStream(self, torch_stream, f"wrapped-{handle:#x}")
+            return self._wrapped[handle]
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(self)
+
+    def notify(self, stream: Stream, reached: Reached) -> None:
+        """Call `reached(error)` once, from the stream's waiter thread, when all work now enqueued
+        has run. `reached` must be short and must not raise.
+
+        Raises:
+            ClosedError: the device is closed.
+            UsageError: `stream` is of another device.
+        """
+        if not isinstance(stream, CudaStream) or stream.device is not self:
+            raise UsageError(f"{stream!r} is not a stream of {self.name}")
+        event = self._spare_event()
+        stream.record(event)
+        self._waiter(stream).put(event, reached)
+
+    def _spare_event(self) -> Event:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self.event()
+
+    def _waiter(self, stream: CudaStream) -> Waiter:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"device {self.name} is closed")
+            if stream not in self._waiters:
+                self._waiters[stream] = Waiter(stream.name, self._spare.append)
+            return self._waiters[stream]
+
+    def check(self) -> None:
+        """
+        Raises:
+            DeviceError: the device failed.
+        """
+        if self.error is not None:
+            raise DeviceError(str(self.error)) from self.error
+
+    @contextmanager
+    def sticky(self) -> Iterator[None]:
+        """Let the first exception of the body fail the device, and go no further."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the boundary of foreign work and of the driver
+            failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            with self._lock:
+                self.error = self.error or failure
+
+    def close(self) -> None:
+        """Wait for what is enqueued on our own streams, then join the waiters; twice is harmless."""
+        with self._lock:
+            self._closed = True
+        for stream in self._streams:
+            stream.synchronize()
+        for waiter in self._waiters.values():
+            waiter.close()
+
+
+class CudaStream:
+    """A `torch.cuda.Stream` of ours or of an engine; made by `CudaDevice`."""
+
+    def __init__(self, device: CudaDevice, torch_stream: torch.cuda.Stream, name: str) -> None:
+        self.device = device
+        self.name = name
+        self._stream = torch_stream
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Call `work` now, with this stream as torch's current one, which is a thing of the thread:
+        `work` must not hand over to other coroutines. An exception fails the device, as it does
+        where work runs later: nobody knows which of its copies were enqueued.
+        """
+        if self.device.error is None:
+            with self.device.sticky(), torch.cuda.stream(self._stream):
+                work()
+
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything enqueued so far.
+
+        Raises:
+            UsageError: `event` is of another device.
+        """
+        own = self._own(event)
+        with self.device.sticky():
+            own.torch_event.record(self._stream)
+        own.recorded = True
+
+    def wait_event(self, event: Event) -> None:
+        """Let nothing enqueued later run before the latest record of `event`; does not block.
+
+        Raises:
+            RequestStateError: `event` was never recorded.
+            UsageError: `event` is of another device.
+        """
+        own = self._own(event)
+        if not own.recorded:
+            raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
+        with self.device.sticky():
+            self._stream.wait_event(own.torch_event)
+
+    def synchronize(self) -> None:
+        """Block this thread until everything enqueued has run; an error fails the device."""
+        with self.device.sticky():
+            self._stream.synchronize()
+
+    def _own(self, event: Event) -> CudaEvent:
+        if not isinstance(event, CudaEvent) or event.device is not self.device:
+            raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
+        return event
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {self.name} of {self.device.name}>"
+
+
+class CudaEvent:
+    """A blocking event: who waits for it sleeps, and does not spin on the driver's lock."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        self.recorded = False
+        self.torch_event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def query(self) -> bool:
+        """Whether the latest record has been reached; True if there is none.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        reached = True
+        if self.recorded:
+            with self.device.sticky():
+                reached = self.torch_event.query()  # type: ignore[no-untyped-call]
+        self.device.check()
+        return reached
+
+    def synchronize(self) -> None:
+        """Block this thread, without the GIL, until the latest record is reached.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        if self.recorded:
+            with self.device.sticky():
+                self.torch_event.synchronize()
+        self.device.check()
+
+
+class Waiter:
+    """The recorded events of one stream, first in first out, and a thread that blocks on the head.
+
+    One queue a stream: events of a slow stream do not hold up those of others. Behind a head that
+    was waited for, events that are complete by then are passed on without blocking again.
+    """
+
+    def __init__(self, name: str, spare: Callable[[Event], object]) -> None:
+        """`spare` takes back each event that was reached."""
+        self._spare = spare
+        self._inbox: SimpleQueue[tuple[Event, Reached] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"waiter-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, event: Event, reached: Reached) -> None:
+        """Call `reached` once, when the latest record of `event` is reached, or with the error."""
+        self._inbox.put((event, reached))
+
+    def close(self) -> None:
+        """Join the thread, after what was put; twice is harmless."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            event, reached = item
+            error = self._block(event)
+            if error is None:
+                self._spare(event)
+            reached(error)
+            del item, event, reached  # an idle stream must not keep the leases of its last transfer
+
+    @staticmethod
+    def _block(event: Event) -> DeviceError | None:
+        try:
+            if not event.query():
+                event.synchronize()
+        except DeviceError as error:
+            return error
+        return None

@@ -1,0 +1,173 @@
+"""What runs the work of emulated streams: threads, the caller itself, or a loop with a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from queue import SimpleQueue
+from typing import Protocol
+
+from asynchicache.errors import ConfigError, InternalError
+
+Run = Callable[[], None]
+"""One piece of work, with what it starts next; a driver calls it once and never holds a lock then."""
+
+
+class Driver(Protocol):
+    """Runs work for one device. The device decides what may run; a driver decides when, and where."""
+
+    def lane(self, name: str) -> Callable[[Run], None]:
+        """How one stream hands over its work: a piece at a time, the next when the last has run."""
+        ...
+
+    def wait(self, reached: threading.Event) -> None:
+        """Block this thread until `reached` is set by work that was handed over."""
+        ...
+
+    def close(self) -> None:
+        """Join what threads there are, after the work handed over; twice is harmless."""
+        ...
+
+
+class ThreadDriver:
+    """One daemon thread a stream, started with its first work: torch copies release the GIL, so
+    streams truly overlap.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: list[_ThreadLane] = []
+
+    def lane(self, name: str) -> Callable[[Run], None]:
+        lane = _ThreadLane(name)
+        self._lanes.append(lane)
+        return lane.hand_over
+
+    def wait(self, reached: threading.Event) -> None:
+        reached.wait()
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+
+class _ThreadLane:
+    """The thread of one stream, and what it is to run next."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inbox: SimpleQueue[Run | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def hand_over(self, run: Run) -> None:
+        # No race to start it: a stream hands over a piece only after the last one has run.
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"stream-{self._name}", daemon=True)
+            self._thread.start()
+        self._inbox.put(run)
+
+    def _serve(self) -> None:
+        while (run := self._inbox.get()) is not None:
+            run()
+            del run  # an idle stream must not keep the tensors of its last work alive
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._inbox.put(None)
+            thread.join()
+
+
+class InlineDriver:
+    """Runs work in the caller as soon as its turn comes: no threads, no latency, one order.
+
+    Work that becomes ready while other work runs waits in a queue, so that a long chain over many
+    streams does not nest. When two threads enqueue at once, one of them runs the work of both.
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[Run] = deque()
+        self._turn = threading.Lock()
+
+    def lane(self, name: str) -> Callable[[Run], None]:
+        return self._hand_over
+
+    def _hand_over(self, run: Run) -> None:
+        self._ready.append(run)
+        # Looked at again after the turn is given back: another thread may have added meanwhile.
+        while self._ready and self._turn.acquire(blocking=False):
+            try:
+                while self._ready:
+                    self._ready.popleft()()
+            finally:
+                self._turn.release()
+
+    def wait(self, reached: threading.Event) -> None:
+        reached.wait()
+
+    def close(self) -> None:
+        """Nothing to join."""
+
+
+class SeededDriver:
+    """Runs every piece of work on the loop after a duration drawn from `rng`.
+
+    In virtual time the seed alone decides how streams interleave, so a run can be replayed; an
+    engine that is right for many seeds does not live by the timing luck of one machine.
+    To be made on the loop's thread.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, rng: random.Random, *, mean_seconds: float = 0.001
+    ) -> None:
+        """
+        Args:
+            loop: where the work runs.
+            rng: where durations come from, exponentially distributed.
+            mean_seconds: the mean duration of a piece of work.
+
+        Raises:
+            ConfigError: `mean_seconds` is not above 0.
+        """
+        if not mean_seconds > 0:
+            raise ConfigError(f"mean_seconds is {mean_seconds}; it must be above 0")
+        self._loop = loop
+        self._rng = rng
+        self._rate = 1 / mean_seconds
+        self._thread = threading.get_ident()
+        self._numbers = count()
+        self._pending: dict[int, tuple[float, Run]] = {}
+
+    def lane(self, name: str) -> Callable[[Run], None]:
+        return self._hand_over
+
+    def _hand_over(self, run: Run) -> None:
+        delay = self._rng.expovariate(self._rate)
+        number = next(self._numbers)
+        self._pending[number] = (self._loop.time() + delay, run)
+        if threading.get_ident() == self._thread:
+            self._loop.call_later(delay, self._fire, number)
+        else:
+            self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._fire, number)
+
+    def _fire(self, number: int) -> None:
+        due_and_run = self._pending.pop(number, None)
+        if due_and_run is not None:  # else `wait` ran it ahead of its timer
+            due_and_run[1]()
+
+    def wait(self, reached: threading.Event) -> None:
+        """On the loop's own thread, run what is pending in the order it is due, ahead of time."""
+        if threading.get_ident() != self._thread:
+            reached.wait()
+            return
+        while not reached.is_set():
+            due = [(due, number) for number, (due, _) in list(self._pending.items())]
+            if not due:
+                raise InternalError("the loop waits for work that only the loop could run")
+            self._fire(min(due)[1])
+
+    def close(self) -> None:
+        """Nothing to join."""

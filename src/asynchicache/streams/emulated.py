@@ -1,0 +1,305 @@
+"""Streams and events without a GPU: CUDA's semantics as a state machine that a driver runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from asynchicache.errors import ClosedError, DeviceError, RequestStateError, UsageError
+from asynchicache.streams.base import Event, Stream
+from asynchicache.streams.drivers import Driver, Run
+
+Work: TypeAlias = Callable[[], object]
+Reached: TypeAlias = Callable[[BaseException | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """One record of an event. Waits and queries hold the mark, so recording again, which makes a
+    new one, does not move them.
+    """
+
+    reached: bool = False
+    blocked: list[_Lane] = field(default_factory=list)
+    callbacks: list[Reached] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Launch:
+    work: Work
+
+
+@dataclass(slots=True)
+class _Record:
+    mark: _Mark
+
+
+@dataclass(slots=True)
+class _Wait:
+    mark: _Mark
+
+
+_Command: TypeAlias = _Launch | _Record | _Wait
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The queue of one stream. `busy`: its last command runs, or waits for a mark."""
+
+    start: Callable[[Run], None]
+    commands: deque[_Command] = field(default_factory=deque)
+    busy: bool = False
+
+
+class _Machine:
+    """All lanes of a device, under one lock.
+
+    It decides under the lock and acts after it: work and callbacks, which are not ours, never run
+    with the lock held.
+    """
+
+    def __init__(self, name: str, driver: Driver) -> None:
+        self.name = name
+        self.error: DeviceError | None = None
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._lanes: list[_Lane] = []
+        self._closed = False
+
+    def lane(self, name: str) -> _Lane:
+        lane = _Lane(self._driver.lane(name))
+        with self._lock:
+            self._lanes.append(lane)
+        return lane
+
+    def check(self) -> None:
+        """Raise if the device failed; a new error each time, since a raised one keeps its frames."""
+        if self.error is not None:
+            raise DeviceError(str(self.error)) from self.error
+
+    def push(self, lane: _Lane, command: _Command) -> None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"device {self.name} is closed")
+            lane.commands.append(command)
+            acts = self._settle(lane)
+        _perform(acts)
+
+    def wait(self, mark: _Mark) -> None:
+        """Block this thread until `mark` is reached."""
+        reached = threading.Event()
+        with self._lock:
+            if mark.reached:
+                return
+            mark.callbacks.append(lambda _: reached.set())
+        self._driver.wait(reached)
+
+    def close(self) -> None:
+        with self._lock:
+            lanes = [] if self._closed else list(self._lanes)
+        for lane in lanes:
+            mark = _Mark()
+            self.push(lane, _Record(mark))
+            self.wait(mark)
+        with self._lock:
+            self._closed = True
+        self._driver.close()
+
+    def _settle(self, lane: _Lane) -> list[Run]:
+        """Advance `lane` and every lane that this wakes; a list, not recursion, so chains may be long."""
+        acts: list[Run] = []
+        ready = deque([lane])
+        while ready:
+            ready.extend(self._advance(ready.popleft(), acts))
+        return acts
+
+    def _advance(self, lane: _Lane, acts: list[Run]) -> list[_Lane]:
+        """Take commands until one has to be waited for; the lanes that became ready by them."""
+        woken: list[_Lane] = []
+        while lane.commands and not lane.busy:
+            match lane.commands.popleft():
+                case _Record(mark):
+                    woken += self._reach(mark, acts)
+                case _Wait(mark) if not mark.reached:
+                    lane.busy = True
+                    mark.blocked.append(lane)
+                case _Launch(work):
+                    lane.busy = True
+                    acts.append(partial(lane.start, partial(self._run, lane, work)))
+        return woken
+
+    def _reach(self, mark: _Mark, acts: list[Run]) -> list[_Lane]:
+        mark.reached = True
+        acts += [partial(callback, self.error) for callback in mark.callbacks]
+        woken = mark.blocked
+        for lane in woken:
+            lane.busy = False
+        mark.callbacks, mark.blocked = [], []
+        return woken
+
+    def _run(self, lane: _Lane, work: Work) -> None:
+        """Called by the driver, where and when it likes."""
+        try:
+            if self.error is None:
+                work()
+        except BaseException as error:
+            # The boundary of foreign work: whatever it raises, its copies cannot be trusted.
+            self._fail(error)
+            if isinstance(error, KeyboardInterrupt):  # it came to the caller, not to the work
+                raise
+        finally:
+            with self._lock:
+                lane.busy = False
+                acts = self._settle(lane)
+            _perform(acts)
+
+    def _fail(self, error: BaseException) -> None:
+        failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._lock:
+            if self.error is None:
+                self.error = failure
+
+
+def _perform(acts: list[Run]) -> None:
+    for act in acts:
+        act()
+
+
+class EmulatedEvent:
+    """A point in an emulated stream; made by `EmulatedDevice.event`."""
+
+    __slots__ = ("machine", "mark")
+
+    def __init__(self, machine: _Machine) -> None:
+        self.machine = machine
+        self.mark: _Mark | None = None
+
+    @property
+    def recorded(self) -> bool:
+        return self.mark is not None
+
+    def query(self) -> bool:
+        """Whether the latest record has been reached; True if there is none.
+
+        Raises:
+            DeviceError: the device failed, be it after this record, as on CUDA.
+        """
+        self.machine.check()
+        mark = self.mark
+        return mark is None or mark.reached
+
+    def synchronize(self) -> None:
+        """Block this thread until the latest record is reached.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        self.machine.check()
+        mark = self.mark
+        if mark is not None:
+            self.machine.wait(mark)
+        self.machine.check()
+
+
+class EmulatedStream:
+    """A queue of work; made by `EmulatedDevice.stream`."""
+
+    __slots__ = ("lane", "machine", "name")
+
+    def __init__(self, machine: _Machine, name: str) -> None:
+        self.name = name
+        self.machine = machine
+        self.lane = machine.lane(name)
+
+    def launch(self, work: Work) -> None:
+        """Enqueue `work`. The first exception that any work raises fails the device: later work is
+        not run, and later records complete with the error.
+
+        Raises:
+            ClosedError: the device is closed.
+        """
+        self.machine.push(self.lane, _Launch(work))
+
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything enqueued so far.
+
+        Raises:
+            ClosedError: the device is closed.
+            UsageError: `event` is of another device.
+        """
+        own, mark = self._own(event), _Mark()
+        self.machine.push(self.lane, _Record(mark))
+        own.mark = mark
+
+    def wait_event(self, event: Event) -> None:
+        """Let nothing enqueued later run before the latest record of `event`.
+
+        Raises:
+            ClosedError: the device is closed.
+            RequestStateError: `event` was never recorded.
+            UsageError: `event` is of another device.
+        """
+        mark = self._own(event).mark
+        if mark is None:
+            raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
+        self.machine.push(self.lane, _Wait(mark))
+
+    def _own(self, event: Event) -> EmulatedEvent:
+        if not isinstance(event, EmulatedEvent) or event.machine is not self.machine:
+            raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
+        return event
+
+    def __repr__(self) -> str:
+        return f"<EmulatedStream {self.name} of {self.machine.name}>"
+
+
+class EmulatedDevice:
+    """A device of emulated streams. Its bytes are host memory, so torch's name for it is `cpu`.
+
+    Program order is always an order in which everything can run, since a wait binds to a record
+    that was enqueued before it: streams cannot block each other forever.
+    """
+
+    def __init__(self, driver: Driver, *, name: str = "cpu") -> None:
+        """
+        Args:
+            driver: runs the work of this device, and of no other.
+            name: as torch names the device where the work's tensors lie.
+        """
+        self._machine = _Machine(name, driver)
+
+    @property
+    def name(self) -> str:
+        return self._machine.name
+
+    @property
+    def error(self) -> DeviceError | None:
+        """The sticky error, caused by the first exception that work raised, or None."""
+        return self._machine.error
+
+    def stream(self, name: str) -> EmulatedStream:
+        return EmulatedStream(self._machine, name)
+
+    def event(self) -> EmulatedEvent:
+        return EmulatedEvent(self._machine)
+
+    def notify(self, stream: Stream, reached: Reached) -> None:
+        """Call `reached(error)` once when all work now enqueued has run, or was skipped; at once
+        if it has. `reached` must be short and must not raise: the stream's next work is behind it.
+
+        Raises:
+            ClosedError: the device is closed.
+            UsageError: `stream` is of another device.
+        """
+        if not isinstance(stream, EmulatedStream) or stream.machine is not self._machine:
+            raise UsageError(f"{stream!r} is not a stream of device {self.name}")
+        self._machine.push(stream.lane, _Record(_Mark(callbacks=[reached])))
+
+    def close(self) -> None:
+        """Run what is enqueued, then join the driver's threads; twice is harmless."""
+        self._machine.close()

@@ -1,0 +1,246 @@
+"""Brings the completion of device work to the event loop: many completions, one wake."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import anyio
+
+from asynchicache.errors import ClosedError, ConfigError, DeviceError
+from asynchicache.ports import Port
+from asynchicache.streams.base import Device, Event, Stream
+
+Release: TypeAlias = Callable[[BaseException | None], None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReactorStatistics:
+    """Counts since the reactor was made.
+
+    Attributes:
+        tracked: releases handed over.
+        completed: releases called.
+        wakes: times the loop was woken by completions.
+        swept: completions found by the sweeper, because nobody had told of them.
+    """
+
+    tracked: int
+    completed: int
+    wakes: int
+    swept: int
+
+    @property
+    def in_flight(self) -> int:
+        return self.tracked - self.completed
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One `track`. `reached` and `error` are written by any thread, the rest under the lock."""
+
+    device: Device
+    stream: Stream
+    event: Event
+    release: Release
+    reached: bool = False
+    error: BaseException | None = None
+    finished: bool = False
+
+
+class CompletionReactor:
+    """Calls `release(error)` on the loop, once, when the work enqueued before it has run.
+
+    Releases of one stream are called in the order they were tracked. Notifications come from the
+    device's threads into a queue that one posted call drains. They may be lost (an error on the
+    stream, a bug in a driver), so while something is in flight a sweeper asks the events too.
+
+    `track` may be called from any thread, as the stream it is given; the rest is the loop's.
+    """
+
+    def __init__(self, port: Port, *, sweep_seconds: float = 0.05) -> None:
+        """
+        Args:
+            port: how other threads reach the loop.
+            sweep_seconds: how long a completion can stay unseen when its notification is lost.
+
+        Raises:
+            ConfigError: `sweep_seconds` is not above 0.
+        """
+        if not sweep_seconds > 0:
+            raise ConfigError(f"sweep_seconds is {sweep_seconds}; it must be above 0")
+        self._port = port
+        self._sweep_seconds = sweep_seconds
+        self._lock = threading.Lock()
+        self._in_flight: dict[Stream, deque[_Entry]] = {}
+        self._told: deque[_Entry] = deque()
+        self._wake_posted = False
+        self._sweeping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._spare: dict[Device, list[Event]] = {}
+        self._idle: anyio.Event | None = None
+        self._closed = self._ended = False
+        self._tracked = self._completed = self._wakes = self._swept = 0
+
+    def track(self, device: Device, stream: Stream, release: Release) -> None:
+        """Call `release(error)` on the loop, never from within this call, when all that is enqueued
+        on `stream` now has run. `error` is None, or the device's sticky error; what the work
+        touched is then not to be trusted, and may still be written.
+
+        Raises:
+            ClosedError: the reactor is closed; `release` will not be called.
+        """
+        entry = _Entry(device, stream, self._take_event(device), release)
+        stream.record(entry.event)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the reactor is closed; nothing more can be tracked")
+            self._in_flight.setdefault(stream, deque()).append(entry)
+            self._tracked += 1
+        device.notify(stream, lambda error: self._tell(entry, error))
+        self._ensure_sweeper(entry)
+
+    def statistics(self) -> ReactorStatistics:
+        return ReactorStatistics(self._tracked, self._completed, self._wakes, self._swept)
+
+    async def aclose(self, deadline_seconds: float) -> int:
+        """Refuse new work, and wait until nothing is in flight, for `deadline_seconds` at most.
+
+        Returns:
+            How many are in flight still. Their releases will never be called: the device may write
+            to their pages at any time, so the caller must leak these, not free them.
+        """
+        with self._lock:
+            self._closed = True
+        self._idle = self._idle or anyio.Event()
+        self._look()
+        self._tell_idle()
+        with anyio.move_on_after(deadline_seconds):
+            await self._idle.wait()
+        self._look()
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        return self.statistics().in_flight
+
+    # From any thread.
+
+    def _take_event(self, device: Device) -> Event:
+        with self._lock:
+            spare = self._spare.get(device)
+            if spare:
+                return spare.pop()
+        return device.event()
+
+    def _tell(self, entry: _Entry, error: BaseException | None) -> None:
+        entry.error = error
+        entry.reached = True
+        self._told.append(entry)
+        with self._lock:
+            wake, self._wake_posted = not self._wake_posted, True
+        if wake:
+            self._port.post(self._drain)
+
+    def _ensure_sweeper(self, entry: _Entry) -> None:
+        with self._lock:
+            # What is told already will be drained, without the help of a timer.
+            arm = not (self._sweeping or entry.reached)
+            self._sweeping = self._sweeping or arm
+        if arm:
+            self._port.post(self._arm)
+
+    # On the loop.
+
+    def _drain(self) -> None:
+        with self._lock:
+            self._wake_posted = False
+        self._wakes += 1
+        if not self._ended:
+            self._finish_told()
+
+    def _finish_told(self) -> None:
+        for _ in range(len(self._told)):  # those told meanwhile have posted another drain
+            self._finish_through(self._told.popleft())
+
+    def _arm(self) -> None:
+        if not self._ended:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._sweep_seconds, self._sweep)
+
+    def _sweep(self) -> None:
+        self._look()
+        with self._lock:
+            self._sweeping = bool(self._in_flight)
+        if self._sweeping:
+            self._arm()
+
+    def _look(self) -> None:
+        """Finish everything that is complete, told or not."""
+        if self._ended:
+            return
+        self._finish_told()
+        with self._lock:
+            streams = [list(entries) for entries in self._in_flight.values()]
+        for entries in streams:
+            self._look_at(entries)
+
+    def _look_at(self, entries: list[_Entry]) -> None:
+        last = None
+        for entry in entries:
+            if not _complete(entry):
+                break
+            last = entry
+            self._swept += 1
+        if last is not None:
+            self._finish_through(last)
+
+    def _finish_through(self, last: _Entry) -> None:
+        """Finish `last` and all before it on its stream, which are complete because it is."""
+        with self._lock:
+            entries = [] if last.finished else self._pop_through(last)
+        for entry in entries:
+            self._finish(entry, entry.error if entry.reached else last.error)
+        self._tell_idle()
+
+    def _pop_through(self, last: _Entry) -> list[_Entry]:
+        queue = self._in_flight[last.stream]
+        popped = []
+        while not last.finished:
+            entry = queue.popleft()
+            entry.finished = True
+            popped.append(entry)
+        if not queue:
+            del self._in_flight[last.stream]
+        return popped
+
+    def _finish(self, entry: _Entry, error: BaseException | None) -> None:
+        if error is None:  # the events of a failed device are of no more use
+            with self._lock:
+                self._spare.setdefault(entry.device, []).append(entry.event)
+        self._completed += 1
+        try:
+            entry.release(error)
+        except Exception:
+            logger.exception("a release hook failed; the others go on")
+
+    def _tell_idle(self) -> None:
+        if self._idle is not None and not self._in_flight:
+            self._idle.set()
+
+
+def _complete(entry: _Entry) -> bool:
+    """Ask the entry's event; a failed device completes everything, with its error."""
+    try:
+        if not entry.event.query():
+            return False
+    except DeviceError as error:
+        entry.error = entry.device.error or error
+    entry.reached = True
+    return True
