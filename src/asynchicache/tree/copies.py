@@ -1,0 +1,208 @@
+"""Residency while bytes move: copies between the tiers of a tree, from their start to their end.
+
+A flight marks its destinations LOADING or SAVING, keeps its sources and destinations from being
+evicted, and ends once: settled, or taken back. Nodes may be split meanwhile; both halves belong to
+the flight then. Where one flight fails, what others bring to the pages above it has no ground: the
+tree forgets it at once, and the flight that still uses the slots returns them when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    SAVING,
+    TIERS,
+    Node,
+    Pending,
+    place,
+)
+from asynchicache.tree.store import NodeStore
+from asynchicache.types import Tier
+
+
+class Wanted(NamedTuple):
+    """One component of one node that a copy would bring to a tier."""
+
+    node: Node
+    component: int
+
+    @property
+    def size(self) -> int:
+        """Slots that it takes."""
+        return self.node.pages if self.component == FULL else 1
+
+
+@dataclass(slots=True)
+class Flight:
+    """One copy in flight.
+
+    Attributes:
+        tier: where it goes; the other one is where it comes from.
+        pending: by place, the nodes whose slots are being filled.
+        pins: what is kept meanwhile.
+    """
+
+    tier: Tier
+    pending: dict[int, Pending] = field(default_factory=dict)
+    pins: list[tuple[Node, int]] = field(default_factory=list)
+
+    def nodes(self, component: int) -> list[Node]:
+        """The nodes that this flight fills for a component, halves of split ones included."""
+        pending = self.pending.get(place(component, self.tier))
+        return list(pending.nodes) if pending else []
+
+
+def missing_on_device(node: Node) -> list[Wanted]:
+    """Full pages of the path to `node` that are on the host only, parents first."""
+    wanted = []
+    while node.residency[FULL_DEVICE] == ABSENT and node.parent is not None:
+        wanted.append(Wanted(node, FULL))
+        node = node.parent
+    wanted.reverse()
+    return wanted
+
+
+def missing_on_host(tree: NodeStore, node: Node) -> list[Wanted]:
+    """What of the path to `node` is on the device and not on the host, parents first.
+
+    Parents come along because a child on the host stands on its parent's pages there. A component
+    whose device copy is itself still arriving is left for another time.
+    """
+    path: list[Node] = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    wanted: list[Wanted] = []
+    for below in reversed(path):
+        if below.residency[FULL_HOST] == ABSENT:
+            if below.residency[FULL_DEVICE] != RESIDENT:
+                break
+            wanted.append(Wanted(below, FULL))
+        wanted.extend(Wanted(below, number) for number in range(1, tree.width) if _unsaved(below, number))
+    return wanted
+
+
+def _unsaved(node: Node, number: int) -> bool:
+    device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
+    return node.residency[device] == RESIDENT and node.residency[host] == ABSENT
+
+
+def begin(tree: NodeStore, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]]) -> Flight:
+    """Give destinations their slots and keep both ends; parents must come before their children."""
+    flight = Flight(tier)
+    state = LOADING if tier is Tier.DEVICE else SAVING
+    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+    for (node, number), slots in copies:
+        at = place(number, tier)
+        tree.occupy(node, at, slots, state)
+        _pend(flight, node, at)
+        flight.pins.append((node, place(number, other)))
+        if number != FULL:
+            flight.pins += [(node, place(FULL, tier)), (node, place(FULL, other))]
+    for node, at in flight.pins:
+        tree.pin_place(node, at)
+    return flight
+
+
+def begin_arrival(tree: NodeStore, node: Node, components: Iterable[int]) -> Flight:
+    """A flight for states that `insert(..., arriving=True)` took: a copy within the device."""
+    flight = Flight(Tier.DEVICE)
+    for number in components:
+        _pend(flight, node, place(number, Tier.DEVICE))
+        flight.pins.append((node, FULL_DEVICE))
+    for held, at in flight.pins:
+        tree.pin_place(held, at)
+    return flight
+
+
+def keep(tree: NodeStore, flight: Flight, pins: list[tuple[Node, int]]) -> None:
+    """Keep further places until a flight ends: sources that it copies to slots outside the tree."""
+    flight.pins += pins
+    for node, at in pins:
+        tree.pin_place(node, at)
+
+
+def _pend(flight: Flight, node: Node, at: int) -> None:
+    pending = flight.pending.get(at)
+    if pending is None:
+        pending = flight.pending[at] = Pending(at, [])
+    pending.nodes.append(node)
+    node.pending = [*(node.pending or ()), pending]
+
+
+def finish(tree: NodeStore, flight: Flight, *, arrived: bool) -> dict[int, list[int]]:
+    """End a flight.
+
+    Returns:
+        By place, slots that are nobody's any more because this copy failed, or one that it stood
+        on. What had been built on them in the same tier, and what was being saved from there, is
+        taken back with them; leases on it hold nothing then.
+    """
+    lost: dict[int, list[int]] = {}
+    for pending in flight.pending.values():
+        lost.update(pending.orphans)
+        for node in pending.nodes:
+            _unpend(node, pending)
+    for pending in flight.pending.values():
+        for node in pending.nodes:
+            if arrived:
+                tree.settle(node, pending.at)
+            else:
+                _take_back(tree, node, pending.at, lost)
+    for node, at in flight.pins:
+        tree.unpin_place(node, at)
+    return lost
+
+
+def _unpend(node: Node, pending: Pending) -> None:
+    left = [other for other in node.pending or () if other is not pending]
+    node.pending = left or None
+
+
+def _take_back(tree: NodeStore, node: Node, at: int, lost: dict[int, list[int]]) -> None:
+    """Empty a place that never got its bytes, and for full pages everything below it in that tier."""
+    if at >= TIERS:
+        _drop(tree, node, at, lost)
+        return
+    for below in reversed(list(tree.subtree(node))):
+        for number in reversed(range(tree.width)):
+            _drop(tree, below, place(number, Tier(at)), lost)
+        remove_if_dead(tree, below)
+
+
+def _drop(tree: NodeStore, node: Node, at: int, lost: dict[int, list[int]]) -> None:
+    """Empty a place. A copy that still uses its slots keeps them, one that fills them loses the node."""
+    if node.residency[at] == ABSENT:
+        return
+    user = next((copy for copy in node.pending or () if copy.at in (at, _opposite(at))), None)
+    if user is not None and user.at == at:
+        user.nodes.remove(node)
+        _unpend(node, user)
+    owner = lost if user is None else user.orphans
+    owner.setdefault(at, []).extend(tree.vacate(node, at))
+    saved = _opposite(at)
+    if node.residency[saved] == SAVING:  # from pages that are void
+        _take_back(tree, node, saved, lost)
+
+
+def _opposite(at: int) -> int:
+    """The same component's place in the other tier, where copies into `at` come from."""
+    return at ^ 1
+
+
+def remove_if_dead(tree: NodeStore, node: Node) -> bool:
+    """Take out a node that has full pages nowhere and no children."""
+    full = node.residency[FULL_DEVICE] != ABSENT or node.residency[FULL_HOST] != ABSENT
+    if full or node.children or node.parent is None:
+        return False
+    tree.remove(node)
+    return True

@@ -1,0 +1,93 @@
+"""Making room: one component's slots in one tier, the policy's first choice first.
+
+Giving up full pages takes everything else of that node in that tier along; giving up a window
+takes the state that would need it; a state goes alone. What is left behind stays in the tree for as
+long as full pages are somewhere: a state that is gone is a tombstone, not a hole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asynchicache.tree.copies import remove_if_dead
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node
+from asynchicache.tree.store import NodeStore
+from asynchicache.types import Tier
+
+
+@dataclass(slots=True)
+class Evicted:
+    """What an eviction freed.
+
+    Attributes:
+        slots: by place, slots that are the caller's now.
+        demoted: pages that live on in the other tier.
+        lost: pages that no tier of the tree has any more.
+    """
+
+    slots: dict[int, list[int]] = field(default_factory=dict)
+    demoted: int = 0
+    lost: int = 0
+
+    def count(self, at: int) -> int:
+        return len(self.slots.get(at, ()))
+
+
+def evict(tree: NodeStore, at: int, count: int, *, dirty: bool = True) -> Evicted:
+    """Free `count` slots of a place, more if a node cannot be cut, fewer if no candidate is left.
+
+    Args:
+        tree: the tree.
+        at: which component and tier (`node.place`).
+        count: slots wanted.
+        dirty: whether device pages and states may go that have no copy on the host.
+    """
+    freed = Evicted()
+    spared: list[Node] = []
+    queue = tree.queues[at]
+    while freed.count(at) < count:
+        node = queue.pop()
+        if node is None:
+            break
+        if not _may_go(node, at, dirty):
+            spared.append(node)
+            continue
+        if at >= TIERS:
+            freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
+        else:
+            _evict_full(tree, node, at, count - freed.count(at), freed)
+    for node in spared:
+        queue.add(node)
+    return freed
+
+
+def _may_go(node: Node, at: int, dirty: bool) -> bool:
+    if at == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:
+        return dirty and not node.children
+    if at == FULL_HOST:
+        return True
+    return dirty or at % TIERS == Tier.HOST or node.residency[at + Tier.HOST] == RESIDENT
+
+
+def _evict_full(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicted) -> None:
+    others = [at + TIERS * number for number in range(1, tree.width)]
+    if wanted < node.pages and not any(node.slots[other] for other in others):
+        if _alone(node):
+            freed.slots.setdefault(at, []).extend(tree.trim(node, wanted, at))
+            freed.lost += wanted
+            tree.refresh(node, at)
+            return
+        tree.split(node, node.pages - wanted)  # a tail is enough: `node` is the tail now
+    for other in others:
+        if node.slots[other] is not None:
+            freed.slots.setdefault(other, []).extend(tree.vacate(node, other))
+    freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
+    if remove_if_dead(tree, node):
+        freed.lost += node.pages
+    else:
+        freed.demoted += node.pages
+
+
+def _alone(node: Node) -> bool:
+    """Whether a leaf is at one place only, so that its tail can be cut off without a trace."""
+    return not node.children and not any(node.pins) and node.slots.count(None) == len(node.slots) - 1

@@ -1,0 +1,110 @@
+"""A run of pages in the tree, and the numbers that say where its bytes are."""
+
+from __future__ import annotations
+
+from asynchicache.types import Residency, Tier
+
+# Plain integers: reading a member of an enumeration costs more than the comparison it is for.
+ABSENT = Residency.ABSENT.value
+LOADING = Residency.LOADING.value
+RESIDENT = Residency.RESIDENT.value
+SAVING = Residency.SAVING.value
+
+FULL = 0
+"""The component whose pages make the path: attention KV. Others are numbered from 1."""
+
+TIERS = 2
+"""Tiers that a node has slots in; storage is known by key only."""
+
+
+def place(component: int, tier: Tier) -> int:
+    """Where a component's slots, residency and pins of one tier stand in a node's lists."""
+    return TIERS * component + tier
+
+
+FULL_DEVICE = place(FULL, Tier.DEVICE)
+FULL_HOST = place(FULL, Tier.HOST)
+
+
+class Node:
+    """Pages `end - pages` to `end` of every sequence that runs through it.
+
+    Attributes:
+        key: token ids of its pages, int64 little-endian; `head` is the first page of it.
+        pages, end: how many pages it has, and the page number behind its last.
+        slots, residency, pins: by `place`: slot numbers or None, where they stand, leases on them.
+        used: by component, the tree's clock at the last use. A node is at least as recently used as
+            its descendants; that is made up for when they go, so that a use touches one node only.
+        device_children, host_children: children whose full component has slots in that tier.
+        digests: page digests, once somebody asked; `stored`: bit by component, known to be in L3.
+        pending: copies in flight into this node; a split adds the new half to them.
+        queued: bit by eviction queue, has an entry in its heap.
+        serial, born: number of the node, and of the node that its pages came with; a split makes a
+            new node of old pages.
+    """
+
+    __slots__ = (
+        "born",
+        "children",
+        "device_children",
+        "digests",
+        "end",
+        "head",
+        "hits",
+        "host_children",
+        "key",
+        "pages",
+        "parent",
+        "pending",
+        "pins",
+        "queued",
+        "residency",
+        "serial",
+        "slots",
+        "stored",
+        "used",
+    )
+
+    def __init__(self, parent: Node | None, key: bytes, head: bytes, pages: int, components: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.head = head
+        self.pages = pages
+        self.end: int = pages if parent is None else parent.end + pages
+        self.children: dict[bytes, Node] = {}
+        self.slots: list[list[int] | None] = [None] * (TIERS * components)
+        self.residency: list[int] = [ABSENT] * (TIERS * components)
+        self.pins: list[int] = [0] * (TIERS * components)
+        self.used: list[int] = [0] * components
+        self.device_children = 0
+        self.host_children = 0
+        self.digests: list[bytes] | None = None
+        self.stored = 0
+        self.pending: list[Pending] | None = None
+        self.queued = 0
+        self.hits = 0
+        self.serial = 0
+        self.born = 0
+
+    def held(self, at: int) -> list[int]:
+        """The slots at a place that has some."""
+        slots = self.slots[at]
+        return slots if slots is not None else []
+
+    def __repr__(self) -> str:
+        states = "".join("-lRs"[state] for state in self.residency)
+        return f"<Node {self.serial} pages {self.end - self.pages}..{self.end} {states} pins {self.pins}>"
+
+
+class Pending:
+    """Copies in flight into one place of some nodes; the nodes grow when one of them is split.
+
+    `orphans` are slots, by place, that the tree gave up while these copies still used them.
+    """
+
+    __slots__ = ("at", "nodes", "orphans")
+
+    def __init__(self, at: int, nodes: list[Node]) -> None:
+        self.at = at
+        self.nodes = nodes
+        self.orphans: dict[int, list[int]] = {}

@@ -1,0 +1,117 @@
+"""The tree's invariants, recomputed from scratch: a report in words, never an assertion."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from asynchicache.hashing import page_digests
+from asynchicache.tree.copies import Flight
+from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, TIERS, Node, place
+from asynchicache.tree.store import NodeStore
+from asynchicache.tree.tree import PathLease
+from asynchicache.types import Tier
+
+
+def problems(
+    tree: NodeStore, leases: Iterable[PathLease] | None = None, flights: Iterable[Flight] = ()
+) -> list[str]:
+    """Every broken invariant; empty when all is well. Linear in the tree.
+
+    Args:
+        tree: the tree.
+        leases: every open lease, or None if the caller does not know them: pins are not checked then.
+        flights: every copy in flight (`copies.Flight`), which pin nodes as well.
+    """
+    found: list[str] = []
+    for seed, root in tree.roots.items():
+        if root.parent is not None or root.pages or root.key:
+            found.append(f"root {seed.hex()} has pages or a parent")
+    for node in tree.nodes():
+        found.extend(_node(tree, node))
+    found.extend(_slots_disjoint(tree))
+    found.extend(_candidates(tree))
+    if leases is not None:
+        found.extend(_pins(tree, leases, flights))
+    return found
+
+
+def _node(tree: NodeStore, node: Node) -> Iterator[str]:
+    parent = node.parent
+    if parent is None or parent.children.get(node.head) is not node:
+        yield f"{node!r} is not its parent's child"
+        return
+    if len(node.key) != node.pages * tree.page_bytes or node.head != node.key[: tree.page_bytes]:
+        yield f"{node!r} has a key of {len(node.key)} bytes"
+    if node.end != parent.end + node.pages or not node.pages:
+        yield f"{node!r} does not follow its parent, which ends at {parent.end}"
+    yield from _residency(tree, node, parent)
+    yield from _children(node)
+    yield from _digests(tree, node, parent)
+
+
+def _residency(tree: NodeStore, node: Node, parent: Node) -> Iterator[str]:
+    for at, slots in enumerate(node.slots):
+        wanted = node.pages if at < TIERS else 1
+        if (slots is None) != (node.residency[at] == ABSENT) or (slots is not None and len(slots) != wanted):
+            yield f"{node!r} has {slots} at place {at}, residency {node.residency[at]}"
+        if node.pins[at] < 0:
+            yield f"{node!r} has {node.pins[at]} pins at place {at}"
+    if node.residency[FULL_DEVICE] == ABSENT and node.residency[FULL_HOST] == ABSENT:
+        yield f"{node!r} has full pages nowhere"
+    for at in (FULL_DEVICE, FULL_HOST):
+        if node.residency[at] != ABSENT and parent.residency[at] == ABSENT:
+            yield f"{node!r} has full pages in {Tier(at).name} and its parent has not"
+        for number in range(1, tree.width):
+            if node.residency[place(number, Tier(at))] != ABSENT and node.residency[at] == ABSENT:
+                yield f"{node!r} has component {number} in {Tier(at).name} without full pages"
+
+
+def _children(node: Node) -> Iterator[str]:
+    for at, counted in ((FULL_DEVICE, node.device_children), (FULL_HOST, node.host_children)):
+        there = sum(child.residency[at] != ABSENT for child in node.children.values())
+        if there != counted:
+            yield f"{node!r} counts {counted} children in {Tier(at).name}, has {there}"
+
+
+def _digests(tree: NodeStore, node: Node, parent: Node) -> Iterator[str]:
+    if node.digests is None:
+        return
+    if parent.digests is None:
+        yield f"{node!r} has digests and its parent has none"
+        return
+    prior = parent.digests[-1]
+    if node.digests != page_digests(memoryview(node.key), tree.page_size, prior):
+        yield f"{node!r} has digests that its tokens do not give"
+
+
+def _slots_disjoint(tree: NodeStore) -> Iterator[str]:
+    for at in range(TIERS * tree.width):
+        counts = Counter(slot for node in tree.nodes() for slot in node.held(at))
+        for slot, owners in counts.items():
+            if owners > 1:
+                yield f"slot {slot} at place {at} belongs to {owners} nodes"
+
+
+def _candidates(tree: NodeStore) -> Iterator[str]:
+    nodes = list(tree.nodes())
+    for at, queue in enumerate(tree.queues):
+        expected = {node for node in nodes if tree.evictable(node, at)}
+        for node in expected ^ queue.members:
+            kind = "is no candidate" if node in expected else "is a stale candidate"
+            yield f"{node!r} {kind} at place {at}"
+        entries = Counter(id(entry[2]) for entry in queue.entries())
+        if any(count > 1 for count in entries.values()):
+            yield f"the queue of place {at} has a node twice"
+        if any(id(node) not in entries for node in queue.members):
+            yield f"the queue of place {at} lacks an entry for a candidate"
+
+
+def _pins(tree: NodeStore, leases: Iterable[PathLease], flights: Iterable[Flight]) -> Iterator[str]:
+    expected: Counter[tuple[int, int]] = Counter()
+    for pins in (*(lease.pinned for lease in leases), *(flight.pins for flight in flights)):
+        expected.update((id(node), at) for node, at in pins)
+    for node in tree.nodes():
+        for at, count in enumerate(node.pins):
+            if count != expected[id(node), at]:
+                yield f"{node!r} has {count} pins at place {at}, leases hold {expected[id(node), at]}"
