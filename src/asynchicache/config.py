@@ -1,0 +1,156 @@
+"""Every option, from code, TOML or the environment, and what they open: the only reader of the latter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from asynchicache.controller.fetching import PrefetchOptions
+from asynchicache.errors import ConfigError
+from asynchicache.pools.sizing import SizeOptions
+from asynchicache.ports import Port
+from asynchicache.storage.pool import PoolLimits
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.tree.policies import policy
+from asynchicache.types import PrefetchPolicy, WritePolicy
+
+ENVIRONMENT_PREFIX = "ASYNCHICACHE_"
+BACKEND_GROUP = "asynchicache.backends"
+
+_OWN_BACKENDS = {name: f"asynchicache.backends.{name}:open_backend" for name in ("memory", "file")}
+"""Found without installed metadata too: a source tree on the path has none."""
+
+
+class OpenBackend(Protocol):
+    """What an entry point of group `asynchicache.backends` names."""
+
+    def __call__(self, options: Mapping[str, object], port: Port) -> StorageBackend: ...
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a cache is set up.
+
+    Attributes:
+        device: `cpu`, `cuda`, `cuda:1`, ... Default: `cpu`.
+        inline: on a CPU, run copies on the loop at once instead of in threads: deterministic, no
+            overlap. Default: False.
+        device_slots, host_slots, device_bytes, host_bytes, host_ratio: see `pools.sizing.SizeOptions`.
+        write_policy: when pages go down. Default: `write_through`.
+        clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
+        eviction: `lru`, `lfu`, `slru` or `fifo`, for attention pages. Default: `lru`.
+        prefetch: how long a request waits for storage, see `controller.fetching.PrefetchOptions`.
+        storage: name of a backend, or None for two tiers. Default: None.
+        storage_options: the backend's own.
+        storage_limits: patience with the backend, see `storage.pool.PoolLimits`.
+        store_bytes: writes to storage under way; more is shed. Default: 1 GiB.
+        weight_version: names the weights, so that pages of others are never taken for theirs. Required
+            with storage.
+        salt: keeps this cache's pages apart from others' in the same storage. Default: empty.
+        rank, ranks: which part of a sharded model this is. Default: 0 of 1.
+        close_seconds: how long closing waits for what is under way. Default: 30.
+        io_threads: threads for storage. Default: 8.
+        seed: of all randomness; None draws one. Default: None.
+    """
+
+    device: str = "cpu"
+    inline: bool = False
+    device_slots: dict[str, int] = {}
+    host_slots: dict[str, int] = {}
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    host_ratio: float = 2.0
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    clean_share: float = 0.125
+    eviction: str = "lru"
+    prefetch: PrefetchOptions = PrefetchOptions()
+    storage: str | None = None
+    storage_options: dict[str, Any] = {}
+    storage_limits: PoolLimits = PoolLimits()
+    store_bytes: int = 1 << 30
+    weight_version: str | None = None
+    salt: str = ""
+    rank: int = 0
+    ranks: int = 1
+    close_seconds: float = 30.0
+    io_threads: int = 8
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        policy(self.eviction)
+        if self.storage is not None and not self.weight_version:
+            raise ConfigError(
+                "storage needs weight_version: a name that changes with the weights, such as a commit hash"
+            )
+        if not 0 <= self.rank < self.ranks:
+            raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
+        for name in ("close_seconds", "store_bytes", "io_threads"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
+        if not 0 <= self.clean_share <= 1:
+            raise ConfigError(f"clean_share {self.clean_share} must be 0 to 1")
+
+    @classmethod
+    def load(cls, path: Path | None = None, environ: Mapping[str, str] | None = None) -> CacheConfig:
+        """Options from a TOML file, then from the environment: `ASYNCHICACHE_HOST_RATIO=3`.
+
+        Values of the environment are TOML where they are not plain words: numbers, `true`, or a table
+        such as `{kv = 1024}`.
+
+        Raises:
+            ConfigError: an unknown option, or a value that does not fit; names it.
+        """
+        values: dict[str, object] = {}
+        try:
+            if path is not None:
+                values = msgspec.toml.decode(path.read_bytes())
+            for name, text in (os.environ if environ is None else environ).items():
+                if name.startswith(ENVIRONMENT_PREFIX) and _is_option(name):
+                    values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = _value(text)
+            return msgspec.convert(values, cls, strict=False)
+        except (msgspec.MsgspecError, OSError) as error:
+            raise ConfigError(f"the configuration does not fit: {error}") from error
+
+    def sizes(self) -> SizeOptions:
+        return SizeOptions(
+            device_slots=self.device_slots,
+            host_slots=self.host_slots,
+            device_bytes=self.device_bytes,
+            host_bytes=self.host_bytes,
+            host_ratio=self.host_ratio,
+        )
+
+
+def _is_option(name: str) -> bool:
+    """Whether a variable is one of ours; others with the prefix (test switches) are left alone."""
+    return name.removeprefix(ENVIRONMENT_PREFIX).lower() in CacheConfig.__struct_fields__
+
+
+def _value(text: str) -> object:
+    try:
+        return cast("dict[str, object]", msgspec.toml.decode(f"value = {text}"))["value"]
+    except msgspec.DecodeError:
+        return text
+
+
+def open_backend(name: str, options: Mapping[str, object], port: Port) -> StorageBackend:
+    """The storage backend of that name, imported now.
+
+    Raises:
+        ConfigError: nobody registered the name.
+        StorageError: the backend cannot be opened.
+    """
+    found = {entry.name: entry.value for entry in entry_points(group=BACKEND_GROUP)}
+    backends = _OWN_BACKENDS | found
+    if name not in backends:
+        raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
+    factory = cast("OpenBackend", resolve_name(backends[name]))
+    return factory(options, port)
+
+
+__all__ = ["CacheConfig", "PrefetchOptions", "PrefetchPolicy", "WritePolicy", "open_backend"]

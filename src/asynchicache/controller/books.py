@@ -1,0 +1,156 @@
+"""Who holds which slot: the tree, the allocators, and what is kept for copies and calls under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from asynchicache.controller.actions import Pins, Transfers
+from asynchicache.controller.sequence import Sequence
+from asynchicache.errors import ConfigError
+from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.specs import ModelSpec
+from asynchicache.tree import copies, eviction
+from asynchicache.tree.copies import Flight, Wanted
+from asynchicache.tree.node import FULL_DEVICE, TIERS
+from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.verify import problems
+from asynchicache.types import PoolTransfer, Tier, WritePolicy
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was decided, in pages and states since the start.
+
+    Attributes:
+        evicted: by `place`.
+        demoted, lost: evicted pages that live on in a lower tier of the tree, and those that do not.
+        backed_up: pages and states that went to the host.
+        host_pressure: pages and states that did not, for want of host slots.
+        states_skipped: checkpoints without a state, for want of a device slot.
+    """
+
+    evicted: list[int] = field(default_factory=list)
+    demoted: int = 0
+    lost: int = 0
+    backed_up: int = 0
+    host_pressure: int = 0
+    states_skipped: int = 0
+
+
+class Books:
+    """The state that every decision reads and changes.
+
+    Attributes:
+        names: pool name of each component; the first covers every page.
+        followers: by pool, the pools that share its slots and move along.
+        free: by `place`, the allocator of that component and tier.
+        sequences, flights, pinned, private: everyone who holds pins or slots outside the tree.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        slots: Mapping[str, tuple[int, int]],
+        *,
+        write_policy: WritePolicy,
+        eviction_policy: str,
+    ) -> None:
+        owners = spec.owners
+        if any(not pool.coverage.trailing for pool in owners[1:]):
+            raise ConfigError(f"model {spec.model!r}: a second pool covers every page and owns its slots")
+        self.spec = spec
+        self.page_size = spec.page_size
+        self.write_policy = write_policy
+        self.names = [pool.name for pool in owners]
+        self.followers = {
+            name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
+        }
+        self.tree = UnifiedRadixTree(
+            spec.page_size, [pool.coverage for pool in owners[1:]], eviction=eviction_policy
+        )
+        self.free = [
+            SlotAllocator(slots[name][tier], name=f"{name} {tier.name.lower()} slots")
+            for name in self.names
+            for tier in (Tier.DEVICE, Tier.HOST)
+        ]
+        self.counters = Counters(evicted=[0] * len(self.free))
+        self.sequences: set[Sequence] = set()
+        self.flights: list[Flight] = []
+        self.pinned: list[Pins] = []
+        self.private: list[Callable[[], Mapping[int, list[int]]]] = []
+
+    def make_room(self, at: int, count: int) -> bool:
+        """Have `count` slots of a place free, by eviction if need be; False if that cannot be done."""
+        free = self.free[at]
+        if count > free.available:
+            if self.write_policy is WritePolicy.WRITE_BACK:
+                self.evict(at, count - free.available, dirty=False)
+            self.evict(at, count - free.available, dirty=True)
+        return count <= free.available
+
+    def evict(self, at: int, count: int, *, dirty: bool) -> None:
+        if count <= 0:
+            return
+        freed = eviction.evict(self.tree, at, count, dirty=dirty)
+        for where, slots in freed.slots.items():
+            self.free[where].release(slots)
+            self.counters.evicted[where] += len(slots)
+        self.counters.demoted += freed.demoted
+        self.counters.lost += freed.lost
+
+    def sharing(self, number: int) -> list[str]:
+        """The pools that use a component's slots."""
+        name = self.names[number]
+        return [name, *self.followers[name]]
+
+    def transfers(self, number: int, sources: list[int], destinations: list[int]) -> Transfers:
+        """Moves of one component, and of the pools that share its slots."""
+        return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(number)]
+
+    def begin(self, tier: Tier, batch: list[tuple[Wanted, list[int]]]) -> Flight:
+        flight = copies.begin(self.tree, tier, batch)
+        self.flights.append(flight)
+        return flight
+
+    def keep(self, pins: Pins) -> None:
+        for node, at in pins:
+            self.tree.pin_place(node, at)
+        self.pinned.append(pins)
+
+    def drop(self, pins: Pins) -> None:
+        self.pinned[:] = [other for other in self.pinned if other is not pins]
+        self.tree.unpin_all(pins)
+
+    def give_back(self, at: int, slots: list[int], *, poisoned: bool) -> None:
+        """Free slots, unless a failed device may still write to them."""
+        if poisoned:
+            self.free[at].quarantine(slots)
+        else:
+            self.free[at].release(slots)
+
+    def verify(self) -> list[str]:
+        """Broken invariants in words; empty when all is well. Linear in the slots."""
+        leases = [sequence.lease for sequence in self.sequences]
+        flights = [*self.flights, *(Flight(Tier.HOST, {}, pins) for pins in self.pinned)]
+        found = problems(self.tree, leases, flights)
+        for at, free in enumerate(self.free):
+            found += free.problems()
+            owned = self._owned(at)
+            if len(set(owned)) != len(owned):
+                found.append(f"{free.name}: a slot has two owners")
+            if set(owned) != free.held_slots():
+                found.append(f"{free.name}: {sorted(set(owned) ^ free.held_slots())} leaked or stolen")
+        return found
+
+    def _owned(self, at: int) -> list[int]:
+        owned = [slot for node in self.tree.nodes() for slot in node.held(at)]
+        if at == FULL_DEVICE:
+            owned += [slot for sequence in self.sequences for slot in sequence.own_pages()]
+        elif at % TIERS == Tier.DEVICE:
+            number = at // TIERS
+            for sequence in self.sequences:
+                owned += [held[number] for held in (sequence.states, sequence.snapshots) if number in held]
+        for slots in self.private:
+            owned += slots().get(at, [])
+        return owned

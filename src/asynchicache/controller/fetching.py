@@ -1,0 +1,178 @@
+"""Prefetch: reads from storage to the host, one at a time for the same pages, waited for by policy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from asynchicache.controller.actions import Copy
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.reading import Outcomes, Query, Read
+from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.stored import StoredPools, linger
+from asynchicache.storage.pool import Batch
+from asynchicache.tree.node import FULL
+from asynchicache.types import MissReason, Outcome, PrefetchPolicy
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+"""Times that a read looks again after it waited for another one's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchOptions:
+    """How long a request waits for storage.
+
+    Attributes:
+        policy: Default: `timeout`.
+        base_seconds, seconds_per_ki_token: the deadline of `timeout`: the base, and so much more for each
+            1,024 tokens asked for. Defaults: 2.0 and 0.1 (sgl-project/sglang#23309).
+        max_seconds: never longer than this, under any policy. Default: 30.
+    """
+
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    base_seconds: float = 2.0
+    seconds_per_ki_token: float = 0.1
+    max_seconds: float = 30.0
+
+    def deadline(self, tokens: int) -> float:
+        """Seconds that a request for `tokens` more tokens waits."""
+        if self.policy is PrefetchPolicy.WAIT_COMPLETE:
+            return self.max_seconds
+        return min(self.base_seconds + self.seconds_per_ki_token * tokens / 1024, self.max_seconds)
+
+
+class Fetcher:
+    """Runs the reads of one cache; each belongs to the cache, not to the request that asked."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        stored: StoredPools,
+        options: PrefetchOptions,
+        *,
+        carry_out: Callable[[list[Copy]], object],
+        spawn: Callable[[Coroutine[object, object, None]], None],
+    ) -> None:
+        self._planner = planner
+        self._reader = planner.reader
+        self._stored = stored
+        self._options = options
+        self._carry_out = carry_out
+        self._spawn = spawn
+        self._reading: dict[bytes, asyncio.Future[None]] = {}
+        self.pages_read = 0
+
+    async def prefetch(self, sequence: Sequence) -> None:
+        """Bring what storage has of a request's prefix to the host, for as long as the policy waits.
+
+        When the request gives up, by its deadline or because it is cancelled, the read goes on for
+        those who come later.
+        """
+        before = sequence.matched_pages
+        query = self._reader.ask(sequence.tokens, sequence.seed)
+        if query is None:
+            return
+        done: asyncio.Future[MissReason] = asyncio.get_running_loop().create_future()
+        self._spawn(self._run(query, done))
+        if self._options.policy is PrefetchPolicy.BEST_EFFORT:
+            return
+        seconds = self._options.deadline((query.pages - query.base) * self._planner.books.page_size)
+        try:
+            async with asyncio.timeout(seconds):
+                sequence.reason = await asyncio.shield(done)
+        except TimeoutError:
+            sequence.reason = MissReason.DEADLINE
+        if sequence.users:
+            self._planner.rematch(sequence)
+            sequence.prefetched = sequence.matched_pages > before
+
+    async def _run(self, query: Query, done: asyncio.Future[MissReason]) -> None:
+        reason = MissReason.CLOSED
+        try:
+            reason = await self._read_or_wait(query)
+        except Exception:  # noqa: BLE001  a task boundary: a failed read is a miss
+            _log.exception("a read from storage failed")
+            reason = MissReason.STORAGE_FAILED
+        finally:
+            if not done.done():
+                done.set_result(reason)
+
+    async def _read_or_wait(self, first: Query) -> MissReason:
+        """Read for `first`; where another read covers some of it, wait for that and look again."""
+        query: Query | None = first
+        for _ in range(_ATTEMPTS):
+            if query is None:
+                return MissReason.NONE
+            other = self._covered_by(query)
+            if other is None:
+                return await self._read(query)
+            self._reader.drop(query)
+            await asyncio.wait([other])
+            query = self._reader.ask(first.tokens, first.seed)
+        if query is not None:
+            self._reader.drop(query)
+        return MissReason.DEADLINE
+
+    def _covered_by(self, query: Query) -> asyncio.Future[None] | None:
+        if not self._reading:
+            return None
+        wanted = query.digests[query.base :]
+        return next((self._reading[digest] for digest in wanted if digest in self._reading), None)
+
+    async def _read(self, query: Query) -> MissReason:
+        """Ask, choose, read and commit, while nobody else reads the same pages."""
+        wanted = query.digests[query.base :]
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reading.update(dict.fromkeys(wanted, finished))
+        read: Read | None = None
+        try:
+            choice = self._reader.choose(query, await self._present(query))
+            self._carry_out(choice.backups)
+            read = choice.read
+            return await self._fill(read) if read is not None else choice.reason
+        finally:
+            if read is None:
+                self._reader.drop(query)
+            for digest in wanted:
+                del self._reading[digest]
+            finished.set_result(None)
+
+    async def _present(self, query: Query) -> dict[int, int]:
+        """By component, which pages storage has: the full one's first, then states as far as it reaches."""
+        full = await self._stored.exists(FULL, query.digests[query.here :], query.here)
+        reach = query.here
+        while full >> reach & 1:
+            reach += 1
+        found = {FULL: full}
+        for number in range(1, len(self._planner.books.names)):
+            if self._reader.asks(number):
+                digests = query.digests[query.base : reach]
+                found[number] = await self._stored.exists(number, digests, query.base)
+        return found
+
+    async def _fill(self, read: Read) -> MissReason:
+        late: list[Batch] = []
+        # Until storage says otherwise its threads may write to the slots.
+        outcomes: Outcomes = {
+            number: [(slot, Outcome.TIMEOUT) for slot in slots] for number, slots in read.slots.items()
+        }
+        try:
+            outcomes, late = await self._stored.get(read)
+        finally:
+            gained = self._reader.commit(read, outcomes)
+            self.pages_read += gained.read
+            if late:
+                self._spawn(self._finish_late(read, late))
+            else:
+                self._reader.finish(read)
+        return gained.reason
+
+    async def _finish_late(self, read: Read, late: list[Batch]) -> None:
+        try:
+            await linger(late)
+        finally:
+            self._reader.finish(read)

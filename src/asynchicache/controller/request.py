@@ -1,0 +1,248 @@
+"""A request: what an engine holds while it serves one prompt."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.sequence import Sequence as RequestSequence
+from asynchicache.errors import RequestStateError
+from asynchicache.streams.base import Event, Stream
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.tree.node import FULL
+from asynchicache.types import MissReason, Tier, token_array
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request need not compute.
+
+    Attributes:
+        tokens: length of the restored prefix, whole pages, at least one token less than the prompt.
+        by_tier: the same tokens, counted at the farthest tier that any pool of the prefix came from.
+        reason: why it was not more; NONE if the whole prompt but its last page was there.
+        full_tokens: how far attention pages alone would have reached.
+    """
+
+    tokens: int
+    by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    reason: MissReason = MissReason.NONE
+    full_tokens: int = 0
+
+
+class Request:
+    """One prompt and what is generated for it; an async context manager, used once.
+
+    Order: enter (match and pin), `prefetch` (optional), `load`, then `extend`, `append` and
+    `checkpoint` as often as there are forwards. Leaving gives back every slot that was not published.
+    """
+
+    def __init__(self, controller: HybridCacheController, tokens: array[int], seed: bytes) -> None:
+        self._controller = controller
+        self._planner = controller.planner
+        self._seed = seed
+        self._tokens = tokens
+        self._prompt = len(tokens)
+        self._sequence: RequestSequence | None = None
+        self._closed = False
+
+    # Life
+
+    async def __aenter__(self) -> Self:
+        if self._sequence is not None or self._closed:
+            raise RequestStateError("a request is used once; ask the cache for another")
+        self._sequence = self._planner.open(self._tokens, self._seed)
+        self._controller.open(self._sequence)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self, after: Stream | None = None) -> None:
+        """Give everything back; twice is harmless.
+
+        Args:
+            after: a compute stream that may still read or write the request's pages: they are given
+                back once it has done what is enqueued now.
+        """
+        sequence, self._sequence, self._closed = self._sequence, None, True
+        if sequence is not None:
+            self._controller.release(sequence, after)
+
+    def _open(self) -> RequestSequence:
+        if self._sequence is None:
+            word = "closed" if self._closed else "not entered"
+            raise RequestStateError(f"the request is {word}; use it inside `async with`")
+        return self._sequence
+
+    def _loaded(self) -> RequestSequence:
+        sequence = self._open()
+        if not sequence.loaded:
+            raise RequestStateError("call load() first: it says where the prefix ends")
+        return sequence
+
+    # What it knows
+
+    @property
+    def tokens(self) -> array[int]:
+        """Prompt and generated ids so far."""
+        return self._tokens
+
+    @property
+    def hit(self) -> Hit:
+        """What is restorable: before `load` an estimate, after it the truth."""
+        sequence = self._open()
+        size = self._planner.books.page_size
+        pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
+        full = max(pages, sequence.branching_pages or 0) * size
+        tier = sequence.tier if sequence.loaded else self._planner.tier(sequence)
+        by_tier = {tier: pages * size} if pages else {}
+        return Hit(pages * size, by_tier, self._planner.reason(sequence), full)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Lengths at which a prefill of the prompt should stop, so that a state can be published there.
+
+        The branch point, where other prompts left this one's path (`mamba_branching_seqlen`), and the
+        end of the prompt in whole pages. Empty for models without states: no cut is needed.
+        """
+        sequence = self._open()
+        if len(self._planner.books.names) == 1:
+            return ()
+        size = self._planner.books.page_size
+        start = (sequence.hit_pages if sequence.loaded else sequence.matched_pages) * size
+        ends = {(sequence.branching_pages or 0) * size, self._prompt // size * size}
+        return tuple(sorted(end for end in ends if end > start))
+
+    def pages(self, pool: str) -> list[int]:
+        """Device slots of the request's pages of a pool, in order: the restored ones first.
+
+        Raises:
+            RequestStateError: before `load`.
+            KeyError: the pool has no pages.
+        """
+        sequence = self._loaded()
+        books = self._planner.books
+        if pool not in books.sharing(FULL):
+            raise KeyError(f"{pool!r} is none of the pools with pages: {books.sharing(FULL)}")
+        return list(sequence.pages)
+
+    def state(self, pool: str) -> int:
+        """Device slot of the request's own working state of a pool; the restored state is copied there.
+
+        Raises:
+            RequestStateError: before the first `load` or `extend` that found a slot.
+            KeyError: the pool has no states.
+        """
+        sequence = self._loaded()
+        names = self._planner.books.names
+        if pool not in names[1:]:
+            raise KeyError(f"{pool!r} is none of the pools with states: {names[1:]}")
+        number = names.index(pool)
+        if number not in sequence.states:
+            raise RequestStateError(f"no {pool!r} state slot was free at load(); extend() takes one")
+        return sequence.states[number]
+
+    # What it does
+
+    async def prefetch(self) -> Hit:
+        """Bring what storage has of the prefix to the host, for as long as the policy waits.
+
+        Always a cancellation point; the read goes on for others when this waiter leaves.
+        """
+        sequence = self._open()
+        if sequence.loaded:
+            raise RequestStateError("prefetch() comes before load()")
+        await self._controller.prefetch(sequence)
+        return self.hit
+
+    def load(self) -> Ticket:
+        """Enqueue the copies that put the prefix and its states on the device.
+
+        Falls back to a shorter prefix if there is no room; `hit` says what it became.
+        """
+        sequence = self._open()
+        if sequence.loaded:
+            raise RequestStateError("load() was called already; its ticket serves every waiter")
+        return self._controller.load(sequence)
+
+    def extend(self, tokens: int) -> dict[str, list[int]]:
+        """Room for `tokens` more tokens behind what is restored or extended; evicts if need be.
+
+        Returns:
+            By pool, the new device slots: one a page that was begun.
+
+        Raises:
+            CapacityError: there is not enough that may be evicted; `reserve` waits instead.
+        """
+        sequence = self._loaded()
+        if tokens < 0:
+            raise RequestStateError(f"extend({tokens}): a number of tokens, 0 at least")
+        return self._controller.extend(sequence, tokens)
+
+    async def reserve(self, tokens: int) -> dict[str, list[int]]:
+        """As `extend`, but waits while others hold the pages.
+
+        Raises:
+            CapacityError: nothing is under way that could free any.
+        """
+        return await self._controller.reserve(self._loaded(), tokens)
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Add generated token ids to the sequence.
+
+        Raises:
+            InvalidTokensError: as for a prompt.
+        """
+        self._open()
+        self._tokens.extend(token_array(tokens))
+
+    def snapshot(self, length: int, *, after: Stream | None = None) -> None:
+        """Keep a copy of the working states, which are those after `length` tokens; replaces the last one.
+
+        For a decode loop that does not know yet where it will end: take one at each page boundary,
+        publish the last with `checkpoint`.
+        """
+        sequence = self._checked(length)
+        self._controller.carry_out(self._planner.snapshot(sequence, length), self._fence(after))
+
+    def checkpoint(self, length: int, *, after: Stream | None = None) -> None:
+        """Publish the whole pages up to `length` tokens, and the state there.
+
+        The state is that of the snapshot taken at `length`; without one, the working state, if `length`
+        is a whole number of pages. Its copy, and the write-through, run behind what is enqueued on
+        `after`. Nothing is published after the device failed.
+        """
+        sequence = self._checked(length)
+        if self._controller.failure is None:
+            self._controller.carry_out(self._planner.publish(sequence, length), self._fence(after))
+
+    async def durable(self) -> bool:
+        """Wait until what was published is in storage; False if there is none, or it refuses."""
+        return await self._controller.durable(self._open())
+
+    def _checked(self, length: int) -> RequestSequence:
+        sequence = self._loaded()
+        known = min(len(self._tokens), sequence.reserved)
+        if not 0 <= length <= known:
+            raise RequestStateError(
+                f"length {length} is outside 0..{known}: the request has {len(self._tokens)} tokens "
+                f"and room for {sequence.reserved}; call append() and extend() first"
+            )
+        return sequence
+
+    def _fence(self, stream: Stream | None) -> Sequence[Event]:
+        return () if stream is None else (self._controller.record(stream),)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._sequence else "new"
+        return f"<Request {state}, {len(self._tokens)} tokens>"

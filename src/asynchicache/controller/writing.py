@@ -1,0 +1,126 @@
+"""What goes down: from the device to the host, and from the host to storage. Pure, as the planner."""
+
+from __future__ import annotations
+
+from asynchicache.controller.actions import Copy, Pins, Store
+from asynchicache.controller.books import Books
+from asynchicache.transfer.plan import Direction
+from asynchicache.tree import copies
+from asynchicache.tree.copies import Wanted
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place
+from asynchicache.types import Tier, WritePolicy
+
+_SELECTIVE_HITS = 2
+
+
+class Writer:
+    """Plans write-through, write-back and storage writes."""
+
+    def __init__(self, books: Books, *, clean_share: float) -> None:
+        """`clean_share`: under write-back, the share of device pages kept free or clean ahead of need."""
+        self._books = books
+        self._tree = books.tree
+        self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
+
+    def due(self, node: Node) -> bool:
+        """Whether the write policy wants this node on the host now."""
+        policy = self._books.write_policy
+        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return node.hits >= _SELECTIVE_HITS
+        return policy is WritePolicy.WRITE_THROUGH
+
+    def backup(self, node: Node) -> list[Copy]:
+        """Copy to the host what the path to `node` has on the device only, as far as there is room."""
+        books = self._books
+        wanted = [
+            want
+            for want in copies.missing_on_host(self._tree, node)
+            if books.free[place(want.component, Tier.HOST)].capacity
+        ]
+        if not wanted:
+            return []
+        anchor = self._host_anchor(wanted[0].node)
+        books.keep(anchor)
+        batch = self._host_slots(wanted)
+        books.drop(anchor)
+        if not batch:
+            return []
+        transfers = [
+            transfer
+            for (below, number), slots in batch
+            for transfer in books.transfers(number, below.held(place(number, Tier.DEVICE)), slots)
+        ]
+        books.counters.backed_up += sum(want.size for want, _ in batch)
+        flight = books.begin(Tier.HOST, batch)
+        return [Copy(Direction.BACKUP, transfers, flight, publishes=batch[-1][0].node)]
+
+    @staticmethod
+    def _host_anchor(node: Node) -> Pins:
+        """The host copy that the first new one will stand on: it must not go to make room."""
+        while node.parent is not None and node.residency[FULL_HOST] == ABSENT:
+            node = node.parent
+        return [(node, FULL_HOST)] if node.parent is not None else []
+
+    def _host_slots(self, wanted: list[Wanted]) -> list[tuple[Wanted, list[int]]]:
+        """Host slots for as many of `wanted` as there is room for, parents before children."""
+        batch: list[tuple[Wanted, list[int]]] = []
+        for want in wanted:
+            at = place(want.component, Tier.HOST)
+            if self._books.make_room(at, want.size):
+                batch.append((want, self._books.free[at].allocate(want.size)))
+                continue
+            self._books.counters.host_pressure += want.size
+            if want.component == FULL:
+                break  # what follows stands on this
+        return batch
+
+    def clean(self) -> list[Copy]:
+        """Under write-back: back up the pages that would go next, ahead of need."""
+        if self._books.write_policy is not WritePolicy.WRITE_BACK:
+            return []
+        queue = self._tree.queues[FULL_DEVICE]
+        short = self._clean_target - self._books.free[FULL_DEVICE].available
+        seen: list[Node] = []
+        plan: list[Copy] = []
+        while short > 0 and (node := queue.pop()) is not None:
+            seen.append(node)
+            short -= node.pages
+            plan += self.backup(node)
+        for node in seen:
+            self._tree.refresh(node, FULL_DEVICE)
+        return plan
+
+    def store(self, node: Node) -> Store | None:
+        """What of the path to `node` is on the host and not known to be in storage."""
+        work = Store()
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        for below in reversed(path):
+            for number in range(len(self._books.names)):
+                resident = below.residency[place(number, Tier.HOST)] == RESIDENT
+                if resident and not below.stored >> number & 1:
+                    self._add(work, below, number)
+        if not work.marks:
+            return None
+        self._books.keep(work.pins)
+        return work
+
+    def _add(self, work: Store, node: Node, number: int) -> None:
+        digests = self._tree.digests(node)
+        at = place(number, Tier.HOST)
+        for pool in self._books.sharing(number):
+            keys, slots = work.pages.setdefault(pool, ([], []))
+            keys += digests if number == FULL else digests[-1:]
+            slots += node.held(at)
+        node.stored |= 1 << number
+        work.marks.append((node, number))
+        work.pins += [(node, at)] if number == FULL else [(node, at), (node, FULL_HOST)]
+
+    def wrote(self, work: Store, *, stored: bool) -> None:
+        """A write to storage ended; what is not there may be tried again."""
+        if not stored:
+            for node, number in work.marks:
+                node.stored &= ~(1 << number)
+        self._books.drop(work.pins)

@@ -1,0 +1,108 @@
+"""Device memory of one pool, `layer_first`: what model code reads and writes."""
+
+from __future__ import annotations
+
+import torch
+
+from asynchicache.errors import CapacityError, ConfigError
+from asynchicache.specs import DTYPE_BYTES, PoolSpec
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+"""Torch's dtypes by the names that specs use."""
+
+POISON = 0xDD
+"""What poisoned memory is filled with, so that bytes nobody wrote are seen for what they are."""
+
+
+class DevicePool:
+    """The slots of one pool on one device, a tensor of `[layers, slots, ...]` for each of its tensors.
+
+    A pool that shares another's slots (`PoolSpec.slots_of`) has memory of its own all the same;
+    only the slot numbers are the owner's.
+
+    Attributes:
+        spec: the pool.
+        page_size: tokens of a slot; without meaning where a slot holds a state.
+        slots: how many there are.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        page_size: int,
+        slots: int,
+        device: torch.device | str = "cpu",
+        *,
+        poison: bool = False,
+    ) -> None:
+        """
+        Args:
+            spec: the pool.
+            page_size: tokens of a slot.
+            slots: how many.
+            device: where.
+            poison: fill with `POISON` instead of zeros. Default: False.
+
+        Raises:
+            ConfigError: no slots, or pages of no tokens.
+            CapacityError: the device has no room for them.
+        """
+        check_size(spec, page_size, slots)
+        self.spec = spec
+        self.page_size = page_size
+        self.slots = slots
+        self.device = torch.device(device)
+        self._items = {name: self._allocate(name, shape, poison) for name, shape in self._shapes().items()}
+        self._tensors = {tensor.name: self._typed(tensor.name) for tensor in spec.tensors}
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.spec.slot_bytes(self.page_size)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """`[layers, slots, page_size, *shape]` of a pool of pages, `[layers, slots, *shape]` of states.
+
+        Layers are local: index `i` is layer `spec.layers[i]` of the model.
+        """
+        return self._tensors[name]
+
+    def items(self, name: str) -> torch.Tensor:
+        """The same memory as bytes, uint8 `[layers, slots, item_bytes]`."""
+        return self._items[name]
+
+    def _shapes(self) -> dict[str, tuple[int, int, int]]:
+        return {
+            tensor.name: (len(tensor.layers), self.slots, self.spec.item_bytes(tensor, self.page_size))
+            for tensor in self.spec.tensors
+        }
+
+    def _allocate(self, name: str, shape: tuple[int, int, int], poison: bool) -> torch.Tensor:
+        try:
+            if poison:
+                return torch.full(shape, POISON, dtype=torch.uint8, device=self.device)
+            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU raises no better
+            raise CapacityError(
+                f"pool {self.spec.name!r}: no room on {self.device} for {name!r} of {shape} bytes: {error}"
+            ) from error
+
+    def _typed(self, name: str) -> torch.Tensor:
+        tensor = next(tensor for tensor in self.spec.tensors if tensor.name == name)
+        items = self._items[name].view(TORCH_DTYPES[tensor.dtype])
+        unit = (self.page_size, *tensor.shape) if self.spec.per_token else tensor.shape
+        return items.view(len(tensor.layers), self.slots, *unit)
+
+    def __repr__(self) -> str:
+        return f"<DevicePool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes on {self.device}>"
+
+
+def check_size(spec: PoolSpec, page_size: int, slots: int, *, least: int = 1) -> None:
+    """
+    Raises:
+        ConfigError: fewer than `least` slots, or pages of no tokens.
+    """
+    if slots < least:
+        raise ConfigError(f"pool {spec.name!r} with {slots} slots; it must have {least} at least")
+    if page_size < 1:
+        raise ConfigError(f"pool {spec.name!r} with pages of {page_size} tokens; 1 at least")

@@ -1,0 +1,147 @@
+"""How many slots each pool gets in each tier: from numbers, from bytes, from a ratio, or by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asynchicache.errors import CapacityError, ConfigError
+from asynchicache.layouts import ALIGNMENT, SlotLayout
+from asynchicache.specs import ModelSpec, PoolSpec
+
+PAGES_PER_STATE = 16
+"""Pages that one state stands beside when bytes are divided: a state at the end of each turn, not of
+each page. A conversation of many short turns wants fewer pages a state, one long document more."""
+
+_AUTO_DEVICE_SHARE = 0.3
+_HOST_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeOptions:
+    """What the caller asked for; what is left out follows from the rest.
+
+    Attributes:
+        device_slots, host_slots: by pool name; 0 host slots keep a pool on the device.
+        device_bytes, host_bytes: divided among the pools that `*_slots` do not name.
+        host_ratio: host slots for each device slot, where nothing else says. Default: 2.
+    """
+
+    device_slots: Mapping[str, int] = field(default_factory=dict)
+    host_slots: Mapping[str, int] = field(default_factory=dict)
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    host_ratio: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that may be taken on the device and on the host; one memory if the device is a CPU."""
+
+    device: int
+    host: int
+    shared: bool
+
+
+def plan_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict[str, tuple[int, int]]:
+    """Device and host slots of every pool that owns slots.
+
+    Raises:
+        ConfigError: a name that is no pool, a negative number, no device slots for a pool.
+        CapacityError: more memory than there is; says how much is needed.
+    """
+    _check(spec, options)
+    device = _device_slots(spec, options, memory)
+    need = _total(spec, device, host=False)
+    if need > memory.device:
+        raise _too_much("device", need, memory.device, "device_slots or device_bytes")
+    room = int((memory.host - need if memory.shared else memory.host) * _HOST_SHARE)
+    host = _host_slots(spec, options, device, room)
+    need = _total(spec, host, host=True)
+    if need > room:
+        raise _too_much("host", need, room, "host_slots, host_bytes or host_ratio")
+    return {name: (device[name], host[name]) for name in device}
+
+
+def _check(spec: ModelSpec, options: SizeOptions) -> None:
+    names = [pool.name for pool in spec.owners]
+    for option, slots in (("device_slots", options.device_slots), ("host_slots", options.host_slots)):
+        for name, count in slots.items():
+            if name not in names:
+                raise ConfigError(f"{option} names {name!r}; pools with slots of their own are {names}")
+            if count < (1 if option == "device_slots" else 0):
+                raise ConfigError(
+                    f"{option}[{name!r}] is {count}; a device pool needs 1, a host pool 0 or more"
+                )
+    if options.host_ratio < 0:
+        raise ConfigError(f"host_ratio {options.host_ratio} must be 0 or more")
+    for option in ("device_bytes", "host_bytes"):
+        value = getattr(options, option)
+        if value is not None and value < 0:
+            raise ConfigError(f"{option} {value} must be 0 or more")
+
+
+def _device_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict[str, int]:
+    rest = [pool for pool in spec.owners if pool.name not in options.device_slots]
+    slots = dict(options.device_slots)
+    if rest:
+        named = _total(spec, slots, host=False)
+        budget = options.device_bytes
+        if budget is None:
+            budget = int(memory.device * _AUTO_DEVICE_SHARE)
+        slots |= _divide(spec, rest, budget - named, "device_bytes")
+    return {pool.name: slots[pool.name] for pool in spec.owners}
+
+
+def _host_slots(
+    spec: ModelSpec, options: SizeOptions, device: Mapping[str, int], room: int
+) -> dict[str, int]:
+    rest = [pool for pool in spec.owners if pool.name not in options.host_slots]
+    slots = dict(options.host_slots)
+    if not rest:
+        return slots
+    budget = room - _total(spec, slots, host=True)
+    if options.host_bytes is not None:
+        budget = min(budget, options.host_bytes - _total(spec, slots, host=True))
+    wanted = {pool.name: -int(-device[pool.name] * options.host_ratio // 1) for pool in rest}
+    need = _total(spec, wanted, host=True)
+    share = 1.0
+    if options.host_bytes is not None and need:
+        share = max(budget, 0) / need
+    elif need > budget:
+        share = max(budget, 0) / need  # the ratio is a wish: it shrinks to what there is
+    slots |= {name: int(count * share) for name, count in wanted.items()}
+    return slots
+
+
+def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, option: str) -> dict[str, int]:
+    """As many units of one state and `PAGES_PER_STATE` pages as fit into `budget` bytes."""
+    weights = {pool.name: PAGES_PER_STATE if pool.per_token else 1 for pool in pools}
+    unit = _total(spec, weights, host=False)
+    least = _total(spec, dict.fromkeys(weights, 1), host=False)
+    if budget < least:
+        raise CapacityError(
+            f"{option} leaves {max(budget, 0)} bytes for {list(weights)}; one slot of each needs {least}"
+        )
+    return {name: max(1, int(budget / unit * weight)) for name, weight in weights.items()}
+
+
+def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:
+    """Bytes of so many slots, of the pools that share them too."""
+    return sum(
+        slots[pool.slots_of or pool.name] * slot_cost(pool, spec.page_size, host=host)
+        for pool in spec.pools
+        if (pool.slots_of or pool.name) in slots
+    )
+
+
+def slot_cost(pool: PoolSpec, page_size: int, *, host: bool) -> int:
+    """Bytes that one slot takes; on the host with padding and its header."""
+    return SlotLayout.of(pool, page_size).slot_bytes + ALIGNMENT if host else pool.slot_bytes(page_size)
+
+
+def _too_much(tier: str, need: int, have: int, options: str) -> CapacityError:
+    return CapacityError(
+        f"the {tier} pools need {need} bytes ({need / 2**30:.2f} GiB), of which {max(have, 0)} "
+        f"({max(have, 0) / 2**30:.2f} GiB) may be used: lower {options}"
+    )

@@ -1,0 +1,85 @@
+"""Options from code, TOML and the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asynchicache.config import CacheConfig, open_backend
+from asynchicache.errors import ConfigError
+from asynchicache.ports import AsyncioPort
+from asynchicache.types import PrefetchPolicy, WritePolicy
+
+
+def test_defaults_need_nothing():
+    assert CacheConfig().storage is None
+    assert CacheConfig().write_policy is WritePolicy.WRITE_THROUGH
+
+
+def test_toml_then_environment(tmp_path: Path):
+    path = tmp_path / "cache.toml"
+    path.write_text(
+        'host_ratio = 3.0\nwrite_policy = "write_back"\nstorage = "file"\nweight_version = "a1"\n'
+        '[storage_options]\npath = "pages"\n[prefetch]\npolicy = "best_effort"\n'
+    )
+    environ = {
+        "ASYNCHICACHE_HOST_RATIO": "4",
+        "ASYNCHICACHE_DEVICE_SLOTS": "{kv = 64}",
+        "ASYNCHICACHE_EVICTION": "slru",
+        "ASYNCHICACHE_TEST_SWITCH": "1",
+        "PATH": "/bin",
+    }
+    config = CacheConfig.load(path, environ)
+
+    assert config.host_ratio == 4.0
+    assert config.device_slots == {"kv": 64}
+    assert config.eviction == "slru"
+    assert config.write_policy is WritePolicy.WRITE_BACK
+    assert config.prefetch.policy is PrefetchPolicy.BEST_EFFORT
+    assert config.storage_options == {"path": "pages"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("host_ration = 2", "host_ration"),
+        ('write_policy = "sometimes"', "sometimes"),
+        ('host_ratio = "much"', "host_ratio"),
+        ("host_ratio = ", "configuration does not fit"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, text: str, words: str):
+    path = tmp_path / "cache.toml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig.load(path, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        CacheConfig.load(tmp_path / "nowhere.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage": "memory"}, "storage needs weight_version"),
+        ({"eviction": "random"}, "eviction policy 'random' is none of"),
+        ({"rank": 2, "ranks": 2}, "rank 2 of 2"),
+        ({"io_threads": 0}, "io_threads 0 must be above 0"),
+        ({"clean_share": 1.5}, "clean_share 1.5"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, object], words: str):
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**options)
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_backend_lists_those_found():
+    port = AsyncioPort()
+    with pytest.raises(ConfigError, match=r"storage 'tape' is none of .*'file'.*'memory'"):
+        open_backend("tape", {}, port)
+    await port.aclose()

@@ -1,0 +1,186 @@
+"""A planner driven by hand: copies end in any order, bytes are stamps, storage is a dictionary.
+
+Every slot holds a stamp that says which page of which pool it is. A request compares what it is given
+with what it must be, so that a stale, swapped or half-copied page is seen at once.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from asynchicache.controller.actions import Copy, Store
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.sequence import Sequence
+from asynchicache.errors import CapacityError
+from asynchicache.hashing import page_digests
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.transfer.plan import Direction
+from asynchicache.types import Outcome, Tier, WritePolicy, trailing_pages
+
+POISON = b"poison"
+
+
+def small_spec(states: bool = True, page_size: int = 2) -> ModelSpec:
+    keys = TensorSpec("keys", (0,), (1, 2), "uint8")
+    state = TensorSpec("recurrent", (1,), (4,), "uint8")
+    pools = [PoolSpec("kv", (keys,))]
+    if states:
+        pools.append(PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False))
+    return ModelSpec("small", page_size, 2, tuple(pools))
+
+
+class Simulation:
+    """One planner, its memory and its storage."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        states: bool = True,
+        slots: dict[str, tuple[int, int]],
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    ) -> None:
+        self.rng = rng
+        self.spec = small_spec(states)
+        self.planner = Planner(self.spec, slots, write_policy=policy)
+        self.memory = {
+            (name, tier): [POISON] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        self.flying: list[Copy] = []
+        self.writing: list[Store] = []
+        self.storage: dict[tuple[str, bytes], bytes] = {}
+        self.live: list[Sequence] = []
+        self.hit_tokens = 0
+
+    @staticmethod
+    def stamp(pool: str, digest: bytes) -> bytes:
+        return pool.encode() + digest
+
+    def digests(self, sequence: Sequence) -> list[bytes]:
+        return page_digests(sequence.tokens, self.spec.page_size, sequence.seed)
+
+    # Copies
+
+    def start(self, copies: list[Copy]) -> None:
+        self.flying += copies
+
+    def end(self, index: int, *, failed: bool = False) -> None:
+        copy = self.flying.pop(index)
+        source = Tier.HOST if copy.direction is Direction.LOAD else Tier.DEVICE
+        target = Tier.HOST if copy.direction is Direction.BACKUP else Tier.DEVICE
+        for transfer in copy.transfers:
+            for a, b in zip(transfer.sources, transfer.destinations, strict=True):
+                stamp = POISON if failed else self.memory[transfer.pool, source][a]
+                self.memory[transfer.pool, target][b] = stamp
+        node = self.planner.copied(copy, RuntimeError("planted") if failed else None)
+        if node is None:
+            return
+        if copy.direction is Direction.BACKUP:
+            work = self.planner.writer.store(node)
+            if work is not None:
+                self.writing.append(work)
+        else:
+            self.start(self.planner.writer.backup(node))
+
+    def end_write(self, index: int, *, stored: bool = True) -> None:
+        work = self.writing.pop(index)
+        for pool, (digests, slots) in work.pages.items():
+            for digest, slot in zip(digests, slots, strict=True):
+                if stored:
+                    assert self.memory[pool, Tier.HOST][slot] == self.stamp(pool, digest)
+                    self.storage[pool, digest] = self.stamp(pool, digest)
+        self.planner.writer.wrote(work, stored=stored)
+
+    def settle(self) -> None:
+        while self.flying or self.writing:
+            if self.flying:
+                self.end(0)
+            else:
+                self.end_write(0)
+
+    # Requests
+
+    def open(self, tokens: list[int]) -> Sequence:
+        sequence = self.planner.open(array("q", tokens), b"")
+        self.start(self.planner.meet(sequence))
+        self.live.append(sequence)
+        return sequence
+
+    def prefetch(self, sequence: Sequence, fail: float = 0.0) -> None:
+        reader = self.planner.reader
+        query = reader.ask(sequence.tokens, sequence.seed)
+        if query is None:
+            return
+        present = {
+            number: sum(
+                1 << page for page, digest in enumerate(query.digests) if (name, digest) in self.storage
+            )
+            for number, name in enumerate(self.planner.books.names)
+            if reader.asks(number)
+        }
+        choice = reader.choose(query, present)
+        self.start(choice.backups)
+        if choice.read is None:
+            reader.drop(query)
+            return
+        outcomes = {}
+        for number, slots in choice.read.slots.items():
+            name = self.planner.books.names[number]
+            results = []
+            for slot, digest in zip(slots, choice.read.digests(number), strict=True):
+                missed = self.rng.random() < fail
+                self.memory[name, Tier.HOST][slot] = POISON if missed else self.storage[name, digest]
+                results.append((slot, Outcome.MISS if missed else Outcome.HIT))
+            outcomes[number] = results
+        reader.commit(choice.read, outcomes)
+        reader.finish(choice.read)
+        self.planner.rematch(sequence)
+
+    def load(self, sequence: Sequence) -> None:
+        mine = self.planner.load(sequence)
+        self.start(mine)
+        for copy in mine:
+            self.end(self.flying.index(copy))
+        while any(copy for copy in self.flying if copy.direction is Direction.LOAD):
+            self.end(next(i for i, c in enumerate(self.flying) if c.direction is Direction.LOAD))
+        self.check(sequence)
+
+    def check(self, sequence: Sequence) -> None:
+        """Everything that the request was given is what it must be."""
+        digests = self.digests(sequence)
+        self.hit_tokens += sequence.hit_pages * self.spec.page_size
+        for page in range(sequence.hit_pages):
+            got = self.memory["kv", Tier.DEVICE][sequence.pages[page]]
+            assert got == self.stamp("kv", digests[page]), (page, got)
+        if sequence.hit_pages and sequence.states:
+            got = self.memory["mamba", Tier.DEVICE][sequence.states[1]]
+            assert got == self.stamp("mamba", digests[sequence.hit_pages - 1])
+
+    def compute(self, sequence: Sequence, length: int) -> bool:
+        """Run a forward up to `length` tokens and publish it; False if there is no room."""
+        try:
+            self.planner.extend(sequence, max(length - sequence.reserved, 0))
+        except CapacityError:
+            return False
+        self.start(self.planner.writer.clean())
+        digests = self.digests(sequence)
+        for page in range(sequence.borrowed, length // self.spec.page_size):
+            self.memory["kv", Tier.DEVICE][sequence.pages[page]] = self.stamp("kv", digests[page])
+        whole = length // self.spec.page_size
+        if sequence.states and whole and length % self.spec.page_size == 0:
+            self.memory["mamba", Tier.DEVICE][sequence.states[1]] = self.stamp("mamba", digests[whole - 1])
+        copies = self.planner.publish(sequence, length)
+        self.start(copies)
+        for copy in copies:
+            # The working state is overwritten by the next forward: its copy runs in stream order.
+            if copy.direction is Direction.FORK:
+                self.end(self.flying.index(copy))
+        return True
+
+    def close(self, sequence: Sequence) -> None:
+        self.live.remove(sequence)
+        self.planner.release(sequence)
+
+    def verify(self) -> None:
+        assert self.planner.books.verify() == []

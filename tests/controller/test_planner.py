@@ -1,0 +1,199 @@
+"""The planner against stamped memory: random requests under pressure, checked after every step."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from simulation import Simulation
+
+from asynchicache.errors import CapacityError
+from asynchicache.types import MissReason, Tier, WritePolicy
+
+ROOMY = {"kv": (64, 128), "mamba": (16, 32)}
+
+
+def _serve(sim: Simulation, tokens: list[int], stop: int | None = None) -> int:
+    sequence = sim.open(tokens)
+    sim.prefetch(sequence)
+    sim.load(sequence)
+    hit = sequence.hit_pages
+    assert sim.compute(sequence, stop or len(tokens))
+    sim.close(sequence)
+    sim.settle()
+    sim.verify()
+    return hit
+
+
+def test_second_turn_is_served_from_the_first():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    assert _serve(sim, [1, 2, 3, 4]) == 0
+    assert _serve(sim, [1, 2, 3, 4, 5, 6]) == 2
+
+
+def test_a_prompt_is_never_served_whole():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    _serve(sim, [1, 2, 3, 4])
+    sequence = sim.open([1, 2, 3, 4])
+    assert sequence.matched_pages == 0  # the only state is behind the last token
+    assert sequence.branching_pages == 1
+    sim.close(sequence)
+
+
+def test_branch_point_becomes_a_hit_on_the_third_visit():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    system = [1, 2, 3, 4]
+    _serve(sim, [*system, 10, 11])
+    second = sim.open([*system, 20, 21])
+    sim.load(second)
+    assert second.hit_pages == 0
+    assert second.branching_pages == 2
+    assert sim.compute(second, 4)  # the planner's cut
+    assert sim.compute(second, 6)
+    sim.close(second)
+    sim.settle()
+    third = sim.open([*system, 30, 31])
+    sim.load(third)
+    assert third.hit_pages == 2
+    sim.close(third)
+    sim.verify()
+
+
+def test_restart_is_served_from_storage():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    _serve(sim, [1, 2, 3, 4])
+    after = Simulation(random.Random(0), slots=ROOMY)
+    after.storage = sim.storage
+    sequence = after.open([1, 2, 3, 4, 5, 6])
+    after.prefetch(sequence)
+    sequence.prefetched = True
+    after.load(sequence)
+    assert sequence.hit_pages == 2
+    assert sequence.tier is Tier.STORAGE
+    after.close(sequence)
+    after.verify()
+
+
+def test_states_kept_off_the_host_die_with_the_device():
+    sim = Simulation(random.Random(0), slots={"kv": (64, 128), "mamba": (3, 0)})
+    for client in range(5):
+        _serve(sim, [100 + client, 2, 3, 4])
+    assert _serve(sim, [100, 2, 3, 4, 5, 6]) == 0  # the pages are there, the state was evicted
+    assert _serve(sim, [104, 2, 3, 4, 5, 6]) == 2
+
+
+def test_no_room_for_a_load_falls_back():
+    sim = Simulation(random.Random(0), slots={"kv": (6, 32), "mamba": (4, 8)})
+    _serve(sim, [1, 2, 3, 4, 5, 6, 7, 8])
+    _serve(sim, [9, 9, 9, 9, 9, 9, 9, 9, 9, 9])
+    holder = sim.open([7, 7, 7, 7])
+    sim.load(holder)
+    assert sim.compute(holder, 4)
+    sequence = sim.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    sim.planner.books.free[0].allocate(sim.planner.books.free[0].available)
+    assert sequence.matched_pages == 4
+    sim.load(sequence)
+    assert sequence.hit_pages in (0, 4)
+    if not sequence.hit_pages:
+        assert sequence.reason is MissReason.DEVICE_CAPACITY
+    sim.close(holder)
+    sim.close(sequence)
+
+
+def test_too_long_a_prompt_names_the_numbers():
+    sim = Simulation(random.Random(0), slots={"kv": (4, 4), "mamba": (2, 2)})
+    with pytest.raises(CapacityError, match=r"10 tokens need 5 pages of 2; the device holds 4"):
+        sim.open(list(range(10)))
+
+
+def test_selective_waits_for_the_second_request():
+    sim = Simulation(random.Random(0), slots=ROOMY, policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    _serve(sim, [1, 2, 3, 4])
+    assert not sim.storage
+    _serve(sim, [1, 2, 3, 4, 5, 6])
+    assert len(sim.storage) == 3  # two pages and the state behind them
+
+
+def test_write_back_cleans_ahead_of_need():
+    sim = Simulation(random.Random(0), slots={"kv": (16, 64), "mamba": (8, 16)}, policy=WritePolicy.WRITE_BACK)
+    for client in range(6):
+        _serve(sim, [client, 1, 2, 3, 4, 5])
+    counters = sim.planner.books.counters
+    assert counters.backed_up
+    assert counters.demoted
+    assert not counters.lost
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_requests_under_pressure(policy: WritePolicy, states: bool, seed: int):
+    rng = random.Random(seed)
+    slots = {"kv": (rng.randint(14, 20), rng.randint(8, 30))}
+    if states:
+        slots["mamba"] = (rng.randint(7, 9), rng.randint(2, 8))
+    sim = Simulation(rng, states=states, slots=slots, policy=policy)
+    histories: list[list[int]] = [[]]
+    for _ in range(250):
+        _step(sim, rng, histories)
+        sim.verify()
+    for sequence in list(sim.live):
+        sim.close(sequence)
+    sim.settle()
+    sim.verify()
+    assert all(not any(node.pins) for node in sim.planner.books.tree.nodes())
+    assert sim.hit_tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failed_device_leaks_and_lends_nothing(seed: int):
+    rng = random.Random(seed)
+    sim = Simulation(rng, slots={"kv": (24, 40), "mamba": (9, 12)})
+    histories: list[list[int]] = [[]]
+    for _ in range(rng.randint(20, 80)):
+        _step(sim, rng, histories)
+    while sim.flying:
+        sim.end(rng.randrange(len(sim.flying)), failed=True)
+        sim.verify()
+    for sequence in list(sim.live):
+        sim.close(sequence)
+    while sim.writing:
+        sim.end_write(0)
+    sim.verify()
+    quarantined = {free.name: free.quarantined for free in sim.planner.books.free}
+    for free in sim.planner.books.free:
+        assert free.held == sum(
+            len(node.held(at))
+            for at, other in enumerate(sim.planner.books.free)
+            if other is free
+            for node in sim.planner.books.tree.nodes()
+        ), quarantined
+
+
+def _step(sim: Simulation, rng: random.Random, histories: list[list[int]]) -> None:
+    choice = rng.random()
+    if choice < 0.25 and len(sim.live) < 2:
+        base = rng.choice(histories)
+        base = base[: rng.randint(0, len(base))]
+        tokens = (base + [rng.randint(1, 2) for _ in range(rng.randint(1, 6))])[:14]
+        sequence = sim.open(tokens)
+        if rng.random() < 0.7:
+            sim.prefetch(sequence, fail=rng.choice([0, 0, 0.3]))
+        sim.load(sequence)
+    elif choice < 0.5 and sim.live:
+        sequence = rng.choice(sim.live)
+        start = sequence.borrowed * 2
+        length = rng.randint(start, len(sequence.tokens))
+        if length >= start and sim.compute(sequence, length):
+            histories.append(list(sequence.tokens))
+    elif choice < 0.65 and sim.live:
+        sim.close(rng.choice(sim.live))
+    elif choice < 0.85 and sim.flying:
+        sim.end(rng.randrange(len(sim.flying)))
+    elif sim.writing:
+        sim.end_write(rng.randrange(len(sim.writing)), stored=rng.random() < 0.9)

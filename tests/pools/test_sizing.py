@@ -1,0 +1,116 @@
+"""Slots from numbers, bytes, a ratio, or by themselves; and the refusal that says how much is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynchicache.errors import CapacityError, ConfigError
+from asynchicache.layouts import ALIGNMENT
+from asynchicache.pools.sizing import Memory, SizeOptions, plan_slots, slot_cost
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.types import trailing_pages
+
+KV = PoolSpec("kv", (TensorSpec("keys", (0,), (2, 8), "bfloat16"),))
+STATE = PoolSpec(
+    "mamba",
+    (TensorSpec("recurrent", (1,), (4, 16), "float32"),),
+    coverage=trailing_pages(1),
+    per_token=False,
+)
+INDEX = PoolSpec("dsa", (TensorSpec("indexer", (0,), (16,), "uint8"),), slots_of="kv")
+SPEC = ModelSpec("m", 16, 2, (KV, STATE))
+PLENTY = Memory(1 << 34, 1 << 34, shared=False)
+
+
+def test_numbers_are_taken_as_they_are():
+    options = SizeOptions(device_slots={"kv": 10, "mamba": 3}, host_slots={"kv": 7, "mamba": 0})
+
+    assert {"kv": (10, 7), "mamba": (3, 0)} == plan_slots(SPEC, options, PLENTY)
+
+
+def test_the_host_follows_the_ratio():
+    options = SizeOptions(device_slots={"kv": 10, "mamba": 3}, host_ratio=1.5)
+
+    assert {"kv": (10, 15), "mamba": (3, 5)} == plan_slots(SPEC, options, PLENTY)
+
+
+def test_device_bytes_are_divided_and_not_exceeded():
+    slots = plan_slots(SPEC, SizeOptions(device_bytes=1 << 20), PLENTY)
+    used = sum(slots[pool.name][0] * pool.slot_bytes(16) for pool in SPEC.pools)
+
+    assert 0.9 * (1 << 20) < used <= 1 << 20
+    assert slots["kv"][0] > slots["mamba"][0] > 1
+
+
+def test_host_bytes_are_divided_and_not_exceeded():
+    options = SizeOptions(device_slots={"kv": 10, "mamba": 3}, host_bytes=1 << 20)
+    slots = plan_slots(SPEC, options, PLENTY)
+    used = sum(slots[pool.name][1] * slot_cost(pool, 16, host=True) for pool in SPEC.pools)
+
+    assert 0.9 * (1 << 20) < used <= 1 << 20
+
+
+def test_a_wish_shrinks_to_what_the_container_has():
+    options = SizeOptions(device_slots={"kv": 1000, "mamba": 10}, host_ratio=100)
+    memory = Memory(1 << 30, 1 << 24, shared=False)
+    slots = plan_slots(SPEC, options, memory)
+
+    assert 0 < slots["kv"][1] < 100_000
+    assert sum(slots[p.name][1] * slot_cost(p, 16, host=True) for p in SPEC.pools) <= 1 << 24
+
+
+def test_automatic_sizes_leave_room_where_tiers_share_one_memory():
+    memory = Memory(1 << 30, 1 << 30, shared=True)
+    slots = plan_slots(SPEC, SizeOptions(), memory)
+    device = sum(slots[p.name][0] * p.slot_bytes(16) for p in SPEC.pools)
+    host = sum(slots[p.name][1] * slot_cost(p, 16, host=True) for p in SPEC.pools)
+
+    assert device + host <= 1 << 30
+
+
+def test_a_pool_that_shares_slots_costs_bytes_and_gets_no_slots():
+    shared = ModelSpec("m", 16, 2, (KV, INDEX))
+    alone = ModelSpec("m", 16, 2, (KV,))
+    options = SizeOptions(device_bytes=1 << 20)
+
+    assert set(plan_slots(shared, options, PLENTY)) == {"kv"}
+    assert plan_slots(shared, options, PLENTY)["kv"][0] < plan_slots(alone, options, PLENTY)["kv"][0]
+
+
+def test_host_slots_are_padded_and_have_a_header():
+    assert slot_cost(KV, 16, host=False) == 16 * 2 * 8 * 2
+    assert slot_cost(KV, 16, host=True) == 2 * ALIGNMENT
+
+
+def test_too_much_says_how_much_is_needed():
+    options = SizeOptions(device_slots={"kv": 1 << 20, "mamba": 1})
+
+    with pytest.raises(CapacityError, match=r"device pools need 536871168 bytes .* 1024 .* device_slots"):
+        plan_slots(SPEC, options, Memory(1024, 1 << 34, shared=False))
+
+
+def test_explicit_host_slots_do_not_shrink():
+    options = SizeOptions(device_slots={"kv": 1, "mamba": 1}, host_slots={"kv": 1 << 20, "mamba": 1})
+
+    with pytest.raises(CapacityError, match=r"host pools need .* host_slots"):
+        plan_slots(SPEC, options, Memory(1 << 30, 1 << 20, shared=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (SizeOptions(device_slots={"swa": 1}), r"device_slots names 'swa'; .*\['kv', 'mamba'\]"),
+        (SizeOptions(device_slots={"kv": 0}), r"device_slots\['kv'\] is 0"),
+        (SizeOptions(host_slots={"kv": -1}), r"host_slots\['kv'\] is -1"),
+        (SizeOptions(host_ratio=-1), r"host_ratio -1 must be 0"),
+        (SizeOptions(device_bytes=-5), r"device_bytes -5 must be 0"),
+    ],
+)
+def test_bad_numbers_are_named(options: SizeOptions, words: str):
+    with pytest.raises(ConfigError, match=words):
+        plan_slots(SPEC, options, PLENTY)
+
+
+def test_too_few_bytes_for_one_slot_of_each():
+    with pytest.raises(CapacityError, match=r"device_bytes leaves 100 bytes .* needs 768"):
+        plan_slots(SPEC, SizeOptions(device_bytes=100), PLENTY)
