@@ -157,11 +157,16 @@ class HybridCacheController:
         self.planner.release(sequence)
         self._progress.set()
 
-    def record(self, stream: Stream) -> Event:
-        """An event for everything now enqueued on an engine's stream."""
-        event = self._device.event()
-        stream.record(event)
-        return event
+    def copy_states(self, copies: list[Copy], after: Stream | None) -> Ticket:
+        """Carry out a publication behind `after`; the ticket of its states' copy, done if it has none."""
+        events = []
+        if after is not None and copies:
+            events.append(self._device.event())
+            after.record(events[0])
+        ticket = self.carry_out(copies, events)
+        if ticket is None or copies[-1].direction is not Direction.FORK:
+            return Ticket(self.planner.books.spec.layers, ())
+        return ticket
 
     # Copies
 

@@ -130,10 +130,13 @@ class Fetcher:
         self._reading.update(dict.fromkeys(wanted, finished))
         read: Read | None = None
         try:
-            choice = self._reader.choose(query, await self._present(query))
+            present, trouble = await self._present(query)
+            choice = self._reader.choose(query, present)
             self._carry_out(choice.backups)
             read = choice.read
-            return await self._fill(read) if read is not None else choice.reason
+            if read is not None:
+                return await self._fill(read)
+            return choice.reason if trouble is MissReason.NONE else trouble
         finally:
             if read is None:
                 self._reader.drop(query)
@@ -141,18 +144,19 @@ class Fetcher:
                 del self._reading[digest]
             finished.set_result(None)
 
-    async def _present(self, query: Query) -> dict[int, int]:
+    async def _present(self, query: Query) -> tuple[dict[int, int], MissReason]:
         """By component, which pages storage has: the full one's first, then states as far as it reaches."""
-        full = await self._stored.exists(FULL, query.digests[query.here :], query.here)
+        pages, reason = await self._stored.exists(FULL, query.digests[query.here :], query.here)
         reach = query.here
-        while full >> reach & 1:
+        while pages >> reach & 1:
             reach += 1
-        found = {FULL: full}
+        found = {FULL: pages}
         for number in range(1, len(self._planner.books.names)):
             if self._reader.asks(number):
                 digests = query.digests[query.base : reach]
-                found[number] = await self._stored.exists(number, digests, query.base)
-        return found
+                found[number], other = await self._stored.exists(number, digests, query.base)
+                reason = other if reason is MissReason.NONE else reason
+        return found, reason
 
     async def _fill(self, read: Read) -> MissReason:
         late: list[Batch] = []

@@ -315,6 +315,7 @@ class Planner:
             return None
         slot = self.books.free[at].allocate(1)[0]
         self._tree.take_state(node, number, Tier.DEVICE, slot, arriving=True)
+        self._tree.supersede(node, number)
         return slot
 
     # How copies ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -11,7 +11,7 @@ from typing import Self
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.errors import RequestStateError
-from asynchicache.streams.base import Event, Stream
+from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Tier, token_array
@@ -96,6 +96,11 @@ class Request:
     def tokens(self) -> array[int]:
         """Prompt and generated ids so far."""
         return self._tokens
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that the request's pages have room for: the restored ones and those of `extend`."""
+        return self._loaded().reserved
 
     @property
     def hit(self) -> Hit:
@@ -206,25 +211,36 @@ class Request:
         self._open()
         self._tokens.extend(token_array(tokens))
 
-    def snapshot(self, length: int, *, after: Stream | None = None) -> None:
+    def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Keep a copy of the working states, which are those after `length` tokens; replaces the last one.
 
         For a decode loop that does not know yet where it will end: take one at each page boundary,
-        publish the last with `checkpoint`.
+        publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
         sequence = self._checked(length)
-        self._controller.carry_out(self._planner.snapshot(sequence, length), self._fence(after))
+        return self._controller.copy_states(self._planner.snapshot(sequence, length), after)
 
-    def checkpoint(self, length: int, *, after: Stream | None = None) -> None:
+    def checkpoint(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
         The state is that of the snapshot taken at `length`; without one, the working state, if `length`
-        is a whole number of pages. Its copy, and the write-through, run behind what is enqueued on
-        `after`. Nothing is published after the device failed.
+        is a whole number of pages. Nothing is published after the device failed.
+
+        Args:
+            length: where a forward ended; not beyond what was extended and appended.
+            after: the stream that the forward runs on; copies run behind what is enqueued there.
+
+        Returns:
+            The ticket of the state's copy. The next forward overwrites the working state, so it must
+            come after: `await ticket`, or, on the device, `await ticket.submitted()` and
+            `ticket.fence(layer).wait_on(stream)`.
+
+        Raises:
+            RequestStateError: before `load`, or `length` is out of range.
         """
         sequence = self._checked(length)
-        if self._controller.failure is None:
-            self._controller.carry_out(self._planner.publish(sequence, length), self._fence(after))
+        copies = self._planner.publish(sequence, length) if self._controller.failure is None else []
+        return self._controller.copy_states(copies, after)
 
     async def durable(self) -> bool:
         """Wait until what was published is in storage; False if there is none, or it refuses."""
@@ -239,9 +255,6 @@ class Request:
                 f"and room for {sequence.reserved}; call append() and extend() first"
             )
         return sequence
-
-    def _fence(self, stream: Stream | None) -> Sequence[Event]:
-        return () if stream is None else (self._controller.record(stream),)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._sequence else "new"

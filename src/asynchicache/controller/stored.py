@@ -13,9 +13,23 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.storage import hits
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.pool import Batch, GuardedPool
-from asynchicache.types import Outcome
+from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.CORRUPT, Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
+
+
+_REASONS = {
+    Outcome.TIMEOUT: MissReason.DEADLINE,
+    Outcome.FAILED: MissReason.STORAGE_FAILED,
+    Outcome.REJECTED: MissReason.STORAGE_FAILED,
+}
+
+
+class Presence(NamedTuple):
+    """Bit p of `pages` is set if page p is there; `reason` tells why that may be too few."""
+
+    pages: int
+    reason: MissReason
 
 
 class StoredPool(NamedTuple):
@@ -41,13 +55,20 @@ class StoredPools:
             len(slots) * self._pools[name].binding.slot_bytes for name, (_, slots) in work.pages.items()
         )
 
-    async def exists(self, number: int, digests: Sequence[bytes], first: int) -> int:
-        """Bit `first + i` set if `digests[i]` is there, in every pool that shares the component's slots."""
-        mask = -1 if digests else 0
+    async def exists(self, number: int, digests: Sequence[bytes], first: int) -> Presence:
+        """Which pages are there, in every pool that shares the component's slots.
+
+        Args:
+            number: the component.
+            digests: of the pages from number `first` on.
+            first: see above.
+        """
+        mask, reason = -1 if digests else 0, MissReason.NONE
         for name in self._books.sharing(number) if digests else ():
             answer = await self._pools[name].guard.exists(self._keys(name, digests))
             mask &= hits.bitmap(answer.present)
-        return mask << first
+            reason = next((_REASONS[outcome] for outcome in answer.outcomes if outcome in _REASONS), reason)
+        return Presence(mask << first, reason)
 
     async def put(self, work: Store) -> list[Batch]:
         return await _gather(

@@ -60,6 +60,10 @@ class Flight:
         pending = self.pending.get(place(component, self.tier))
         return list(pending.nodes) if pending else []
 
+    def orphans(self, at: int) -> list[int]:
+        """Slots of a place that the tree gave up while this flight used them; `finish` returns them."""
+        return [slot for pending in self.pending.values() for slot in pending.orphans.get(at, ())]
+
 
 def missing_on_device(node: Node) -> list[Wanted]:
     """Full pages of the path to `node` that are on the host only, parents first."""

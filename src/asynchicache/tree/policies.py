@@ -58,9 +58,9 @@ def policy(name: str) -> Policy:
 class EvictionQueue:
     """Nodes that one component may give up in one tier, the policy's first choice first.
 
-    A heap with at most one entry a node. An entry may be out of date: the node was used since, or is
-    no candidate any more. That is found out when the entry comes up, so that using a node costs
-    nothing here. Entries of nodes that are gone are swept out before they outnumber the others.
+    A heap. An entry may be out of date: the node was used since, or is no candidate any more. That is
+    found out when the entry comes up, so that using a node costs nothing here. Entries of nodes that
+    are gone are swept out before they outnumber the others.
     """
 
     __slots__ = ("_component", "_flag", "_heap", "_policy", "members")
@@ -85,6 +85,13 @@ class EvictionQueue:
     def discard(self, node: Node) -> None:
         self.members.discard(node)
 
+    def hurry(self, node: Node) -> None:
+        """The one case in which a key has fallen: put the node where it belongs now.
+
+        Also if it is no candidate at the moment: it may become one with its old entry in place.
+        """
+        self._push(node)
+
     def pop(self) -> Node | None:
         """Take out the policy's first choice; None if there is no candidate."""
         heap, members = self._heap, self.members
@@ -99,6 +106,10 @@ class EvictionQueue:
             members.discard(node)
             return node
         return None
+
+    def key(self, node: Node) -> Key:
+        """What orders `node` here now."""
+        return self._policy(node, self._component)
 
     def entries(self) -> list[tuple[Key, int, Node]]:
         """What is in the heap, out of date or not; for `verify`."""

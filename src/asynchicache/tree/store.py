@@ -63,8 +63,10 @@ class NodeStore:
 
     def _prune(self, root: Node) -> None:
         """Drop a root that nothing stands on: there may be as many namespaces as requests."""
-        if not root.children and not any(root.pins) and root.digests is not None:
-            self.roots.pop(root.digests[0], None)
+        if root.children or any(root.pins) or root.digests is None:
+            return
+        if self.roots.get(root.digests[0]) is root:
+            del self.roots[root.digests[0]]
 
     def grow(self, parent: Node, key: bytes) -> Node:
         """A new leaf without slots; `parent` has no child that begins with the same page."""

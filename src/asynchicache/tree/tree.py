@@ -151,7 +151,7 @@ class UnifiedRadixTree(NodeStore):
         """
         if match.version != self.version:
             raise InternalError("a match was pinned after the tree had changed; match again")
-        node = self.rooted(match.node)
+        node = match.node
         if match.inside and match.partial is not None:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
@@ -161,6 +161,7 @@ class UnifiedRadixTree(NodeStore):
 
     def lease(self, node: Node, *, aux: bool = True) -> PathLease:
         """Keep the path to `node`, and with `aux` what a prefix needs there of the other pools."""
+        node = self.rooted(node)
         pinned = self._anchors(node)
         if aux and node.parent is not None:
             for component in self.components:
@@ -292,12 +293,29 @@ class UnifiedRadixTree(NodeStore):
         self.occupy(node, at, [slot], LOADING if arriving else RESIDENT)
         return True
 
+    def supersede(self, node: Node, number: int) -> None:
+        """A state was published at `node`: let the one before it go first, if nothing branched off since.
+
+        A conversation that goes on resumes from its last state; the one before it serves nobody but a
+        branch, and a branch point that was met has two children. Without this, a pool that holds one
+        state a conversation keeps two of every second one under plain LRU.
+        """
+        above = node.parent
+        while above is not None and above.parent is not None and len(above.children) == 1:
+            places = [place(number, tier) for tier in (Tier.DEVICE, Tier.HOST)]
+            if any(above.slots[at] is not None for at in places):
+                above.used[number] = 0
+                for at in places:
+                    self.queues[at].hurry(above)
+                return
+            above = above.parent
+
     def reach(self, tokens: array[int], seed: bytes, pages: int) -> Node | None:
         """The node that ends after `pages` pages of `tokens`, by its full pages alone, cutting one if
         need be; None if the tree does not reach that far."""
         size = self.page_bytes
         view = memoryview(tokens).cast("B")
-        node, end = self.root(seed), pages * size
+        node, end = self.roots.get(seed) or self.bare_root(seed), pages * size
         while node.end < pages:
             start = node.end * size
             child = node.children.get(view[start : start + size].tobytes())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from asynchicache.hashing import page_digests
 from asynchicache.tree.copies import Flight
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, TIERS, Node, place
+from asynchicache.tree.policies import Key
 from asynchicache.tree.store import NodeStore
 from asynchicache.tree.tree import PathLease
 from asynchicache.types import Tier
@@ -100,11 +101,12 @@ def _candidates(tree: NodeStore) -> Iterator[str]:
         for node in expected ^ queue.members:
             kind = "is no candidate" if node in expected else "is a stale candidate"
             yield f"{node!r} {kind} at place {at}"
-        entries = Counter(id(entry[2]) for entry in queue.entries())
-        if any(count > 1 for count in entries.values()):
-            yield f"the queue of place {at} has a node twice"
-        if any(id(node) not in entries for node in queue.members):
-            yield f"the queue of place {at} lacks an entry for a candidate"
+        first: dict[Node, Key] = {}
+        for key, _, node in queue.entries():
+            first[node] = min(key, first.get(node, key))
+        for node in queue.members:
+            if node not in first or first[node] > queue.key(node):
+                yield f"{node!r} would come up too late at place {at}"
 
 
 def _pins(tree: NodeStore, leases: Iterable[PathLease], flights: Iterable[Flight]) -> Iterator[str]:

@@ -1,0 +1,158 @@
+"""Turns through the planner alone: what the cache decides, with a stamp in place of each page's bytes.
+
+The tree, the allocators, eviction and every decision are the library's own; what the controller does
+around them (copies, storage calls, waiting) happens at once and in order. That is what makes the same
+turns give the same figures everywhere, at thousands of turns a second.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+from asynchicache.bench.synthetic import Transcript
+from asynchicache.bench.tally import Turn
+from asynchicache.controller.actions import Copy
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.sequence import Sequence as RequestSequence
+from asynchicache.specs import ModelSpec
+from asynchicache.storage import hits
+from asynchicache.transfer.plan import Direction
+from asynchicache.tree.node import Node
+from asynchicache.types import Outcome, Tier
+
+_ENDS = {
+    Direction.LOAD: (Tier.HOST, Tier.DEVICE),
+    Direction.BACKUP: (Tier.DEVICE, Tier.HOST),
+    Direction.FORK: (Tier.DEVICE, Tier.DEVICE),
+}
+
+
+class VirtualCache:
+    """A planner whose copies and storage calls happen at once.
+
+    A slot holds the digest of the page, or of the prefix of the state, that belongs there: enough to
+    see a stale, swapped or unwritten one.
+    """
+
+    def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]]) -> None:
+        """`slots`: device and host slots by pool; storage holds everything."""
+        self.planner = Planner(spec, slots)
+        self.memory: dict[tuple[str, Tier], list[bytes]] = {
+            (name, tier): [b""] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        self._storage: dict[str, dict[bytes, bytes]] = {name: {} for name in slots}
+
+    def carry_out(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            source, destination = _ENDS[copy.direction]
+            for pool, taken, given in copy.transfers:
+                read, written = self.memory[pool, source], self.memory[pool, destination]
+                for origin, target in zip(taken, given, strict=True):
+                    written[target] = read[origin]
+            node = self.planner.copied(copy, None)
+            if node is not None and copy.direction is Direction.BACKUP:
+                self._store(node)
+            elif node is not None:
+                self.carry_out(self.planner.writer.backup(node))
+
+    def _store(self, node: Node) -> None:
+        work = self.planner.writer.store(node)
+        if work is None:
+            return
+        for pool, (digests, slots) in work.pages.items():
+            host = self.memory[pool, Tier.HOST]
+            self._storage[pool].update(zip(digests, [host[slot] for slot in slots], strict=True))
+        self.planner.writer.wrote(work, stored=True)
+
+    def prefetch(self, sequence: RequestSequence) -> None:
+        """Bring what storage has of the prefix to the host."""
+        reader, names = self.planner.reader, self.planner.books.names
+        query = reader.ask(sequence.tokens, sequence.seed)
+        if query is None:
+            return
+        present = {number: self._present(names[number], query.digests) for number in self._asked()}
+        choice = reader.choose(query, present)
+        self.carry_out(choice.backups)
+        if choice.read is None:
+            reader.drop(query)
+            return
+        outcomes = {}
+        for number, slots in choice.read.slots.items():
+            host, stored = self.memory[names[number], Tier.HOST], self._storage[names[number]]
+            for slot, digest in zip(slots, choice.read.digests(number), strict=True):
+                host[slot] = stored[digest]
+            outcomes[number] = [(slot, Outcome.HIT) for slot in slots]
+        reader.commit(choice.read, outcomes)
+        reader.finish(choice.read)
+        self.planner.rematch(sequence)
+        sequence.prefetched = True
+
+    def _asked(self) -> list[int]:
+        return [n for n in range(len(self.planner.books.names)) if self.planner.reader.asks(n)]
+
+    def _present(self, pool: str, digests: Sequence[bytes]) -> int:
+        return hits.bitmap(bytes([digest in self._storage[pool] for digest in digests]))
+
+
+class VirtualRunner:
+    """A serving engine without a model, on a `VirtualCache`."""
+
+    def __init__(self, cache: VirtualCache, page_size: int, interval: int) -> None:
+        """`interval`: tokens between positions at which a state can be kept; whole pages."""
+        self._cache = cache
+        self._planner = cache.planner
+        self._page_size = page_size
+        self._interval = interval
+
+    def problems(self) -> Sequence[str]:
+        """What the cache's own check finds."""
+        return self._planner.books.verify()
+
+    async def run(
+        self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
+    ) -> Turn:
+        """Serve one turn, as `turns.TurnRunner.run` does."""
+        history.extend(prompt)
+        length = len(history.tokens)
+        sequence = self._planner.open(array("q", history.tokens), b"")
+        self._cache.prefetch(sequence)
+        self._cache.carry_out(self._planner.load(sequence))
+        hit = sequence.hit_pages * self._page_size
+        wrong = self._count_wrong(sequence, history.digests)
+        cuts = {self._branch(sequence), *marks, length}
+        history.extend(output)
+        sequence.tokens.extend(output)
+        computed = len(history.tokens) - 1
+        for cut in sorted({self._on_grid(cut) for cut in (*cuts, computed)}):
+            if hit < cut <= computed:
+                self._compute(sequence, cut, history.digests)
+        self._planner.extend(sequence, max(computed - sequence.reserved, 0))
+        verified = sequence.hit_pages + (hit > 0)
+        self._planner.release(sequence)
+        return Turn(length, hit, {sequence.tier: hit} if hit else {}, verified, wrong)
+
+    def _branch(self, sequence: RequestSequence) -> int:
+        return (sequence.branching_pages or 0) * self._page_size
+
+    def _on_grid(self, length: int) -> int:
+        return length // self._interval * self._interval
+
+    def _compute(self, sequence: RequestSequence, length: int, digests: list[bytes]) -> None:
+        """Fill what lies before `length`, and publish it with the state there."""
+        self._planner.extend(sequence, max(length - sequence.reserved, 0))
+        pages = length // self._page_size
+        kv, states = self._cache.memory["kv", Tier.DEVICE], self._cache.memory["mamba", Tier.DEVICE]
+        first = sequence.borrowed
+        for slot, digest in zip(sequence.pages[first:pages], digests[first:pages], strict=True):
+            kv[slot] = digest
+        states[sequence.states[1]] = digests[pages - 1]
+        self._cache.carry_out(self._planner.publish(sequence, length))
+
+    def _count_wrong(self, sequence: RequestSequence, digests: list[bytes]) -> int:
+        pages = sequence.hit_pages
+        kv = self._cache.memory["kv", Tier.DEVICE]
+        wrong = sum(kv[slot] != digests[page] for page, slot in enumerate(sequence.pages))
+        if pages:
+            wrong += self._cache.memory["mamba", Tier.DEVICE][sequence.states[1]] != digests[pages - 1]
+        return wrong

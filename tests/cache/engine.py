@@ -1,0 +1,77 @@
+"""A serving engine without a model: it writes the bytes that belong in each page, and checks what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from asynchicache import CacheConfig, Hit, HybridCache, PrefetchOptions, PrefetchPolicy, Request
+from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.types import token_array
+
+PAGE = 4
+SPEC = synthetic_spec(PAGE)
+
+
+def config(**options: object) -> CacheConfig:
+    """Small pools, threads for copies, patience for reads."""
+    defaults: dict[str, object] = {
+        "device_slots": {"kv": 32, "mamba": 8},
+        "prefetch": PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+        "weight_version": "test",
+    }
+    return CacheConfig(**(defaults | options))
+
+
+class Engine:
+    """Serves prompts on one cache."""
+
+    def __init__(self, cache: HybridCache) -> None:
+        self.cache = cache
+        self.oracle = ByteOracle(cache.spec, cache.device_tensor)
+
+    async def serve(
+        self,
+        tokens: Sequence[int],
+        *,
+        namespace: str | None = None,
+        outputs: Iterable[int] = (),
+        prefetch: bool = True,
+    ) -> Hit:
+        """Serve one prompt, publish it and its outputs in whole pages, and say what was restored."""
+        async with self.cache.request(tokens, namespace=namespace) as request:
+            if prefetch:
+                await request.prefetch()
+            await request.load()
+            self.check(request, namespace)
+            hit = request.hit
+            outputs = list(outputs)
+            if outputs:
+                request.append(outputs)
+            for cut in [*request.cuts, len(tokens) + len(outputs)]:
+                await self.compute(request, cut, namespace)
+        await self.cache.drain()
+        assert self.cache.verify() == []
+        return hit
+
+    def digests(self, request: Request, namespace: str | None) -> list[bytes]:
+        return page_digests(token_array(request.tokens), PAGE, namespace_seed(namespace))
+
+    def check(self, request: Request, namespace: str | None = None) -> None:
+        """What was restored is what was computed, to the byte."""
+        pages = request.hit.tokens // PAGE
+        if pages:
+            digests = self.digests(request, namespace)[:pages]
+            assert self.oracle.count_wrong("kv", request.pages("kv")[:pages], digests) == 0
+            assert self.oracle.count_wrong("mamba", [request.state("mamba")], digests[-1:]) == 0
+
+    async def compute(self, request: Request, length: int, namespace: str | None = None) -> None:
+        """Run a forward up to `length` tokens and publish its end."""
+        done = request.reserved
+        request.extend(max(length - done, 0))
+        digests = self.digests(request, namespace)
+        first, last = done // PAGE, length // PAGE
+        self.oracle.write("kv", request.pages("kv")[first:last], digests[first:last])
+        if length % PAGE == 0:
+            self.oracle.write("mamba", [request.state("mamba")], [digests[last - 1]])
+        await request.checkpoint(length)

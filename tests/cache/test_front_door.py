@@ -1,0 +1,388 @@
+"""The life of a request through three tiers, with threads, real copies and real bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine import PAGE, SPEC, Engine, config
+
+from asynchicache import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    HybridCache,
+    InvalidTokensError,
+    MissReason,
+    ModelSpec,
+    RequestStateError,
+    StorageLockedError,
+    Tier,
+    WritePolicy,
+)
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.controller.fetching import PrefetchOptions
+from asynchicache.ports import AsyncioPort
+from asynchicache.testing.faults import FaultRates, Faulty
+from asynchicache.types import PrefetchPolicy
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = list(range(100, 120))
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_each_tier_serves_in_turn(inline: bool):
+    backend = MemoryBackend(MemoryStore())
+    async with HybridCache.open(SPEC, config(inline=inline), storage=backend) as cache:
+        engine = Engine(cache)
+        assert (await engine.serve(PROMPT)).tokens == 0
+        device = await engine.serve([*PROMPT, 1, 2, 3])
+        assert device.by_tier == {Tier.DEVICE: 20}
+        for client in range(4):  # push it out of device memory
+            await engine.serve([client * 1000 + n for n in range(32)], prefetch=False)
+        host = await engine.serve([*PROMPT, 4, 5, 6])
+        assert host.by_tier == {Tier.HOST: 20}
+        await cache.flush()
+        storage = await engine.serve([*PROMPT, 7, 8, 9])
+        assert storage.by_tier == {Tier.STORAGE: 20}
+        statistics = cache.statistics()
+    assert statistics.served.requests == 8
+    assert statistics.served.hit_tokens == {Tier.DEVICE: 20, Tier.HOST: 20, Tier.STORAGE: 20}
+
+
+async def test_a_file_survives_a_restart(tmp_path: Path):
+    options = config(storage="file", storage_options={"path": str(tmp_path / "pages")})
+    async with HybridCache.open(SPEC, options) as cache:
+        await Engine(cache).serve(PROMPT)
+    async with HybridCache.open(SPEC, options) as cache:
+        hit = await Engine(cache).serve([*PROMPT, 1])
+    assert hit.by_tier == {Tier.STORAGE: 20}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weight_version": "another"},
+        {"salt": "another"},
+    ],
+)
+async def test_pages_of_other_weights_are_no_hit(tmp_path: Path, other: dict[str, str]):
+    options = {"storage": "file", "storage_options": {"path": str(tmp_path / "pages")}}
+    async with HybridCache.open(SPEC, config(**options)) as cache:
+        await Engine(cache).serve(PROMPT)
+    async with HybridCache.open(SPEC, config(**options, **other)) as cache:
+        assert (await Engine(cache).serve([*PROMPT, 1])).tokens == 0
+    async with HybridCache.open(SPEC, config(**options)) as cache:
+        assert (await Engine(cache).serve([*PROMPT, 1])).tokens == 20  # and nothing was lost
+
+
+async def test_pages_of_another_dtype_are_no_hit(tmp_path: Path):
+    from dataclasses import replace
+
+    options = config(storage="file", storage_options={"path": str(tmp_path / "pages")})
+    async with HybridCache.open(SPEC, options) as cache:
+        await Engine(cache).serve(PROMPT)
+    kv, mamba = SPEC.pools
+    signed = replace(kv, tensors=tuple(replace(tensor, dtype="int8") for tensor in kv.tensors))
+    async with HybridCache.open(ModelSpec("synthetic", PAGE, 4, (signed, mamba)), options) as cache:
+        async with cache.request([*PROMPT, 1]) as request:
+            assert (await request.prefetch()).tokens == 0
+
+
+async def test_a_folder_has_one_writer(tmp_path: Path):
+    options = config(storage="file", storage_options={"path": str(tmp_path / "pages")})
+    async with HybridCache.open(SPEC, options) as cache:
+        with pytest.raises(StorageLockedError, match="pages"):
+            async with HybridCache.open(SPEC, options):
+                raise AssertionError("two writers on one folder")
+        assert (await Engine(cache).serve(PROMPT)).tokens == 0  # the first one goes on
+
+
+async def test_namespaces_never_meet():
+    async with HybridCache.open(SPEC, config(storage="memory")) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT, namespace="a")
+        assert (await engine.serve([*PROMPT, 1], namespace="b")).tokens == 0
+        assert (await engine.serve([*PROMPT, 1])).tokens == 0
+        assert (await engine.serve([*PROMPT, 1], namespace="a")).tokens == 20
+
+
+async def test_a_turn_resumes_inside_the_last_output():
+    async with HybridCache.open(SPEC, config()) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT, outputs=[1, 2, 3, 4])
+        assert (await engine.serve([*PROMPT, 1, 2, 3, 4, 9])).tokens == 24
+        assert (await engine.serve([*PROMPT, 1, 2, 7])).tokens == 20
+
+
+async def test_the_state_of_a_snapshot_is_published():
+    async with HybridCache.open(SPEC, config()) as cache:
+        engine = Engine(cache)
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            request.extend(20)
+            digests = engine.digests(request, None)
+            engine.oracle.write("kv", request.pages("kv"), digests)
+            for length in (8, 16):
+                engine.oracle.write("mamba", [request.state("mamba")], [digests[length // PAGE - 1]])
+                await request.snapshot(length)
+            engine.oracle.write("mamba", [request.state("mamba")], [b"\0" * 32])  # the decode went on
+            request.checkpoint(16)
+        await cache.drain()
+        assert (await engine.serve([*PROMPT, 1])).tokens == 16
+
+
+async def test_many_requests_at_once():
+    """Shared and diverging prefixes, aborted requests, tiny pools: every byte is checked."""
+    rng = random.Random(7)
+    backend = MemoryBackend(MemoryStore())
+    options = config(device_slots={"kv": 48, "mamba": 14}, host_ratio=1.5)
+    async with HybridCache.open(SPEC, options, storage=backend) as cache:
+        engine = Engine(cache)
+
+        async def client(number: int) -> int:
+            history = [rng.randint(0, 1) for _ in range(8)]
+            hits = 0
+            for turn in range(6):
+                async with cache.request(history) as request:
+                    await request.prefetch()
+                    await request.load()
+                    engine.check(request)
+                    hits += request.hit.tokens
+                    if rng.random() < 0.2:
+                        continue  # hung up
+                    await request.reserve(len(history) - request.hit.tokens)
+                    digests = engine.digests(request, None)
+                    first, last = request.hit.tokens // PAGE, len(history) // PAGE
+                    engine.oracle.write("kv", request.pages("kv")[first:last], digests[first:last])
+                    engine.oracle.write("mamba", [request.state("mamba")], [digests[last - 1]])
+                    await request.checkpoint(last * PAGE)
+                history += [rng.randint(0, 1) for _ in range(PAGE)]
+            return hits
+
+        hits = await asyncio.gather(*(client(number) for number in range(4)))
+        await cache.drain()
+        assert cache.verify() == []
+        assert sum(hits)
+        held = cache.statistics().occupancy["mamba"][0].held
+        assert held <= 14
+
+
+async def test_one_read_serves_all_who_want_it():
+    backend = Faulty(MemoryBackend(MemoryStore()), FaultRates(), random.Random(0))
+    async with HybridCache.open(SPEC, config(), storage=backend) as cache:
+        await Engine(cache).serve(PROMPT)
+        await cache.flush()
+        requests = [cache.request([*PROMPT, n]) for n in range(5)]
+        for request in requests:
+            await request.__aenter__()
+        hits = await asyncio.gather(*(request.prefetch() for request in requests))
+        assert [hit.tokens for hit in hits] == [20] * 5
+        assert cache.statistics().storage["kv"].get.pages == 5
+        for request in requests:
+            request.close()
+        assert cache.verify() == []
+
+
+@pytest.mark.parametrize("policy", [PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
+async def test_storage_that_hangs_costs_a_miss_by_its_deadline(policy: PrefetchPolicy):
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
+        await Engine(cache).serve(PROMPT)
+    backend = Faulty(MemoryBackend(store), FaultRates(hang=1.0), random.Random(0))
+    patience = PrefetchOptions(policy=policy, base_seconds=0.01, max_seconds=0.02)
+    async with HybridCache.open(SPEC, config(prefetch=patience), storage=backend) as cache:
+        async with cache.request([*PROMPT, 1]) as request:
+            hit = await request.prefetch()
+            assert (hit.tokens, hit.reason) == (0, MissReason.DEADLINE)
+        assert backend.hanging
+        backend.rates = FaultRates()
+        backend.release()
+        await cache.drain()
+        assert cache.verify() == []
+
+
+async def test_best_effort_serves_the_next_one():
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
+        await Engine(cache).serve(PROMPT)
+    options = config(prefetch=PrefetchOptions(policy=PrefetchPolicy.BEST_EFFORT))
+    async with HybridCache.open(SPEC, options, storage=MemoryBackend(store)) as cache:
+        engine = Engine(cache)
+        assert (await engine.serve([*PROMPT, 1])).tokens == 0
+        assert (await engine.serve([*PROMPT, 2])).tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("rates", "reason"),
+    [
+        ({"swap": 1.0}, MissReason.CORRUPT),
+        ({"fail": 1.0}, MissReason.STORAGE_FAILED),
+        ({"raises": 1.0}, MissReason.STORAGE_FAILED),
+    ],
+)
+async def test_storage_that_lies_or_fails_is_a_miss_with_a_reason(
+    rates: dict[str, float], reason: MissReason
+):
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
+        await Engine(cache).serve(PROMPT)
+    backend = Faulty(MemoryBackend(store), FaultRates(**rates), random.Random(0))
+    async with HybridCache.open(SPEC, config(), storage=backend) as cache:
+        hit = await Engine(cache).serve([*PROMPT, 1])
+        assert hit.tokens == 0
+        assert hit.reason is reason
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+async def test_what_was_published_is_durable_when_it_says_so(policy: WritePolicy):
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, config(write_policy=policy), storage=MemoryBackend(store)) as cache:
+        engine = Engine(cache)
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            await engine.compute(request, 20)
+            assert await request.durable()
+            assert len(store) == 6  # five pages and a state
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
+        assert (await Engine(cache).serve([*PROMPT, 1])).tokens == 20
+
+
+async def test_durable_is_false_without_storage():
+    async with HybridCache.open(SPEC, config()) as cache:
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            await Engine(cache).compute(request, 20)
+            assert not await request.durable()
+
+
+async def test_a_cancelled_prefetch_leaves_its_read_to_others():
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
+        await Engine(cache).serve(PROMPT)
+    backend = Faulty(MemoryBackend(store), FaultRates(hang=1.0), random.Random(0))
+    async with HybridCache.open(SPEC, config(), storage=backend) as cache:
+        async with cache.request([*PROMPT, 1]) as request:
+            waiter = asyncio.create_task(request.prefetch())
+            while not backend.hanging:
+                await asyncio.sleep(0)
+            waiter.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiter
+        backend.rates = FaultRates()
+        backend.release()
+        await cache.drain()
+        assert cache.verify() == []
+        assert (await Engine(cache).serve([*PROMPT, 2], prefetch=False)).tokens == 20
+
+
+async def test_reserve_waits_for_others():
+    options = config(device_slots={"kv": 8, "mamba": 4})
+    async with HybridCache.open(SPEC, options) as cache:
+        async with cache.request(list(range(24))) as first:
+            await first.load()
+            first.extend(24)
+            async with cache.request(list(range(50, 70))) as second:
+                await second.load()
+                with pytest.raises(CapacityError, match="kv device slots"):
+                    second.extend(20)
+                waiting = asyncio.create_task(second.reserve(20))
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                first.close()
+                assert len((await waiting)["kv"]) == 5
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1.5], ["a"], [[1, 2]], [1 << 63], None])
+async def test_bad_tokens_are_refused(tokens: object):
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises((InvalidTokensError, TypeError)):
+            cache.request(tokens)
+
+
+async def test_too_long_a_prompt_is_refused_at_once():
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises(CapacityError, match="132 tokens need 33 pages of 4; the device holds 32"):
+            async with cache.request(list(range(132))):
+                raise AssertionError("entered")
+
+
+async def test_a_request_is_used_once():
+    async with HybridCache.open(SPEC, config()) as cache:
+        request = cache.request(PROMPT)
+        async with request:
+            with pytest.raises(RequestStateError, match="used once"):
+                await request.__aenter__()
+        with pytest.raises(RequestStateError, match="used once"):
+            await request.__aenter__()
+        with pytest.raises(RequestStateError, match="closed"):
+            await request.prefetch()
+        assert cache.verify() == []
+
+
+async def test_order_is_enforced():
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises(RequestStateError, match="not entered"):
+            cache.request(PROMPT).load()
+        async with cache.request(PROMPT) as request:
+            with pytest.raises(RequestStateError, match=r"load\(\) first"):
+                request.extend(1)
+            await request.load()
+            with pytest.raises(RequestStateError, match="called already"):
+                request.load()
+            with pytest.raises(RequestStateError, match="comes before load"):
+                await request.prefetch()
+            with pytest.raises(RequestStateError, match=r"length 4 is outside 0\.\.0"):
+                request.checkpoint(4)
+            with pytest.raises(RequestStateError, match=r"extend\(-1\)"):
+                request.extend(-1)
+            with pytest.raises(KeyError, match="swa"):
+                request.pages("swa")
+            with pytest.raises(KeyError, match="kv"):
+                request.state("kv")
+
+
+async def test_a_closed_cache_says_so():
+    async with HybridCache.open(SPEC, config()) as cache:
+        pass
+    with pytest.raises(ClosedError):
+        cache.request(PROMPT)
+    with pytest.raises(ClosedError):
+        await cache.flush()
+
+
+async def test_what_the_caller_raises_comes_out_as_it_is():
+    with pytest.raises(ValueError, match="mine"):
+        async with HybridCache.open(SPEC, config()):
+            raise ValueError("mine")
+
+
+async def test_storage_needs_a_weight_version():
+    with pytest.raises(ConfigError, match="weight_version"):
+        async with HybridCache.open(SPEC, config(weight_version=None), storage=MemoryBackend(MemoryStore())):
+            raise AssertionError("opened")
+
+
+async def test_nothing_is_left_behind():
+    before = len(asyncio.all_tasks())
+    async with HybridCache.open(SPEC, config(storage="memory")) as cache:
+        await Engine(cache).serve(PROMPT)
+    assert len(asyncio.all_tasks()) == before
+
+
+async def test_the_port_stays_the_callers():
+    port = AsyncioPort()
+    async with HybridCache.open(SPEC, config(), port=port) as cache:
+        await Engine(cache).serve(PROMPT)
+    assert await port.run_blocking(lambda: 1) == 1
+    await port.aclose()

@@ -1,0 +1,124 @@
+"""A tree to try things on: sequences are words, and every letter is a page of two tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import count, islice
+
+import pytest
+
+from asynchicache.tree import copies, verify
+from asynchicache.tree.copies import Flight, Wanted
+from asynchicache.tree.eviction import Evicted, evict
+from asynchicache.tree.node import TIERS, Node
+from asynchicache.tree.tree import Inserted, Match, PathLease, UnifiedRadixTree
+from asynchicache.types import Tier, trailing_pages
+
+PAGE = 2
+
+
+class Bed:
+    """A tree whose slots nobody allocates: every place numbers its slots from 0 as they are offered."""
+
+    def __init__(self, states: int = 0, eviction: str = "lru") -> None:
+        self.tree = UnifiedRadixTree(PAGE, [trailing_pages(1)] * states, eviction=eviction)
+        self._numbers = [count() for _ in range(TIERS * self.tree.width)]
+
+    @staticmethod
+    def tokens(word: str) -> array[int]:
+        return array("q", [token for letter in word for token in (ord(letter), 7)])
+
+    def slots(self, at: int, number: int) -> list[int]:
+        return list(islice(self._numbers[at], number))
+
+    def match(self, word: str, seed: bytes = b"", **limit: int) -> Match:
+        return self.tree.match(self.tokens(word), seed, **limit)
+
+    def pin(self, word: str, seed: bytes = b"") -> PathLease:
+        return self.tree.pin(self.match(word, seed))
+
+    def insert(
+        self, lease: PathLease, word: str, *, states: Iterable[int] = (), arriving: bool = False
+    ) -> Inserted:
+        """Offer slots for all pages of `word` behind the lease, and a state each for `states`."""
+        pages = self.slots(Tier.DEVICE, len(word) - lease.node.end)
+        offered = {n: self.slots(TIERS * n + Tier.DEVICE, 1)[0] for n in states}
+        return self.tree.insert(lease, self.tokens(word), pages, states=offered, arriving=arriving)
+
+    def add(self, word: str, seed: bytes = b"", *, states: Iterable[int] = ()) -> Node:
+        """Serve a request: its pages are on the device afterwards, and nobody holds them."""
+        with self.pin(word, seed) as lease:
+            return self.insert(lease, word, states=states).node
+
+    def add_host(self, word: str, after: str = "", *, states: Iterable[int] = ()) -> Inserted:
+        """Let storage deliver the pages of `word` that follow `after`."""
+        node = self.node(after) if after else self.tree.root(b"")
+        pages = self.slots(Tier.HOST, len(word) - len(after))
+        offered = {n: self.slots(TIERS * n + Tier.HOST, 1)[0] for n in states}
+        return self.tree.insert_host(node, self.tokens(word), pages, states=offered)
+
+    def node(self, word: str, seed: bytes = b"") -> Node:
+        """The node that ends where `word` does."""
+        node = self.tree.roots[seed]
+        while node.end < len(word):
+            node = node.children[self.tokens(word[node.end]).tobytes()]
+        assert node.end == len(word), f"no node ends with {word}"
+        return node
+
+    def save(self, word: str) -> Flight:
+        """Begin to copy what the path to `word` lacks on the host."""
+        return self.begin(Tier.HOST, copies.missing_on_host(self.tree, self.node(word)))
+
+    def load(self, word: str) -> Flight:
+        """Begin to copy what a prefix that ends with `word` lacks on the device."""
+        node = self.node(word)
+        states = [Wanted(node, aux.number) for aux in self.tree.components if aux.tier(node) is Tier.HOST]
+        return self.begin(Tier.DEVICE, [*copies.missing_on_device(node), *states])
+
+    def begin(self, tier: Tier, wanted: list[Wanted]) -> Flight:
+        given = [(want, self.slots(TIERS * want.component + tier, want.size)) for want in wanted]
+        return copies.begin(self.tree, tier, given)
+
+    def finish(self, flight: Flight, *, arrived: bool = True) -> dict[int, list[int]]:
+        return copies.finish(self.tree, flight, arrived=arrived)
+
+    def add_saved(self, word: str, *, states: Iterable[int] = ()) -> Node:
+        """Pages, and states at their end, on the device and on the host."""
+        node = self.add(word, states=states)
+        self.finish(self.save(word))
+        return node
+
+    def evict(self, at: int, number: int = 1000, *, dirty: bool = True) -> Evicted:
+        return evict(self.tree, at, number, dirty=dirty)
+
+    def words(self, at: int) -> set[str]:
+        """The end of every node that has slots at a place, as words."""
+        return {self.word(node) for node in self.tree.nodes() if node.slots[at] is not None}
+
+    def word(self, node: Node) -> str:
+        keys = []
+        while node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        return "".join(map(chr, array("q", b"".join(reversed(keys)))[::PAGE]))
+
+    def check(self, leases: Iterable[PathLease] = (), flights: Iterable[Flight] = ()) -> None:
+        assert verify.problems(self.tree, leases, flights) == []
+
+
+@pytest.fixture
+def make_bed() -> type[Bed]:
+    return Bed
+
+
+@pytest.fixture
+def bed() -> Bed:
+    """A tree of full pages alone."""
+    return Bed()
+
+
+@pytest.fixture
+def hybrid() -> Bed:
+    """A tree of full pages and one kind of state."""
+    return Bed(states=1)

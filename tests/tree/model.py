@@ -1,0 +1,187 @@
+"""What the tree must do, said as simply as possible: pages only, no nodes, no splits, no queues.
+
+The model is a dictionary from (namespace, whole prefix) to what stands there. It is slow, and right
+by being read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    SAVING,
+    TIERS,
+    place,
+)
+from asynchicache.types import Tier
+
+PAGE = 2
+
+Key = tuple[bytes, tuple[int, ...]]
+"""A namespace's seed, and the tokens of a prefix."""
+
+Slots = dict[int, list[int]]
+"""Slots by place."""
+
+
+@dataclass(eq=False)
+class Page:
+    """What stands at the end of one prefix: by place a slot and its residency, and pins."""
+
+    slots: dict[int, int] = field(default_factory=dict)
+    residency: dict[int, int] = field(default_factory=dict)
+    pins: Counter[int] = field(default_factory=Counter)
+
+    def at(self, where: int) -> int:
+        return self.residency.get(where, ABSENT)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A flight, page by page."""
+
+    filled: list[tuple[Key, int]] = field(default_factory=list)
+    pins: list[tuple[Page, int]] = field(default_factory=list)
+    orphans: Slots = field(default_factory=dict)
+
+
+class Model:
+    """Rules of residency, one page at a time."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.pages: dict[Key, Page] = {}
+        self.copies: list[Copy] = []
+        self.root = Page(residency=dict.fromkeys(range(TIERS * width), RESIDENT))
+
+    def page(self, key: Key) -> Page:
+        return self.pages.get(key, self.root) if not key[1] else self.pages[key]
+
+    @staticmethod
+    def path(key: Key, begin: int = 0) -> list[Key]:
+        seed, tokens = key
+        return [(seed, tokens[: end * PAGE]) for end in range(begin + 1, len(tokens) // PAGE + 1)]
+
+    @staticmethod
+    def parent(key: Key) -> Key:
+        return key[0], key[1][:-PAGE]
+
+    def below(self, key: Key) -> list[Key]:
+        """The pages at and below a prefix, the longest first."""
+        seed, tokens = key
+        found = [k for k in self.pages if k[0] == seed and k[1][: len(tokens)] == tokens]
+        return sorted(found, key=lambda k: len(k[1]), reverse=True)
+
+    def restorable(self, key: Key) -> bool:
+        page = self.page(key)
+        return all(
+            page.at(place(n, Tier.DEVICE)) in (RESIDENT, LOADING) or page.at(place(n, Tier.HOST)) == RESIDENT
+            for n in range(1, self.width)
+        )
+
+    def match(self, key: Key, limit: int) -> tuple[int, int]:
+        """Restorable pages and full pages of a sequence."""
+        full = 0
+        for prefix in self.path(key)[:limit]:
+            if prefix not in self.pages:
+                break
+            full += 1
+        path = self.path(key)[:full]
+        pages = max((n for n, prefix in enumerate(path, 1) if self.restorable(prefix)), default=0)
+        return pages, full
+
+    # Pins
+
+    def anchors(self, key: Key) -> list[tuple[Page, int]]:
+        if self.page(key).at(FULL_DEVICE) != ABSENT:
+            return [(self.page(key), FULL_DEVICE)]
+        above = self.parent(key)
+        while self.page(above).at(FULL_DEVICE) == ABSENT:
+            above = self.parent(above)
+        return [(self.page(key), FULL_HOST)] + ([(self.page(above), FULL_DEVICE)] if above[1] else [])
+
+    def state_pins(self, key: Key) -> list[tuple[Page, int]]:
+        if not key[1]:
+            return []
+        page = self.page(key)
+        pins = []
+        for number in range(1, self.width):
+            device = place(number, Tier.DEVICE)
+            tier = Tier.DEVICE if page.at(device) in (RESIDENT, LOADING) else Tier.HOST
+            pins += [(page, place(number, tier)), (page, place(FULL, tier))]
+        return pins
+
+    @staticmethod
+    def pin(pins: list[tuple[Page, int]], by: int = 1) -> None:
+        for page, at in pins:
+            page.pins[at] += by
+
+    # Slots
+
+    def offer(self, key: Key, at: int, slot: int, residency: int = RESIDENT) -> bool:
+        """Give a page a slot unless it has one; whether it was taken."""
+        page = self.pages.setdefault(key, Page())
+        if page.at(at) != ABSENT:
+            return False
+        page.slots[at], page.residency[at] = slot, residency
+        return True
+
+    def vacate(self, key: Key, at: int) -> int:
+        page = self.pages[key]
+        del page.residency[at]
+        if not page.at(FULL_DEVICE) and not page.at(FULL_HOST) and not self.is_parent(key):
+            del self.pages[key]
+        return page.slots.pop(at)
+
+    def is_parent(self, key: Key) -> bool:
+        return any(self.parent(other) == key for other in self.pages)
+
+    def evictable(self, key: Key, at: int, *, dirty: bool) -> bool:
+        page = self.pages[key]
+        if page.at(at) != RESIDENT or page.pins[at]:
+            return False
+        clean = at % TIERS == Tier.HOST or page.at(at + 1) == RESIDENT
+        if not (dirty or clean):
+            return False
+        children = [p for k, p in self.pages.items() if self.parent(k) == key]
+        return at >= TIERS or all(child.at(at) == ABSENT for child in children)
+
+    # Copies
+
+    def end(self, copy: Copy, *, arrived: bool) -> Slots:
+        self.copies.remove(copy)
+        self.pin(copy.pins, -1)
+        lost = copy.orphans
+        for key, at in copy.filled:
+            if arrived:
+                self.pages[key].residency[at] = RESIDENT
+            else:
+                self.take_back(key, at, lost)
+        return lost
+
+    def take_back(self, key: Key, at: int, lost: Slots) -> None:
+        for below in self.below(key) if at < TIERS else [key]:
+            for number in reversed(range(self.width)) if at < TIERS else [at // TIERS]:
+                self.drop(below, place(number, Tier(at % TIERS)), lost)
+
+    def drop(self, key: Key, at: int, lost: Slots) -> None:
+        page = self.pages.get(key)
+        if page is None or page.at(at) == ABSENT:
+            return
+        owner, saved = lost, at ^ 1
+        for copy in self.copies:
+            if (key, at) in copy.filled:
+                copy.filled.remove((key, at))
+                owner = copy.orphans
+            elif (key, saved) in copy.filled:
+                owner = copy.orphans
+        owner.setdefault(at, []).append(self.vacate(key, at))
+        if page.at(saved) == SAVING:
+            self.take_back(key, saved, lost)

@@ -1,0 +1,324 @@
+"""Copies in flight: what is visible meanwhile, and what is left when they end well or badly."""
+
+from __future__ import annotations
+
+from asynchicache.tree import copies
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT, SAVING
+from asynchicache.types import Tier
+
+STATE_DEVICE, STATE_HOST = 2, 3
+
+
+def test_a_save_is_on_its_way_and_then_there(hybrid):
+    hybrid.add("ab", states=[1])
+
+    flight = hybrid.save("ab")
+    assert hybrid.node("ab").residency == [RESIDENT, SAVING, RESIDENT, SAVING]
+    assert hybrid.evict(FULL_DEVICE).slots == {}
+    assert hybrid.evict(STATE_DEVICE).slots == {}
+    hybrid.check(flights=[flight])
+
+    assert hybrid.finish(flight) == {}
+    assert hybrid.node("ab").residency == [RESIDENT] * 4
+    hybrid.check()
+
+
+def test_a_load_is_on_its_way_and_then_there(hybrid):
+    hybrid.add_host("ab", states=[1])
+
+    flight = hybrid.load("ab")
+    assert hybrid.node("ab").residency == [LOADING, RESIDENT, LOADING, RESIDENT]
+    assert hybrid.match("ab").pages == 2
+    assert hybrid.evict(FULL_HOST).slots == {}
+    assert hybrid.evict(STATE_HOST).slots == {}
+    hybrid.check(flights=[flight])
+
+    assert hybrid.finish(flight) == {}
+    assert hybrid.node("ab").residency == [RESIDENT] * 4
+    hybrid.check()
+
+
+def test_saving_brings_the_parents_along(hybrid):
+    hybrid.add("ab", states=[1])
+    hybrid.add("abcd", states=[1])
+
+    wanted = copies.missing_on_host(hybrid.tree, hybrid.node("abcd"))
+
+    assert [(hybrid.word(want.node), want.component, want.size) for want in wanted] == [
+        ("ab", FULL, 2), ("ab", 1, 1), ("abcd", FULL, 2), ("abcd", 1, 1),
+    ]  # fmt: skip
+
+
+def test_what_is_saved_or_being_saved_is_not_wanted_again(hybrid):
+    hybrid.add("ab", states=[1])
+    flight = hybrid.save("ab")
+    assert copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
+
+    hybrid.finish(flight)
+
+    assert copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
+
+
+def test_what_is_arriving_itself_is_saved_another_time(hybrid):
+    lease = hybrid.pin("")
+    hybrid.insert(lease, "ab", states=[1], arriving=True)
+
+    wanted = copies.missing_on_host(hybrid.tree, hybrid.node("ab"))
+
+    assert [want.component for want in wanted] == [FULL]
+    lease.close()
+
+
+def test_loading_wants_the_host_only_end_of_the_path(bed):
+    bed.add_saved("ab")
+    bed.add_host("abcd", after="ab")
+    bed.add_host("abcdef", after="abcd")
+
+    wanted = copies.missing_on_device(bed.node("abcdef"))
+
+    assert [bed.word(want.node) for want in wanted] == ["abcd", "abcdef"]
+
+
+# Splits in flight
+
+
+def test_both_halves_of_a_split_belong_to_the_flight(hybrid):
+    hybrid.add("abcd", states=[1])
+    flight = hybrid.save("abcd")
+
+    hybrid.add("abxy")
+
+    assert {hybrid.word(node) for node in flight.nodes(FULL)} == {"ab", "abcd"}
+    assert [hybrid.word(node) for node in flight.nodes(1)] == ["abcd"]
+    assert hybrid.node("ab").residency == [RESIDENT, SAVING, ABSENT, ABSENT]
+    hybrid.check(flights=[flight])
+
+    hybrid.finish(flight)
+
+    assert hybrid.words(FULL_HOST) == {"ab", "abcd"}
+    assert hybrid.node("ab").residency[FULL_HOST] == RESIDENT
+    hybrid.check()
+
+
+def test_both_halves_are_taken_back_when_the_flight_fails(bed):
+    bed.add_host("abcd")
+    flight = bed.load("abcd")
+    bed.add_host("abxy")
+
+    lost = bed.finish(flight, arrived=False)
+
+    assert sorted(lost[FULL_DEVICE]) == [0, 1, 2, 3]
+    assert bed.words(FULL_DEVICE) == set()
+    assert bed.match("abcd").pages == 4
+    bed.check()
+
+
+def test_a_flight_without_copies_of_a_component_names_no_nodes(bed):
+    bed.add("ab")
+
+    flight = bed.save("ab")
+
+    assert flight.nodes(1) == []
+    bed.finish(flight)
+
+
+# Failures
+
+
+def test_a_failed_save_leaves_the_device_alone(hybrid):
+    hybrid.add("ab", states=[1])
+
+    lost = hybrid.finish(hybrid.save("ab"), arrived=False)
+
+    assert lost == {FULL_HOST: [0, 1], STATE_HOST: [0]}
+    assert hybrid.node("ab").residency == [RESIDENT, ABSENT, RESIDENT, ABSENT]
+    hybrid.check()
+
+
+def test_a_failed_save_takes_back_what_storage_put_on_it(hybrid):
+    hybrid.add("ab")
+    flight = hybrid.save("ab")
+    hybrid.add_host("abcd", after="ab", states=[1])
+
+    lost = hybrid.finish(flight, arrived=False)
+
+    assert {at: sorted(slots) for at, slots in lost.items()} == {FULL_HOST: [0, 1, 2, 3], STATE_HOST: [0]}
+    assert hybrid.match("abcd").full_pages == 2
+    hybrid.check()
+
+
+def test_a_failed_load_takes_back_what_was_computed_on_it(hybrid):
+    hybrid.add_host("ab", states=[1])
+    flight = hybrid.load("ab")
+    lease = hybrid.pin("ab")
+    hybrid.insert(lease, "abcd", states=[1])
+
+    lost = hybrid.finish(flight, arrived=False)
+
+    assert sorted(lost[FULL_DEVICE]) == [0, 1, 2, 3]
+    assert sorted(lost[STATE_DEVICE]) == [0, 1]
+    assert hybrid.match("abcd").full_pages == 2
+    hybrid.check([lease])
+    lease.close()
+    hybrid.check()
+
+
+def test_a_failed_load_spares_other_branches(bed):
+    bed.add_saved("ab")
+    bed.add_host("abcd", after="ab")
+    flight = bed.load("abcd")
+    bed.add("abxy")
+
+    lost = bed.finish(flight, arrived=False)
+
+    assert bed.words(FULL_DEVICE) == {"ab", "abxy"}
+    assert len(lost[FULL_DEVICE]) == 2
+    bed.check()
+
+
+# Flights that stand on one another
+
+
+def test_a_flight_keeps_the_slots_that_another_failure_took_from_it(bed):
+    bed.add_host("ab")
+    bed.add_host("abcd", after="ab")
+    below, above = bed.load("ab"), bed.load("abcd")
+
+    assert bed.finish(below, arrived=False) == {FULL_DEVICE: [0, 1]}
+    assert bed.words(FULL_DEVICE) == set(), "nothing may be found on pages that never came"
+    assert (above.orphans(FULL_DEVICE), above.orphans(FULL_HOST)) == ([2, 3], [])
+    bed.check(flights=[above])
+
+    assert bed.finish(above, arrived=True) == {FULL_DEVICE: [2, 3]}
+    assert bed.words(FULL_DEVICE) == set()
+    bed.check()
+
+
+def test_what_a_failure_took_can_be_loaded_again_while_the_old_copy_runs(bed):
+    bed.add_host("ab")
+    bed.add_host("abcd", after="ab")
+    below, above = bed.load("ab"), bed.load("abcd")
+    bed.finish(below, arrived=False)
+
+    again = bed.load("abcd")
+    bed.check(flights=[above, again])
+    assert bed.finish(above, arrived=False) == {FULL_DEVICE: [2, 3]}
+    bed.finish(again)
+
+    assert bed.match("abcd").pages == 4
+    assert bed.node("abcd").slots[FULL_DEVICE] == [6, 7]
+    bed.check()
+
+
+def test_pages_under_an_arriving_state_go_when_what_they_stand_on_fails(hybrid):
+    hybrid.add_host("ab", states=[1])
+    load = hybrid.load("ab")
+    lease = hybrid.pin("ab")
+    node = hybrid.insert(lease, "abcd", states=[1], arriving=True).node
+    arrival = copies.begin_arrival(hybrid.tree, node, [1])
+
+    lost = hybrid.finish(load, arrived=False)
+    hybrid.check([lease], [arrival])
+    later = hybrid.finish(arrival)
+
+    assert sorted(lost[FULL_DEVICE]) == [0, 1, 2, 3]
+    assert lost[STATE_DEVICE] == [0]
+    assert later == {STATE_DEVICE: [1]}
+    assert hybrid.words(FULL_DEVICE) == set()
+    lease.close()
+    hybrid.check()
+
+
+def test_what_was_computed_on_a_failed_load_is_not_saved(hybrid):
+    hybrid.add_host("ab")
+    load = hybrid.load("ab")
+    lease = hybrid.pin("")
+    hybrid.insert(lease, "abcd", states=[1])
+    save = hybrid.save("abcd")
+
+    lost = hybrid.finish(load, arrived=False)
+    assert hybrid.match("abcd").full_pages == 2
+    later = hybrid.finish(save)
+
+    assert lost == {FULL_DEVICE: [0, 1]}
+    assert later == {FULL_DEVICE: [4, 5], FULL_HOST: [2, 3], STATE_DEVICE: [0], STATE_HOST: [0]}
+    assert hybrid.match("abcd").full_pages == 2
+    lease.close()
+    hybrid.check()
+
+
+def test_a_load_keeps_its_source_when_the_host_loses_it(bed):
+    bed.add("ab")
+    save = bed.save("ab")
+    bed.add_host("abcd", after="ab")
+    load = bed.load("abcd")
+
+    lost = bed.finish(save, arrived=False)
+
+    assert lost == {FULL_HOST: [0, 1]}
+    bed.check(flights=[load])
+    assert bed.finish(load) == {FULL_HOST: [2, 3]}
+    assert bed.node("abcd").residency == [RESIDENT, ABSENT]
+    bed.check()
+
+
+def test_both_copies_of_a_page_can_be_lost(bed):
+    bed.add("ab")
+    save = bed.save("ab")
+    bed.add_host("abcd", after="ab")
+    load = bed.load("abcd")
+
+    bed.finish(save, arrived=False)
+    lost = bed.finish(load, arrived=False)
+
+    assert lost == {FULL_HOST: [2, 3], FULL_DEVICE: [2, 3]}
+    assert bed.match("abcd").pages == 2
+    bed.check()
+
+
+# Arrivals
+
+
+def test_a_state_arrives(hybrid):
+    lease = hybrid.pin("")
+    node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
+    flight = copies.begin_arrival(hybrid.tree, node, [1])
+    lease.close()
+    assert hybrid.evict(FULL_DEVICE).slots == {}
+    hybrid.check(flights=[flight])
+
+    assert hybrid.finish(flight) == {}
+
+    assert node.residency[STATE_DEVICE] == RESIDENT
+    assert hybrid.evict(STATE_DEVICE).slots == {STATE_DEVICE: [0]}
+
+
+def test_a_state_that_never_arrives_is_a_tombstone(hybrid):
+    with hybrid.pin("") as lease:
+        node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
+        flight = copies.begin_arrival(hybrid.tree, node, [1])
+
+    assert hybrid.finish(flight, arrived=False) == {STATE_DEVICE: [0]}
+
+    assert node.residency == [RESIDENT, ABSENT, ABSENT, ABSENT]
+    hybrid.check()
+
+
+def test_a_flight_keeps_what_it_is_told_to(hybrid):
+    hybrid.add("ab", states=[1])
+    flight = copies.begin(hybrid.tree, Tier.DEVICE, [])
+
+    copies.keep(hybrid.tree, flight, [(hybrid.node("ab"), STATE_DEVICE)])
+    assert hybrid.evict(STATE_DEVICE).slots == {}
+    hybrid.check(flights=[flight])
+    hybrid.finish(flight)
+
+    assert hybrid.evict(STATE_DEVICE).slots == {STATE_DEVICE: [0]}
+
+
+def test_a_wanted_state_takes_one_slot(hybrid):
+    node = hybrid.add("abcd", states=[1])
+
+    assert copies.Wanted(node, FULL).size == 4
+    assert copies.Wanted(node, 1).size == 1
+    assert copies.begin(hybrid.tree, Tier.HOST, []).pins == []

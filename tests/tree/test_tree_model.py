@@ -1,0 +1,408 @@
+"""Random operations on a tree that is always short of room, each of them on a model as well.
+
+After every operation the tree must be well, hold exactly what the model holds, slot for slot, and
+every slot must have one owner.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.tree import copies, verify
+from asynchicache.tree.copies import Flight, Wanted
+from asynchicache.tree.eviction import evict
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    SAVING,
+    TIERS,
+    Node,
+    place,
+)
+from asynchicache.tree.tree import Inserted, PathLease, UnifiedRadixTree
+from asynchicache.types import Coverage, Tier, trailing_pages
+from tree.model import PAGE, Copy, Key, Model, Page, Slots
+
+ALPHABET = 2  # four different pages, so that sequences share, diverge and split all the time
+LONGEST = 7
+SEEDS = (b"", b"n" * 32)
+PAGES = {Tier.DEVICE: 11, Tier.HOST: 17}
+STATES = {Tier.DEVICE: 3, Tier.HOST: 4}
+OPERATIONS = 850
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease in the model: the prefix, and the pins that it holds."""
+
+    lease: PathLease
+    key: Key
+    pins: list[tuple[Page, int]]
+
+
+@dataclass(eq=False)
+class Offer:
+    """What is about to be inserted: a continuation of a lease's prefix, and slots for it."""
+
+    tier: Tier
+    held: Held
+    key: Key
+    slots: list[int]
+    states: dict[int, int]
+
+
+class Twins:
+    """A tree, its model and its pools; every method is one operation on all of them."""
+
+    def __init__(self, seed: int, coverages: Sequence[Coverage]) -> None:
+        self.random = random.Random(seed)
+        self.tree = UnifiedRadixTree(PAGE, coverages)
+        self.model = Model(self.tree.width)
+        self.pools = [
+            SlotAllocator((PAGES if at < TIERS else STATES)[Tier(at % TIERS)], name=f"place {at}")
+            for at in range(TIERS * self.tree.width)
+        ]
+        self.leases: list[Held] = []
+        self.flights: list[tuple[Flight, Copy]] = []
+
+    # Choices
+
+    def sequence(self, prefix: Key | None = None) -> Key:
+        """A random sequence, or a random continuation of one; half of them of what is known."""
+        seed, tokens = prefix or (self.random.choice(SEEDS), ())
+        known = [key for key in self.model.pages if key[0] == seed and key[1][: len(tokens)] == tokens]
+        if known and self.random.random() < 0.5:
+            tokens = self.random.choice(sorted(known))[1]
+        room = LONGEST - len(tokens) // PAGE
+        more = self.random.randint(0, min(3, room)) * PAGE
+        return seed, tokens + tuple(self.random.randrange(ALPHABET) for _ in range(more))
+
+    def holder(self, suits: Callable[[Held], bool]) -> Held | None:
+        fit = [held for held in self.leases if self.alive(held) and suits(held)]
+        return self.random.choice(fit) if fit else None
+
+    def alive(self, held: Held) -> bool:
+        """Whether a failed copy has left the lease what it holds; if not, its request must match again."""
+        return all(page.at(at) != ABSENT for page, at in held.pins)
+
+    # Operations
+
+    def match(self) -> None:
+        key = self.sequence()
+        limit = self.random.choice([LONGEST, self.random.randint(0, LONGEST)])
+        match = self.tree.match(tokens_of(key), key[0], limit=limit)
+        pages, full = self.model.match(key, limit)
+
+        assert (match.pages, match.full_pages) == (pages, full)
+        assert match.branching_pages == (full if full > pages else None)
+
+    def pin(self) -> None:
+        if len(self.leases) == 4:
+            return
+        key = self.sequence()
+        match = self.tree.match(tokens_of(key), key[0])
+        lease = self.tree.pin(match)
+        end = key[0], key[1][: match.pages * PAGE]
+        assert prefix_of(lease.node) == end
+        pins = self.model.anchors(end) + self.model.state_pins(end)
+        self.model.pin(pins)
+        self.leases.append(Held(lease, end, pins))
+
+    def unpin(self) -> None:
+        if self.leases:
+            held = self.leases.pop(self.random.randrange(len(self.leases)))
+            held.lease.close()
+            self.model.pin(held.pins, -1)
+
+    def insert(self) -> None:
+        if offer := self.offer(Tier.DEVICE):
+            arriving = self.random.random() < 0.3
+            result = self.tree.insert(
+                offer.held.lease, tokens_of(offer.key), offer.slots, states=offer.states, arriving=arriving
+            )
+            taken = self.check_inserted(result, offer, LOADING if arriving else RESIDENT)
+            self.repinned(offer.held, offer.key)
+            for number in taken:
+                self.tree.supersede(result.node, number)
+            if arriving and taken:
+                self.arrive(result.node, offer.key, taken)
+
+    def insert_host(self) -> None:
+        if offer := self.offer(Tier.HOST):
+            node = offer.held.lease.node
+            result = self.tree.insert_host(node, tokens_of(offer.key), offer.slots, states=offer.states)
+            self.check_inserted(result, offer, RESIDENT)
+
+    def arrive(self, node: Node, key: Key, numbers: list[int]) -> None:
+        copy = Copy(
+            filled=[(key, place(number, Tier.DEVICE)) for number in numbers],
+            pins=[(self.model.page(key), FULL_DEVICE)] * len(numbers),
+        )
+        self.launch(copies.begin_arrival(self.tree, node, numbers), copy)
+
+    def save(self) -> None:
+        held = self.holder(lambda held: any(self.unsaved(held.key)))
+        if held is None:
+            return
+        wanted = copies.missing_on_host(self.tree, held.lease.node)
+        for number in range(self.tree.width):
+            self.make_room(place(number, Tier.HOST), sum(w.size for w in wanted if w.component == number))
+        if self.alive(held):  # a lease on the device does not keep host copies: ask again
+            wanted = copies.missing_on_host(self.tree, held.lease.node)
+            assert pages_of(wanted) == list(self.unsaved(held.key))
+            self.begin(Tier.HOST, wanted)
+
+    def load(self) -> None:
+        held = self.holder(lambda held: any(self.unloaded(held.key)))
+        if held is None:
+            return
+        node = held.lease.node
+        wanted = copies.missing_on_device(node)
+        wanted += [Wanted(node, aux.number) for aux in self.tree.components if aux.tier(node) is Tier.HOST]
+        assert pages_of(wanted) == list(self.unloaded(held.key))
+        self.begin(Tier.DEVICE, wanted)
+        self.tree.repin(held.lease, node)  # from here on the request needs them on the device
+        self.repinned(held, held.key)
+
+    def repinned(self, held: Held, key: Key) -> None:
+        self.model.pin(held.pins, -1)
+        held.key, held.pins = key, self.model.anchors(key)
+        self.model.pin(held.pins)
+
+    def unsaved(self, key: Key) -> Iterator[tuple[Key, int]]:
+        for prefix in self.model.path(key):
+            page = self.model.page(prefix)
+            if page.at(FULL_HOST) == ABSENT:
+                if page.at(FULL_DEVICE) != RESIDENT:
+                    return
+                yield prefix, FULL
+            for number in range(1, self.model.width):
+                device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
+                if page.at(device) == RESIDENT and page.at(host) == ABSENT:
+                    yield prefix, number
+
+    def unloaded(self, key: Key) -> Iterator[tuple[Key, int]]:
+        for prefix in self.model.path(key):
+            if self.model.page(prefix).at(FULL_DEVICE) == ABSENT:
+                yield prefix, FULL
+        for number in range(1, self.model.width) if key[1] else ():
+            device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
+            if self.model.page(key).at(device) == ABSENT and self.model.page(key).at(host) == RESIDENT:
+                yield key, number
+
+    def begin(self, tier: Tier, wanted: list[Wanted]) -> None:
+        given: list[tuple[Wanted, list[int]]] = []
+        for want in wanted:
+            slots = self.allocate(place(want.component, tier), want.size, evicting=tier is Tier.DEVICE)
+            if slots is None:
+                break  # parents come first, so what was given slots so far can go alone
+            given.append((want, slots))
+        if not given:
+            return
+        copy = Copy()
+        state = LOADING if tier is Tier.DEVICE else SAVING
+        other = Tier(1 - tier)
+        for want, slots in given:
+            at, end = place(want.component, tier), self.model.page(prefix_of(want.node))
+            keys = [key for key, _ in pages_of([want])]
+            for key, slot in zip(keys, slots, strict=True):
+                assert self.model.offer(key, at, slot, state)
+                copy.filled.append((key, at))
+            copy.pins.append((end, place(want.component, other)))
+            if want.component:
+                copy.pins += [(end, FULL_DEVICE), (end, FULL_HOST)]
+        self.launch(copies.begin(self.tree, tier, given), copy)
+
+    def launch(self, flight: Flight, copy: Copy) -> None:
+        self.model.pin(copy.pins)
+        self.model.copies.append(copy)
+        self.flights.append((flight, copy))
+
+    def finish(self) -> None:
+        if not self.flights:
+            return
+        flight, copy = self.flights.pop(self.random.randrange(len(self.flights)))
+        arrived = self.random.random() < 0.6
+        lost = copies.finish(self.tree, flight, arrived=arrived)
+        assert as_sets(lost) == as_sets(self.model.end(copy, arrived=arrived))
+        self.release(lost)
+
+    def evict(self) -> None:
+        at = self.random.choice([FULL_DEVICE, self.random.randrange(len(self.pools))])
+        self.evict_at(at, self.random.randint(1, 5), dirty=self.random.random() < 0.7)
+
+    def digests(self) -> None:
+        if held := self.holder(lambda held: True):
+            self.tree.digests(held.lease.node)
+
+    # Parts of operations
+
+    def evict_at(self, at: int, count: int, *, dirty: bool = True) -> None:
+        owner = {(w, slot): key for key, page in self.model.pages.items() for w, slot in page.slots.items()}
+        before = len(self.model.pages)
+        freed = evict(self.tree, at, count, dirty=dirty)
+
+        assert freed.count(at) <= count or len(freed.slots) > 1, "only a state's node may not be cut"
+        gone = [(owner[where, slot], where) for where, slots in freed.slots.items() for slot in slots]
+        for key, where in gone:
+            page = self.model.pages[key]
+            assert page.at(where) == RESIDENT
+            assert not page.pins[where]
+        for key, where in sorted(gone, key=lambda one: (-len(one[0][1]), -one[1])):
+            self.model.vacate(key, where)
+        assert freed.lost == before - len(self.model.pages)
+        assert freed.lost + freed.demoted == (len(freed.slots.get(at, ())) if at < TIERS else 0)
+        if freed.count(at) < count:
+            left = [key for key in self.model.pages if self.model.evictable(key, at, dirty=dirty)]
+            assert not left, "there was more to evict"
+        self.release(freed.slots)
+
+    def make_room(self, at: int, count: int) -> None:
+        missing = count - self.pools[at].available
+        if missing > 0:
+            self.evict_at(at, missing)
+
+    def allocate(self, at: int, count: int, *, evicting: bool = True) -> list[int] | None:
+        if evicting:
+            self.make_room(at, count)
+        return self.pools[at].allocate(count) if count <= self.pools[at].available else None
+
+    def release(self, slots: Slots) -> None:
+        for at, given in slots.items():
+            self.pools[at].release(given)
+
+    def offer(self, tier: Tier) -> Offer | None:
+        """A lease, a continuation of it, and slots for its pages and states; None if there is no room."""
+        at = place(FULL, tier)
+        held = self.holder(lambda held: self.model.page(held.key).at(at) != ABSENT)
+        if held is None:
+            return None
+        key = self.sequence(held.key)
+        slots = self.allocate(at, (len(key[1]) - len(held.key[1])) // PAGE)
+        states: dict[int, int] = {}
+        for number in range(1, self.tree.width):
+            if self.random.random() < 0.7 and (state := self.allocate(place(number, tier), 1)):
+                states[number] = state[0]
+        if slots is not None and self.model.page(held.key).at(at) != ABSENT:
+            return Offer(tier, held, key, slots, states)
+        self.release({at: slots or []})  # the room that was made may be the prefix itself
+        self.release({place(number, tier): [state] for number, state in states.items()})
+        return None
+
+    def check_inserted(self, result: Inserted, offer: Offer, residency: int) -> list[int]:
+        """Offer the same to the model; returns the components whose states were taken."""
+        at = place(FULL, offer.tier)
+        fresh = self.model.path(offer.key, len(offer.held.key[1]) // PAGE)
+        pairs = zip(fresh, offer.slots, strict=True)
+        refused = [slot for key, slot in pairs if not self.model.offer(key, at, slot)]
+        assert prefix_of(result.node) == offer.key
+        assert result.duplicates == refused
+        assert result.taken == len(fresh) - len(refused) == sum(node.pages for node in result.fresh)
+        self.release({at: refused})
+        for number, slot in offer.states.items():
+            at = place(number, offer.tier)
+            taken = bool(offer.key[1]) and self.model.offer(offer.key, at, slot, residency)
+            assert result.states[number] == taken
+            if not taken:
+                self.release({at: [slot]})
+        return [number for number, taken in result.states.items() if taken]
+
+    # Checks
+
+    def check(self) -> None:
+        tree, model = self.tree, self.model
+        leases = [held.lease for held in self.leases]
+        assert verify.problems(tree, leases, [flight for flight, _ in self.flights]) == []
+        assert {key: seen(page) for key, page in model.pages.items()} == dict(seen_in(tree))
+        for at, pool in enumerate(self.pools):
+            owned = [page.slots[at] for page in model.pages.values() if at in page.slots]
+            owned += [slot for copy in model.copies for slot in copy.orphans.get(at, ())]
+            assert pool.problems() == []
+            assert sorted(owned) == sorted(pool.held_slots())
+        assert all(root.children or any(root.pins) for root in tree.roots.values())
+
+    def settle(self) -> None:
+        """End everything: nothing may be pinned or in flight then, and all of it can be evicted."""
+        while self.flights:
+            self.finish()
+        while self.leases:
+            self.unpin()
+        for at, pool in enumerate(self.pools):
+            self.evict_at(at, pool.capacity)
+        self.check()
+        assert not self.model.pages
+        assert not self.tree.roots
+
+
+def seen(page: Page) -> dict[int, tuple[int, int | None, int]]:
+    places = {*page.slots, *(at for at, pins in page.pins.items() if pins)}
+    return {at: (page.at(at), page.slots.get(at), page.pins[at]) for at in places}
+
+
+def seen_in(tree: UnifiedRadixTree) -> Iterator[tuple[Key, dict[int, tuple[int, int | None, int]]]]:
+    """The tree's nodes, cut into pages. States and pins are at the last page of a node."""
+    for node in tree.nodes():
+        for index, key in enumerate(Model.path(prefix_of(node), node.end - node.pages)):
+            last = index == node.pages - 1
+            at_page = {}
+            for at, slots in enumerate(node.slots):
+                here = last or at < TIERS
+                slot = slots[index if at < TIERS else 0] if slots is not None and here else None
+                pins = node.pins[at] if last else 0
+                if slot is not None or pins:
+                    at_page[at] = (ABSENT if slot is None else node.residency[at], slot, pins)
+            yield key, at_page
+
+
+def tokens_of(key: Key) -> array[int]:
+    return array("q", key[1])
+
+
+def prefix_of(node: Node) -> Key:
+    keys = []
+    while node.parent is not None:
+        keys.append(node.key)
+        node = node.parent
+    assert node.digests is not None
+    return node.digests[0], tuple(array("q", b"".join(reversed(keys))))
+
+
+def pages_of(wanted: list[Wanted]) -> list[tuple[Key, int]]:
+    return [
+        (key, component)
+        for node, component in wanted
+        for key in Model.path(prefix_of(node), node.end - (node.pages if component == FULL else 1))
+    ]
+
+
+def as_sets(slots: Slots) -> dict[int, list[int]]:
+    return {at: sorted(given) for at, given in slots.items() if given}
+
+
+WEIGHTS = {
+    Twins.match: 2, Twins.pin: 4, Twins.unpin: 3, Twins.insert: 4, Twins.insert_host: 2,
+    Twins.save: 4, Twins.load: 4, Twins.finish: 4, Twins.evict: 3, Twins.digests: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("states", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_tree_holds_what_the_model_holds(states: int, seed: int) -> None:
+    twins = Twins(seed, [trailing_pages(1)] * states)
+    operations = twins.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=OPERATIONS)
+
+    for operation in operations:
+        operation(twins)
+        twins.check()
+
+    twins.settle()

@@ -1,0 +1,136 @@
+"""The eviction queue by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from asynchicache.errors import ConfigError
+from asynchicache.tree.components import component
+from asynchicache.tree.node import Node
+from asynchicache.tree.policies import POLICIES, EvictionQueue, lru, policy
+from asynchicache.types import ALL_PAGES, trailing_pages
+
+
+def node(serial: int, used: int = 0) -> Node:
+    made = Node(None, b"", b"", 1, 1)
+    made.serial = serial
+    made.used = [used]
+    return made
+
+
+@pytest.fixture
+def queue() -> EvictionQueue:
+    return EvictionQueue(lru, 0, 0)
+
+
+def drain(queue: EvictionQueue) -> list[int]:
+    found = []
+    while (first := queue.pop()) is not None:
+        found.append(first.serial)
+    return found
+
+
+def test_an_empty_queue_has_no_first_choice(queue):
+    assert queue.pop() is None
+    assert len(queue) == 0
+
+
+def test_use_after_entry_is_found_out(queue):
+    nodes = [node(serial, used=serial) for serial in range(4)]
+    for one in nodes:
+        queue.add(one)
+
+    nodes[0].used = [9]
+
+    assert drain(queue) == [1, 2, 3, 0]
+
+
+def test_equal_keys_go_by_number(queue):
+    for serial in (2, 0, 1):
+        queue.add(node(serial))
+
+    assert drain(queue) == [0, 1, 2]
+
+
+def test_coming_and_going_leaves_one_entry(queue):
+    one = node(1)
+    for _ in range(5):
+        queue.add(one)
+        queue.discard(one)
+    queue.add(one)
+
+    assert len(queue.entries()) == 1
+    assert drain(queue) == [1]
+
+
+def test_what_left_does_not_come_up(queue):
+    stays, goes = node(1), node(2)
+    queue.add(stays)
+    queue.add(goes)
+    queue.discard(goes)
+
+    assert drain(queue) == [1]
+
+
+def test_entries_of_nodes_that_left_do_not_pile_up(queue):
+    stays = [node(serial, used=serial) for serial in range(10)]
+    for one in stays:
+        queue.add(one)
+    for serial in range(10, 5000):
+        goes = node(serial, used=serial)
+        queue.add(goes)
+        queue.discard(goes)
+
+    assert len(queue.entries()) < 200
+    assert drain(queue) == list(range(10))
+
+
+def test_a_node_that_was_swept_out_can_come_back(queue):
+    back = node(0)
+    queue.add(back)
+    queue.discard(back)
+    for serial in range(1, 200):
+        goes = node(serial)
+        queue.add(goes)
+        queue.discard(goes)
+
+    queue.add(back)
+
+    assert drain(queue) == [0]
+
+
+def test_queue_agrees_with_sorting(queue):
+    generator = random.Random(7)
+    nodes = [node(serial) for serial in range(60)]
+    inside: set[Node] = set()
+    for clock in range(1, 4000):
+        one = generator.choice(nodes)
+        step = generator.randrange(4)
+        if step == 0:
+            queue.add(one)
+            inside.add(one)
+        elif step == 1:
+            queue.discard(one)
+            inside.discard(one)
+        elif step == 2:
+            one.used = [clock]
+        else:
+            first = min(inside, key=lambda n: (n.used[0], n.serial), default=None)
+            assert queue.pop() is first
+            inside.discard(first)
+        assert queue.members == inside
+
+
+def test_policies_are_known_by_name():
+    assert policy("lru") is lru
+    with pytest.raises(ConfigError, match=r"'mru' is none of \['fifo', 'lfu', 'lru', 'slru'\]"):
+        policy("mru")
+    assert set(POLICIES) == {"lru", "lfu", "slru", "fifo"}
+
+
+def test_components_are_known_by_coverage():
+    assert component(trailing_pages(1), 3).number == 3
+    with pytest.raises(ConfigError, match="component 1: no component covers None trailing pages"):
+        component(ALL_PAGES, 1)
