@@ -1,0 +1,72 @@
+# What developers and CI type; `make help` lists it. More arguments go through ARGS:
+#     make test ARGS="-k tree -x"
+
+PYTHON  ?= python3
+VENV    ?= .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+PIP     := $(BIN)/python -m pip --disable-pip-version-check
+BENCHES ?= multiturn shared-prefix storage transfer overlap bridge tree
+ARGS    ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types floors wheel soak gpu bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(STAMP)  ## make .venv and install the package, editable, with its tools (needs Python 3.11)
+
+# Torch goes first: once a build of the pinned version is there, nothing that follows replaces it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@echo "installing into $(VENV), this takes a minute or more"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## a hybrid model served with and without the cache, and a report
+	$(BIN)/asynchicache demo $(ARGS)
+
+test: $(STAMP)  ## the tests, without those marked soak or gpu
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy -p asynchicache
+	$(BIN)/mypy tests/typing/api.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+floors: $(STAMP)
+	$(BIN)/lint-imports --no-logo --no-cache
+
+# Two packages are links in the source tree; a checkout that lost them would build a wheel without them.
+wheel: $(STAMP)
+	rm -rf build
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/python -m zipfile --list build/wheel/*.whl > build/wheel/contents
+	for file in kernels/__init__.py backends/__init__.py py.typed; do \
+	    grep --quiet "^asynchicache/$$file " build/wheel/contents || { echo "the wheel lacks $$file"; exit 1; }; \
+	done
+
+soak: $(STAMP)  ## the long tests, with fresh random seeds
+	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3500 $(ARGS)
+
+# No setup: a GPU machine has its own torch. Beside torch, triton and the package's small dependencies it
+# needs pytest, pytest-asyncio, pytest-timeout and hypothesis.
+gpu:  ## the tests that need an NVIDIA GPU, with $PYTHON as it is
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: $(STAMP)  ## the benchmarks; BENCHES="tree bridge" picks some
+	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done
+
+clean:  ## remove what was made here, but for .venv
+	rm -rf build dist demo-report src/*.egg-info .coverage* .hypothesis
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	find src kernels backends tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,179 @@
+"""What this machine has for the cache to use: one check per thing, none of which changes anything.
+
+A check is not ok if the cache would fail, or run slowly, for want of that thing on this machine. No GPU
+is no fault: copies are then emulated on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from asynchicache.config import BACKEND_GROUP
+from asynchicache.layouts import ALIGNMENT
+from asynchicache.pools.memory import Slab, allocate_slab, memory_budget
+
+OLDEST_TORCH = (2, 5)
+LEAST_MEMORY = 1 << 30
+"""Bytes below which a model beside its host pools has no room worth speaking of."""
+OWN_ENGINES = {"memory", "file"}
+"""Engines that need nothing but this package, so that they must always work."""
+
+
+class Check(NamedTuple):
+    """One thing looked at.
+
+    Attributes:
+        name: what it is; stable, for programs.
+        ok: whether the cache can use it, or does not miss it here.
+        detail: what was found, in words.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def checks(folder: Path = Path()) -> list[Check]:
+    """Everything there is to look at.
+
+    Args:
+        folder: where storage would lie; tried for O_DIRECT. By default the current one.
+    """
+    return [
+        check_torch(),
+        check_triton(),
+        check_device(),
+        check_pinning(),
+        check_o_direct(folder),
+        check_memory_limits(),
+        check_engines(entry_points(group=BACKEND_GROUP)),
+    ]
+
+
+def present(checks: Iterable[Check]) -> RenderableType:
+    """Checks as a table for people."""
+    table = Table(title="doctor")
+    for heading in ("check", "ok", "detail"):
+        table.add_column(heading)
+    for check in checks:
+        answer = Text("yes", "green") if check.ok else Text("no", "red")
+        table.add_row(check.name, answer, Text(check.detail))  # as it is: brackets are no markup
+    return table
+
+
+def check_torch() -> Check:
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA in this build"
+    return Check("torch", release >= OLDEST_TORCH, f"{torch.__version__}, {build}")
+
+
+def check_triton() -> Check:
+    """Triton is missed on a GPU only: elsewhere pages are moved by torch."""
+    try:
+        import triton
+    except ImportError as error:
+        return Check("triton", not torch.cuda.is_available(), f"cannot be imported: {error}")
+    return Check("triton", True, triton.__version__)
+
+
+def check_device() -> Check:
+    """Whether the GPU, if torch sees one, does what it is told."""
+    if not torch.cuda.is_available():
+        return Check("device", True, f"cpu, {os.cpu_count()} cores; torch sees no CUDA device")
+    try:
+        torch.ones(1, device="cuda").item()
+    except RuntimeError as error:
+        return Check("device", False, f"cuda:0 fails: {error}")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Check("device", True, ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names)))
+
+
+def check_pinning() -> Check:
+    """Whether host memory can be pinned, the way the pools do it."""
+    if not torch.cuda.is_available():
+        return Check("pinning", True, "not needed without a CUDA device")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        slab = allocate_slab(ALIGNMENT, pin=True)
+    pinned = slab.pinned
+    slab.close()
+    words = "; ".join(str(warning.message) for warning in caught)
+    return Check("pinning", pinned, words or "host memory can be pinned")
+
+
+def check_o_direct(folder: Path) -> Check:
+    """Whether a page can be written past the system's cache and read back, in a file of `folder`."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".asynchicache-doctor-") as file:
+            same = _direct_round_trip(file.name)
+    except OSError as error:
+        return Check("O_DIRECT", False, f"{folder.absolute()}: {error.strerror or error}")
+    words = "direct writes and reads work" if same else "direct reads differ from what was written"
+    return Check("O_DIRECT", same, f"{folder.absolute()}: {words}")
+
+
+def _direct_round_trip(name: str) -> bool:
+    """
+    Raises:
+        OSError: the file system, or the platform, has no O_DIRECT.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError("this platform has no O_DIRECT")
+    written, read = Slab(ALIGNMENT), Slab(ALIGNMENT)  # direct I/O wants aligned memory
+    written.memory[:] = os.urandom(ALIGNMENT)
+    descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+    try:
+        os.pwritev(descriptor, [written.memory], 0)
+        os.preadv(descriptor, [read.memory], 0)
+    finally:
+        os.close(descriptor)
+    return written.memory == read.memory
+
+
+def check_memory_limits(root: Path = Path("/")) -> Check:
+    """What this process may still take, by the machine and its control groups.
+
+    Args:
+        root: where `proc` and `sys` are mounted.
+    """
+    budget = memory_budget(root)
+    limit = "no control group limits it" if budget.limit is None else f"limit {_gib(budget.limit)}"
+    words = f"{_gib(budget.available)} available, {limit}"
+    return Check("memory limits", budget.available >= LEAST_MEMORY, words)
+
+
+def check_engines(entries: Iterable[EntryPoint]) -> Check:
+    """Which storage engines can be imported. Others' may lack their client; ours must be there."""
+    faults = {entry.name: _fault(entry) for entry in entries}
+    usable = sorted(name for name, fault in faults.items() if fault is None)
+    missing = sorted(OWN_ENGINES - set(faults))
+    words = [
+        *usable,
+        *(f"{name} (unusable: {fault})" for name, fault in sorted(faults.items()) if fault is not None),
+        *(f"{name} (not registered; is the package installed?)" for name in missing),
+    ]
+    return Check("engines", set(usable) >= OWN_ENGINES, ", ".join(words))
+
+
+def _fault(entry: EntryPoint) -> str | None:
+    """Why the entry point's object cannot be had; None if it can."""
+    try:
+        entry.load()
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,175 @@
+"""Rules of the house that no tool checks, over everything that is shipped.
+
+Each rule takes a module's syntax tree and source and returns what it minds. The samples below prove
+that each one can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import asynchicache
+
+Rule = Callable[[ast.Module, str], list[str]]
+
+PACKAGE = Path(asynchicache.__path__[0])
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Where work of others, or a task of ours, ends: an error must become a value there.
+TASK_BOUNDARIES = {
+    "controller/fetching.py",
+    "storage/pool.py",
+    "streams/cuda.py",
+    "streams/emulated.py",
+    "streams/reactor.py",
+    "transfer/engine.py",
+    "transfer/record.py",
+}
+
+# The environment is an option like any other, and options are read in one place.
+ENVIRONMENT_READERS = {"config.py"}
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
+
+
+def no_abstract_stubs(tree: ast.Module, source: str) -> list[str]:
+    """An interface is a Protocol; a method that is not there yet is not there."""
+    return [f"line {node.lineno}: {name}" for node, name in _names(tree) if name == "NotImplementedError"]
+
+
+def no_blind_except(tree: ast.Module, source: str) -> list[str]:
+    """A handler names what it expects. To tidy up and raise again is no handling."""
+    handlers = (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
+    return [f"line {one.lineno}: catches everything" for one in handlers if _is_blind(one)]
+
+
+def no_environment(tree: ast.Module, source: str) -> list[str]:
+    return [f"line {node.lineno}: reads {name}" for node, name in _names(tree) if name in ENVIRONMENT]
+
+
+def no_long_file(tree: ast.Module, source: str) -> list[str]:
+    """A longer file says in its docstring why it has so many lines."""
+    count = len(source.splitlines())
+    explained = "lines" in (ast.get_docstring(tree) or "")
+    return [] if count <= MAX_FILE_LINES or explained else [f"{count} lines, above {MAX_FILE_LINES}"]
+
+
+def no_long_function(tree: ast.Module, source: str) -> list[str]:
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = ((one.name, (one.end_lineno or one.lineno) - one.lineno + 1) for one in functions)
+    return [
+        f"{name}: {length} lines, above {MAX_FUNCTION_LINES}"
+        for name, length in lengths
+        if length > MAX_FUNCTION_LINES
+    ]
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.alias, str]]:
+    """Every name that is read, looked up on something, or imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias, alias.name) for alias in node.names)
+
+
+def _is_blind(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    everything = any(
+        one is None or (isinstance(one, ast.Name) and one.id in {"Exception", "BaseException"})
+        for one in caught
+    )
+    last = handler.body[-1]
+    return everything and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+EXCUSED: dict[Rule, set[str]] = {
+    no_abstract_stubs: set(),
+    no_blind_except: TASK_BOUNDARIES,
+    no_environment: ENVIRONMENT_READERS,
+    no_long_file: set(),
+    no_long_function: set(),
+}
+RULES = pytest.mark.parametrize("rule", EXCUSED, ids=lambda rule: rule.__name__)
+
+
+def shipped_files() -> Iterator[Path]:
+    """The package's modules, those behind the links to kernels and backends included, each once."""
+    for folder, _, names in os.walk(PACKAGE, followlinks=True):
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def objections(rule: Rule, source: str) -> list[str]:
+    return rule(ast.parse(source), source)
+
+
+@RULES
+def test_every_shipped_file_keeps_the_rule(rule: Rule) -> None:
+    found = {}
+    for path in shipped_files():
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in EXCUSED[rule]:
+            found[name] = objections(rule, path.read_text())
+
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_the_walk_reaches_both_linked_folders() -> None:
+    names = {path.relative_to(PACKAGE).as_posix() for path in shipped_files()}
+
+    assert {"errors.py", "kernels/__init__.py", "backends/__init__.py", "tree/tree.py"} <= names
+
+
+@pytest.mark.parametrize("name", sorted(TASK_BOUNDARIES))
+def test_every_excuse_is_still_needed(name: str) -> None:
+    assert objections(no_blind_except, (PACKAGE / name).read_text()) != []
+
+
+def a_function(lines: int) -> str:
+    return "def long():\n" + "    pass\n" * (lines - 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (no_abstract_stubs, "def get(): raise NotImplementedError"),
+        (no_abstract_stubs, "def get(): raise NotImplementedError('later')"),
+        (no_blind_except, "try: f()\nexcept Exception: pass"),
+        (no_blind_except, "try: f()\nexcept (ValueError, Exception) as error: log(error)"),
+        (no_blind_except, "try: f()\nexcept BaseException: raise ValueError from None"),
+        (no_blind_except, "try: f()\nexcept: pass"),
+        (no_environment, "import os\nfolder = os.environ['HOME']"),
+        (no_environment, "import os\nfolder = os.getenv('HOME')"),
+        (no_environment, "from os import environ as settings"),
+        (no_long_file, '"""A module."""\n' + "x = 1\n" * MAX_FILE_LINES),
+        (no_long_function, a_function(MAX_FUNCTION_LINES + 1)),
+        (no_long_function, "class A:\n  async " + a_function(MAX_FUNCTION_LINES + 1).replace("\n", "\n  ")),
+    ],
+)
+def test_a_rule_finds_a_planted_breach(rule: Rule, source: str) -> None:
+    assert objections(rule, source) != []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (no_abstract_stubs, "def eq(): return NotImplemented"),
+        (no_blind_except, "try: f()\nexcept BaseException:\n  tidy()\n  raise"),
+        (no_blind_except, "try: f()\nexcept (OSError, ValueError): pass"),
+        (no_environment, "import os\npath = os.path.join('a', 'b')"),
+        (no_long_file, '"""One machine: its 402 lines stay together."""\n' + "x = 1\n" * MAX_FILE_LINES),
+        (no_long_file, '"""A module."""\n' + "x = 1\n" * (MAX_FILE_LINES - 1)),
+        (no_long_function, a_function(MAX_FUNCTION_LINES)),
+    ],
+)
+def test_a_rule_lets_pass_what_is_right(rule: Rule, source: str) -> None:
+    assert objections(rule, source) == []

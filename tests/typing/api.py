@@ -1,0 +1,61 @@
+"""Uses of the public API, read by mypy and pyright in `make check`. Never run."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from asynchicache import (
+    CacheConfig,
+    CapacityError,
+    Hit,
+    HybridCache,
+    MissReason,
+    ModelSpec,
+    Outcome,
+    PoolSpec,
+    Request,
+    UsageError,
+)
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
+
+
+async def serve(spec: ModelSpec, tokens: list[int]) -> MissReason:
+    async with HybridCache.open(spec, CacheConfig(host_ratio=2.0)) as cache:
+        assert_type(cache, HybridCache)
+        async with cache.request(tokens) as request:
+            reason = await restore(request, spec)
+            request.checkpoint(len(tokens))
+        await cache.drain()
+        assert_type(cache.verify(), list[str])
+    return reason
+
+
+async def restore(request: Request, spec: ModelSpec) -> MissReason:
+    hit = await request.prefetch()
+    assert_type(hit, Hit)
+    ticket = request.load()
+    await ticket.submitted()
+    for layer in range(spec.layers):
+        await ticket.layer(layer)
+    assert_type(request.extend(1), dict[str, list[int]])
+    assert_type(hit.tokens, int)
+    return hit.reason
+
+
+def describe(spec: ModelSpec) -> list[str]:
+    assert_type(spec.pools[0], PoolSpec)
+    return [pool.name for pool in spec.pools]
+
+
+def tell_whose_fault(error: UsageError | CapacityError) -> str:
+    return "mine" if isinstance(error, UsageError) else "nobody's"
+
+
+async def store(backend: StorageBackend, binding: PoolBinding, keys: list[ObjectKey]) -> list[Outcome]:
+    engine = await backend.open_pool(binding)
+    assert_type(engine, PoolEngine)
+    outcomes = await engine.put(keys, range(len(keys)))
+    assert_type(outcomes, list[Outcome])
+    await engine.aclose()
+    return outcomes
