@@ -95,9 +95,9 @@ def test_host_items_lie_where_the_layout_says() -> None:
 def test_host_slots_that_are_not_there_are_refused(first: int, count: int) -> None:
     pool = HostPool(PAGES, 4, 3, pin=False)
 
-    with pytest.raises(UsageError, match="host slots"):
+    with pytest.raises(UsageError, match="no host slots"):
         pool.pages(first, count)
-    with pytest.raises(UsageError, match="host slots"):
+    with pytest.raises(UsageError, match="no host slots"):
         pool.headers(first, count)
     pool.close()
 
@@ -114,10 +114,22 @@ def test_a_closed_host_pool_hands_out_nothing() -> None:
         pool.items("keys")
 
 
+def test_a_pool_may_have_no_host_slots() -> None:
+    pool = HostPool(PAGES, 4, 0, pin=True)
+
+    assert pool.items("scales").shape == (0, 1, 16)
+    assert not pool.pinned
+    with pytest.raises(UsageError, match="it has 0"):
+        pool.page(0)
+    pool.close()
+
+
 def test_pools_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 slots"):
         DevicePool(PAGES, 4, 0)
     with pytest.raises(ConfigError, match="pages of 0 tokens"):
         HostPool(PAGES, 0, 4, pin=False)
+    with pytest.raises(ConfigError, match="-1 slots"):
+        HostPool(PAGES, 4, -1, pin=False)
     with pytest.raises(CapacityError, match="no room on cpu"):
         DevicePool(PAGES, 4, 1 << 50)

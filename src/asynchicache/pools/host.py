@@ -112,8 +112,8 @@ class HostPool:
     def _run(self, slab: Slab, stride: int, first: int, count: int) -> memoryview:
         if first < 0 or count < 1 or first + count > self.slots:
             raise UsageError(
-                f"pool {self.spec.name!r}: host slots {first} to {first + count - 1} "
-                f"are not within 0 to {self.slots - 1}"
+                f"pool {self.spec.name!r}: there are no host slots {first} to {first + count - 1}; "
+                f"it has {self.slots}"
             )
         return slab.memory[first * stride : (first + count) * stride]
 

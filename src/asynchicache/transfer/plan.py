@@ -1,0 +1,319 @@
+"""What is to be copied, and the merging of many such wishes into few copies. Integers only.
+
+Operations of one direction merge into a plan: slots become runs that are contiguous on both sides,
+layers become groups that are worth a launch, and each operation keeps a view on the last group that
+holds bytes of its own. After `HiCacheController.merge_ops` of SGLang, with runs in place of page
+lists, and with overlapping or dependent copies refused, because a batch has no order within.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from asynchicache.errors import InternalError, UsageError
+from asynchicache.specs import PoolSpec
+from asynchicache.types import PoolTransfer, Tier
+
+Slots: TypeAlias = npt.NDArray[np.int64]
+
+
+class Direction(Enum):
+    """From which tier to which."""
+
+    LOAD = "load"  # host to device
+    BACKUP = "backup"  # device to host
+    FORK = "fork"  # device to device: a state that one request goes on from and another keeps
+
+    @property
+    def source(self) -> Tier:
+        return Tier.HOST if self is Direction.LOAD else Tier.DEVICE
+
+    @property
+    def destination(self) -> Tier:
+        return Tier.HOST if self is Direction.BACKUP else Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOperation:
+    """What one request wants moved.
+
+    Attributes:
+        direction: from which tier to which.
+        transfers: by pool, slots to slots; a pool may come more than once.
+        priority: lower is sooner.
+    """
+
+    direction: Direction
+    transfers: tuple[PoolTransfer, ...]
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: lists of unequal length, a slot that is no integer or negative, a destination
+                twice, or a slot that is forked and written at once.
+        """
+        object.__setattr__(self, "transfers", tuple(map(_checked, self.transfers)))
+        for pool, (sources, destinations) in self.columns().items():
+            _check_independent(self.direction, pool, sources, np.sort(destinations))
+
+    @property
+    def empty(self) -> bool:
+        return not any(transfer.sources for transfer in self.transfers)
+
+    def columns(self) -> dict[str, tuple[Slots, Slots]]:
+        """By pool, (sources, destinations) of all its transfers; pools with nothing to move left out."""
+        return _columns([self])
+
+
+class PoolExtent(NamedTuple):
+    """What a plan has to know of one pool.
+
+    Attributes:
+        spec: the pool.
+        page_size: tokens of a slot.
+        device_slots: slots on the device.
+        host_slots: slots in host memory.
+    """
+
+    spec: PoolSpec
+    page_size: int
+    device_slots: int
+    host_slots: int
+
+    def capacity(self, tier: Tier) -> int:
+        return self.device_slots if tier is Tier.DEVICE else self.host_slots
+
+
+class TensorPart(NamedTuple):
+    """Layers `start` to `stop - 1` of one tensor, local numbers (indices into its `layers`)."""
+
+    pool: str
+    tensor: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that are copied together and become visible together.
+
+    Attributes:
+        start: the first layer of the model in it.
+        stop: one behind the last.
+        parts: what of which tensors it copies, in every run of their pool.
+    """
+
+    start: int
+    stop: int
+    parts: tuple[TensorPart, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """What operations of one direction come to when they are carried out as one.
+
+    Attributes:
+        direction: theirs.
+        priority: the lowest of theirs, which is the soonest.
+        runs: by pool, int64 `[runs, 3]` of (first source slot, first destination slot, slots), the
+            same for all tensors and layers.
+        groups: in the order they are to be copied; together they hold every layer of the model.
+        last_groups: by operation, the index of the last group that holds bytes of it.
+        nbytes: bytes to be moved.
+    """
+
+    direction: Direction
+    priority: int
+    runs: Mapping[str, Slots]
+    groups: tuple[LayerGroup, ...]
+    last_groups: tuple[int, ...]
+    nbytes: int
+
+    def group_of(self, layer: int) -> int:
+        """The index of the group that holds layer `layer` of the model."""
+        return bisect_left(self.groups, layer + 1, key=lambda group: group.stop)
+
+
+def merge(
+    operations: Sequence[CacheOperation],
+    pools: Mapping[str, PoolExtent],
+    layers: int,
+    group_bytes: int | None,
+) -> TransferPlan:
+    """One plan for all of `operations`.
+
+    Args:
+        operations: of one direction, one at least, not all of them empty.
+        pools: by name.
+        layers: layers of the model, those without a cache included.
+        group_bytes: what makes a group of layers worth a launch; the first group closes at the first
+            layer with bytes all the same, so that a forward can start on it. None: one group.
+
+    Raises:
+        UsageError: an unknown pool, a slot that is not there, two operations that write one slot, or
+            one that reads what another writes.
+        InternalError: no operations, or several directions.
+    """
+    direction = _common_direction(operations)
+    columns = _columns(operations)
+    for pool, (sources, destinations) in columns.items():
+        check_slots(pool, direction.source, sources, pools)
+        check_slots(pool, direction.destination, destinations, pools)
+    pages = {pool: len(sources) for pool, (sources, _) in columns.items()}
+    sizes = _layer_bytes(pages, pools, layers)
+    groups = tuple(
+        LayerGroup(start, stop, tuple(_parts(pages, pools, start, stop)))
+        for start, stop in pairwise(_group_bounds(sizes, group_bytes))
+    )
+    return TransferPlan(
+        direction=direction,
+        priority=min(operation.priority for operation in operations),
+        runs={pool: _runs(direction, pool, *slots) for pool, slots in columns.items()},
+        groups=groups,
+        last_groups=_last_groups(operations, groups),
+        nbytes=sum(sizes),
+    )
+
+
+def check_slots(pool: str, tier: Tier, slots: Slots | Sequence[int], pools: Mapping[str, PoolExtent]) -> None:
+    """
+    Raises:
+        UsageError: `pool` is not in `pools`, or one of `slots` is outside of it.
+    """
+    extent = pools.get(pool)
+    if extent is None:
+        raise UsageError(f"pool {pool!r} is none of {sorted(pools)}")
+    numbers, capacity = slot_numbers(slots), extent.capacity(tier)
+    wrong = numbers[(numbers < 0) | (numbers >= capacity)]
+    if len(wrong):
+        raise UsageError(f"pool {pool!r} has no {tier.name.lower()} slot {wrong[0]}; it has {capacity}")
+
+
+def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
+    """`slots` as an array; no copy where they are an `array('q')` already."""
+    return np.asarray(slots, np.int64)
+
+
+# Slots.
+
+
+def _checked(transfer: PoolTransfer) -> PoolTransfer:
+    pool, sources, destinations = transfer.pool, *map(_slot_array, transfer[1:])
+    if len(sources) != len(destinations):
+        raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
+    for slots in (sources, destinations):
+        lowest = slot_numbers(slots).min(initial=0)
+        if lowest < 0:
+            raise UsageError(f"pool {pool!r}: slot {lowest} is negative")
+    return PoolTransfer(pool, sources, destinations)
+
+
+def _slot_array(slots: Sequence[int]) -> array[int]:
+    try:
+        return array("q", slots)
+    except (TypeError, OverflowError) as error:
+        raise UsageError(f"slots are not a run of 64-bit integers: {error}") from None
+
+
+def _columns(operations: Sequence[CacheOperation]) -> dict[str, tuple[Slots, Slots]]:
+    by_pool: dict[str, list[PoolTransfer]] = {}
+    for operation in operations:
+        for transfer in operation.transfers:
+            if transfer.sources:
+                by_pool.setdefault(transfer.pool, []).append(transfer)
+    return {
+        pool: (
+            np.concatenate([slot_numbers(transfer.sources) for transfer in transfers]),
+            np.concatenate([slot_numbers(transfer.destinations) for transfer in transfers]),
+        )
+        for pool, transfers in by_pool.items()
+    }
+
+
+def _check_independent(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> None:
+    """`destinations` must be sorted."""
+    twice = destinations[1:][destinations[1:] == destinations[:-1]]
+    if len(twice):
+        raise UsageError(f"pool {pool!r}: destination slot {twice[0]} is written twice")
+    if direction.source is direction.destination:
+        both = np.intersect1d(sources, destinations)
+        if len(both):
+            raise UsageError(f"pool {pool!r}: slot {both[0]} is read and written by copies without an order")
+
+
+def _common_direction(operations: Sequence[CacheOperation]) -> Direction:
+    directions = {operation.direction for operation in operations}
+    if len(directions) != 1:
+        names = sorted(direction.value for direction in directions)
+        raise InternalError(f"operations to merge must be of one direction, not of {names}")
+    return directions.pop()
+
+
+def _runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
+    """Slots in runs that are contiguous on both sides, ascending by destination; `[runs, 3]`."""
+    order = np.argsort(destinations)
+    sources, destinations = sources[order], destinations[order]
+    _check_independent(direction, pool, sources, destinations)
+    breaks = np.flatnonzero((np.diff(destinations) != 1) | (np.diff(sources) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    counts = np.diff(starts, append=len(sources))
+    return np.stack([sources[starts], destinations[starts], counts], axis=1)
+
+
+# Layers.
+
+
+def _layer_bytes(pages: Mapping[str, int], pools: Mapping[str, PoolExtent], layers: int) -> list[int]:
+    sizes = [0] * layers
+    for pool, count in pages.items():
+        extent = pools[pool]
+        for tensor in extent.spec.tensors:
+            item = extent.spec.item_bytes(tensor, extent.page_size)
+            for layer in tensor.layers:
+                sizes[layer] += item * count
+    return sizes
+
+
+def _group_bounds(sizes: Sequence[int], group_bytes: int | None) -> list[int]:
+    """The first layer of each group, and `len(sizes)` at the end. Layers without bytes close no group."""
+    bounds, held, moved = [0], 0, 0
+    total = sum(sizes)
+    for layer, size in enumerate(sizes):
+        held += size
+        moved += size
+        first = len(bounds) == 1
+        worth = group_bytes is not None and held >= (1 if first else max(1, group_bytes))
+        # What follows the last bytes belongs to their group: a group of nothing is not worth an event.
+        if worth and moved < total:
+            bounds.append(layer + 1)
+            held = 0
+    return [*bounds, len(sizes)]
+
+
+def _parts(
+    pages: Mapping[str, int], pools: Mapping[str, PoolExtent], start: int, stop: int
+) -> Iterator[TensorPart]:
+    for pool in pages:
+        for tensor in pools[pool].spec.tensors:
+            first, last = bisect_left(tensor.layers, start), bisect_left(tensor.layers, stop)
+            if first < last:
+                yield TensorPart(pool, tensor.name, first, last)
+
+
+def _last_groups(operations: Sequence[CacheOperation], groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+    """By operation, the last group that holds bytes of it; -1 if none does."""
+    last = {part.pool: index for index, group in enumerate(groups) for part in group.parts}
+    return tuple(
+        max((last[transfer.pool] for transfer in operation.transfers if transfer.sources), default=-1)
+        for operation in operations
+    )

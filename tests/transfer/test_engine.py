@@ -1,0 +1,260 @@
+"""The engine moves the right bytes, merges what one tick asks for, and tells layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asynchicache.errors import RequestStateError, UsageError
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.record import LayerStatus
+from asynchicache.types import Tier
+
+Build = Callable[..., CacheOperation]
+DRIVERS = ["thread", "inline", "seeded"]
+
+
+def _equal(found, expected) -> bool:
+    return all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("group_bytes", [1, 200, 1 << 20])
+async def test_bytes_survive_the_way_down_and_up(
+    open_rig, operation: Build, driver: str, group_bytes: int
+) -> None:
+    # scattered, contiguous and single slots; every byte is random, so NaNs are among them
+    down = {"kv": ([0, 1, 2, 7, 5], [4, 5, 6, 0, 9]), "dsa": ([0, 1, 2, 7, 5], [4, 5, 6, 0, 9])}
+    up = {pool: (slots, [11, 3, 4, 9, 10]) for pool, (_, slots) in down.items()}
+    async with open_rig(driver, seed=3, group_bytes=group_bytes) as rig:
+        before = rig.contents()
+        await rig.engine.submit(operation(Direction.BACKUP, **down, mamba=([4, 1], [0, 3])), done=rig.done)
+        await rig.engine.submit(operation(Direction.LOAD, **up, mamba=([3, 0], [2, 3])), done=rig.done)
+        after = rig.contents()
+
+    assert rig.outcomes == [None, None]
+    for (pool, name, tier), items in after.items():
+        if tier is Tier.DEVICE:
+            sources, destinations = (
+                ([0, 1, 2, 7, 5], [11, 3, 4, 9, 10]) if pool != "mamba" else ([1, 4], [2, 3])
+            )
+            original = before[pool, name, tier]
+            assert torch.equal(items[:, destinations], original[:, sources])
+            rest = [slot for slot in range(items.shape[1]) if slot not in destinations]
+            assert torch.equal(items[:, rest], original[:, rest])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_every_direction_moves_what_copies_of_single_pages_move(
+    open_rig, operation: Build, carry_out, driver: str, direction: Direction
+) -> None:
+    wish = operation(direction, kv=([3, 4, 0, 1], [5, 6, 7, 9]), mamba=([0, 1], [2, 3]))
+    async with open_rig(driver) as rig:
+        expected = rig.contents()
+        carry_out(expected, wish)
+        await rig.engine.submit(wish, done=rig.done)
+        assert _equal(rig.contents(), expected)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("driver", DRIVERS)
+async def test_operations_of_one_tick_and_direction_are_one_launch(
+    open_rig, operation: Build, carry_out, driver: str
+) -> None:
+    wishes = [operation(Direction.LOAD, kv=([slot], [slot + 2])) for slot in range(8)]
+    wishes.append(operation(Direction.BACKUP, mamba=([0], [1])))
+    async with open_rig(driver) as rig:
+        expected = rig.contents()
+        tickets = [rig.engine.submit(wish, done=rig.done) for wish in wishes]
+        for wish, ticket in zip(wishes, tickets, strict=True):
+            carry_out(expected, wish)
+            await ticket
+        statistics = rig.engine.statistics()
+        assert _equal(rig.contents(), expected)
+
+    assert (statistics.operations, statistics.launches, statistics.in_flight) == (9, 2, 0)
+    assert statistics.nbytes == {
+        Direction.LOAD: 8 * sum(memory_bytes("kv", rig)),
+        Direction.BACKUP: sum(memory_bytes("mamba", rig)),
+        Direction.FORK: 0,
+    }
+    assert rig.outcomes == [None] * 9
+
+
+def memory_bytes(pool: str, rig) -> list[int]:
+    """Bytes of one slot, by tensor."""
+    layout = rig.memories[pool].host.layout
+    return [len(tensor.spec.layers) * tensor.item_bytes for tensor in layout.tensors.values()]
+
+
+@pytest.mark.asyncio
+async def test_operations_of_later_ticks_are_launches_of_their_own(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        for slot in range(3):
+            await rig.engine.submit(operation(Direction.LOAD, kv=([slot], [slot])), done=rig.done)
+        assert rig.engine.statistics().launches == 3
+
+
+@pytest.mark.asyncio
+async def test_nothing_to_move_is_done_at_once(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([], [])), done=rig.done, reads=[("kv", [0])])
+
+        assert rig.outcomes == [None]
+        assert ticket.done
+        assert ticket.ok
+        assert ticket.status(0) is LayerStatus.COMPLETE
+        ticket.fence(0).wait_on(rig.device.stream("compute"))
+        await ticket.submitted()
+        await ticket
+        assert rig.engine.statistics().launches == 0
+
+
+@pytest.mark.asyncio
+async def test_layers_land_one_by_one(open_rig, operation: Build) -> None:
+    async with open_rig("stepped") as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done)
+        assert ticket.status(0) is LayerStatus.PENDING
+        await ticket.submitted()
+        assert {ticket.status(layer) for layer in range(6)} == {LayerStatus.SUBMITTED}
+
+        for layer in range(5):  # layer 5 has no cache; it comes with layer 4
+            assert ticket.status(layer) is LayerStatus.SUBMITTED
+            rig.device.step()
+            await ticket.layer(layer)
+            assert ticket.status(layer) is LayerStatus.COMPLETE
+            assert ticket.done is (layer == 4)
+        assert ticket.status(5) is LayerStatus.COMPLETE
+        await ticket
+
+
+@pytest.mark.asyncio
+async def test_an_operation_is_done_with_its_own_last_layer(open_rig, operation: Build) -> None:
+    async with open_rig("stepped") as rig:
+        told: list[str] = []
+        early = rig.engine.submit(
+            operation(Direction.LOAD, mamba=([0], [0])), done=lambda _: told.append("mamba")
+        )
+        late = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=lambda _: told.append("kv"))
+        rig.device.step(4)  # layers 0 to 3
+        await early
+
+        assert told == ["mamba"]
+        assert early.done
+        assert not late.done
+        assert rig.engine.statistics().in_flight == 1
+        rig.device.step()
+        await late
+        assert told == ["mamba", "kv"]
+
+
+@pytest.mark.asyncio
+async def test_done_is_called_before_waiters_run_and_without_any(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        told: list[str] = []
+        ticket = rig.engine.submit(
+            operation(Direction.LOAD, kv=([0], [0])), done=lambda _: told.append("done")
+        )
+        await ticket
+        told.append("waiter")
+        rig.engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=lambda _: told.append("unheard"))
+
+    assert told == ["done", "waiter", "unheard"]
+
+
+@pytest.mark.asyncio
+async def test_what_done_raises_harms_nobody_else(open_rig, operation: Build, caplog) -> None:
+    def fail(error: BaseException | None) -> None:
+        raise ZeroDivisionError("mine")
+
+    async with open_rig() as rig:
+        first = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=fail)
+        second = rig.engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
+        await asyncio.gather(_wait(first), _wait(second))
+
+    assert rig.outcomes == [None]
+    assert "could not be handled" in caplog.text
+
+
+async def _wait(ticket) -> None:
+    await ticket
+
+
+@pytest.mark.asyncio
+async def test_a_fence_orders_a_stream_behind_its_layer(open_rig, operation: Build) -> None:
+    async with open_rig("stepped") as rig:
+        keys = rig.memories["kv"].device.items("keys")
+        wanted = rig.memories["kv"].host.items("keys")[2].clone()
+        seen: dict[int, torch.Tensor] = {}
+        compute = rig.device.stream("compute")
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
+        await ticket.submitted()
+        for local, layer in enumerate((1, 2, 4)):
+            ticket.fence(layer).wait_on(compute)
+            compute.launch(lambda local=local: seen.update({local: keys[local, 7].clone()}))
+        end = rig.device.event()
+        compute.record(end)
+
+        assert not end.query()
+        rig.device.step(3)
+        await asyncio.to_thread(end.synchronize)
+
+        assert all(torch.equal(seen[local], wanted[local]) for local in range(3))
+
+
+@pytest.mark.asyncio
+async def test_a_fence_of_what_is_not_submitted_is_refused(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
+
+        with pytest.raises(RequestStateError, match="layer 3 is not submitted"):
+            ticket.fence(3).wait_on(rig.device.stream("compute"))
+        with pytest.raises(UsageError, match="layer 6"):
+            ticket.fence(6)
+        with pytest.raises(UsageError, match="layer -1"):
+            ticket.status(-1)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_waiter_leaves_the_transfer_and_the_others_alone(
+    open_rig, operation: Build
+) -> None:
+    async with open_rig() as rig:
+        gate = rig.gate()
+        ticket = rig.engine.submit(
+            operation(Direction.LOAD, kv=([2], [7])), after=[gate.event], done=rig.done
+        )
+        waiters = [asyncio.ensure_future(_wait(ticket)) for _ in range(3)]
+        await ticket.submitted()
+        waiters[1].cancel()
+        await asyncio.wait([waiters[1]])
+
+        assert waiters[1].cancelled()
+        assert rig.outcomes == []
+        gate.open()
+        await asyncio.gather(waiters[0], waiters[2])
+        assert rig.outcomes == [None]
+
+
+@pytest.mark.asyncio
+async def test_misuse_is_refused_before_anything_is_enqueued(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        submit = rig.engine.submit
+        with pytest.raises(UsageError, match="host slot 10"):
+            submit(operation(Direction.LOAD, kv=([10], [0])), done=rig.done)
+        with pytest.raises(UsageError, match="'swa'"):
+            submit(operation(Direction.LOAD, swa=([0], [0])), done=rig.done)
+        with pytest.raises(UsageError, match="device slot 12"):
+            submit(operation(Direction.LOAD, kv=([0], [0])), reads=[("kv", [12])], done=rig.done)
+        with pytest.raises(RequestStateError, match="never recorded"):
+            submit(operation(Direction.LOAD, kv=([0], [0])), after=[rig.device.event()], done=rig.done)
+        statistics = rig.engine.statistics()
+
+    assert (statistics.operations, statistics.launches) == (0, 0)
+    assert rig.outcomes == []

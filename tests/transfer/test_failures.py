@@ -1,0 +1,146 @@
+"""A transfer that cannot be carried out is told to everyone, and nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import pytest
+
+from asynchicache.errors import ClosedError, DeviceError, TransferError
+from asynchicache.streams.drivers import InlineDriver
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.record import LayerStatus
+
+Build = Callable[..., CacheOperation]
+
+
+async def _break(device: EmulatedDevice) -> None:
+    def work() -> None:
+        raise ZeroDivisionError("a bad kernel")
+
+    stream, end = device.stream("bad"), device.event()
+    stream.launch(work)
+    stream.record(end)
+    with pytest.raises(DeviceError):
+        await asyncio.to_thread(end.synchronize)
+
+
+@pytest.mark.asyncio
+async def test_a_device_error_fails_everything_in_flight_and_after(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        gate = rig.gate()
+        tickets = [
+            rig.engine.submit(
+                operation(Direction.LOAD, kv=([slot], [slot])), after=[gate.event], done=rig.done
+            )
+            for slot in range(2)
+        ]
+        await tickets[0].submitted()
+        await _break(rig.device)
+        gate.open()
+        for ticket in tickets:
+            with pytest.raises(TransferError, match="a bad kernel"):
+                await ticket
+            assert ticket.done
+            assert not ticket.ok
+            assert {ticket.status(layer) for layer in range(6)} == {LayerStatus.FAILED}
+            ticket.fence(0).wait_on(rig.device.stream("compute"))  # lets through
+        with pytest.raises(TransferError):
+            await rig.engine.submit(operation(Direction.BACKUP, mamba=([0], [0])), done=rig.done)
+        statistics = rig.engine.statistics()
+
+    assert [type(error) for error in rig.outcomes] == [DeviceError] * 3
+    assert (statistics.failed, statistics.in_flight) == (2, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("driver", ["thread", "inline", "seeded"])
+async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
+    open_rig, operation: Build, driver: str
+) -> None:
+    foreign_device = EmulatedDevice(InlineDriver())
+    foreign = foreign_device.event()
+    foreign_device.stream("elsewhere").record(foreign)
+    async with open_rig(driver) as rig:
+        load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), after=[foreign], done=rig.done)
+        backup = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [1])), done=rig.done)
+        apart = rig.engine.submit(operation(Direction.FORK, kv=([2], [3])), done=lambda _: None)
+        with pytest.raises(TransferError, match="was not submitted"):
+            await load.submitted()
+        with pytest.raises(TransferError, match="not an event of the device"):
+            await load
+        with pytest.raises(TransferError, match="another was to write"):
+            await backup.layer(0)
+        await apart
+        await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+
+    assert [type(error).__name__ for error in rig.outcomes] == ["UsageError", "TransferError", "NoneType"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("driver", ["thread", "inline"])
+async def test_a_closed_device_or_reactor_fails_transfers(open_rig, operation: Build, driver: str) -> None:
+    for close in (lambda rig: rig.reactor.aclose(1), lambda rig: asyncio.to_thread(rig.device.close)):
+        async with open_rig(driver) as rig:
+            await close(rig)
+            with pytest.raises(TransferError, match="closed"):
+                await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+
+        assert [type(error) for error in rig.outcomes] == [ClosedError]
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_what_is_in_flight(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+
+        assert await rig.engine.aclose(10) == 0
+
+        assert ticket.done
+        assert rig.outcomes == [None]
+        with pytest.raises(ClosedError):
+            rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        assert await rig.engine.aclose(10) == 0
+
+
+@pytest.mark.asyncio
+async def test_closing_gives_up_at_its_deadline(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        gate = rig.gate()
+        ticket = rig.engine.submit(
+            operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
+        )
+
+        assert await rig.engine.aclose(0) == 1
+
+        assert [type(error) for error in rig.outcomes] == [TransferError]
+        with pytest.raises(TransferError, match="given up"):
+            await ticket
+        gate.open()
+
+    assert len(rig.outcomes) == 1  # the late completion is nobody's any more
+
+
+@pytest.mark.asyncio
+async def test_failures_that_nobody_waits_for_make_no_noise(open_rig, operation: Build) -> None:
+    noise: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: noise.append(context))
+    async with open_rig() as rig:
+        gate = rig.gate()
+        ticket = rig.engine.submit(
+            operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
+        )
+        waiter = asyncio.ensure_future(ticket.layer(0))
+        await ticket.submitted()
+        waiter.cancel()
+        await _break(rig.device)
+        gate.open()
+        await rig.engine.aclose(10)
+        del ticket, waiter
+    gc.collect()
+
+    assert [type(error) for error in rig.outcomes] == [DeviceError]
+    assert noise == []

@@ -1,0 +1,226 @@
+"""Merging operations: what is refused, how slots become runs and layers become groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from asynchicache.errors import InternalError, UsageError
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent, TransferPlan, merge
+from asynchicache.types import PoolTransfer, trailing_pages
+
+Build = Callable[..., CacheOperation]
+
+KV = PoolSpec("kv", (TensorSpec("keys", (1, 2, 4), (8,), "uint8"), TensorSpec("scales", (2,), (1,), "uint8")))
+MAMBA = PoolSpec(
+    "mamba",
+    (TensorSpec("conv", (0, 3), (5,), "uint8"), TensorSpec("recurrent", (0, 3), (20,), "uint8")),
+    coverage=trailing_pages(1),
+    per_token=False,
+)
+POOLS = {"kv": PoolExtent(KV, 2, 40, 30), "mamba": PoolExtent(MAMBA, 2, 6, 5)}
+LAYERS = 6
+
+
+def _merge(*operations: CacheOperation, group_bytes: int | None = 1) -> TransferPlan:
+    return merge(operations, POOLS, LAYERS, group_bytes)
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "message"),
+    [
+        ([1, 2], [3], "2 sources for 1 destinations"),
+        ([1, 2], [3, 3], "destination slot 3 is written twice"),
+        ([-1], [3], "slot -1 is negative"),
+        ([1], [-3], "slot -3 is negative"),
+        ([1.5], [3], "not a run of 64-bit integers"),
+        ([1], [2**63], "not a run of 64-bit integers"),
+    ],
+)
+def test_operations_that_mean_nothing_are_refused(
+    sources: Sequence[int], destinations: Sequence[int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        CacheOperation(Direction.LOAD, (PoolTransfer("kv", sources, destinations),))
+
+
+def test_a_destination_is_written_once_over_all_transfers_of_an_operation() -> None:
+    transfers = (PoolTransfer("kv", [1], [3]), PoolTransfer("kv", [2], [3]))
+
+    with pytest.raises(UsageError, match="destination slot 3 is written twice"):
+        CacheOperation(Direction.LOAD, transfers)
+
+
+def test_a_fork_does_not_read_what_it_writes(operation: Build) -> None:
+    operation(Direction.LOAD, mamba=([0, 1], [1, 2]))  # slots of two tiers: nothing in common
+
+    with pytest.raises(UsageError, match="slot 1 is read and written"):
+        operation(Direction.FORK, mamba=([0, 1], [1, 2]))
+
+
+def test_merge_refuses_what_has_no_order(operation: Build) -> None:
+    with pytest.raises(UsageError, match="destination slot 7 is written twice"):
+        _merge(operation(Direction.LOAD, kv=([0], [7])), operation(Direction.LOAD, kv=([1], [7])))
+    with pytest.raises(UsageError, match="slot 1 is read and written"):
+        _merge(operation(Direction.FORK, mamba=([0], [1])), operation(Direction.FORK, mamba=([1], [2])))
+
+
+def test_merge_refuses_several_directions_and_none(operation: Build) -> None:
+    with pytest.raises(InternalError, match="'backup', 'load'"):
+        _merge(operation(Direction.LOAD, kv=([0], [7])), operation(Direction.BACKUP, kv=([1], [8])))
+    with pytest.raises(InternalError, match="one direction"):
+        _merge()
+
+
+@pytest.mark.parametrize(
+    ("direction", "pool", "source", "destination", "message"),
+    [
+        (Direction.LOAD, "kv", 30, 0, "has no host slot 30; it has 30"),
+        (Direction.LOAD, "kv", 29, 40, "has no device slot 40; it has 40"),
+        (Direction.BACKUP, "kv", 39, 30, "host slot 30"),
+        (Direction.FORK, "mamba", 5, 6, "has no device slot 6; it has 6"),
+        (Direction.LOAD, "swa", 0, 0, r"pool 'swa' is none of \['kv', 'mamba'\]"),
+    ],
+)
+def test_merge_refuses_slots_that_are_not_there(
+    operation: Build, direction: Direction, pool: str, source: int, destination: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        _merge(operation(direction, **{pool: ([source], [destination])}))
+
+
+def test_a_pool_without_host_slots_takes_no_part(operation: Build) -> None:
+    pools = {**POOLS, "mamba": PoolExtent(MAMBA, 2, 6, 0)}
+    nothing = operation(Direction.LOAD, kv=([0], [0]), mamba=([], []))
+
+    assert list(merge([nothing], pools, LAYERS, 1).runs) == ["kv"]
+    with pytest.raises(UsageError, match="has no host slot 0; it has 0"):
+        merge([operation(Direction.LOAD, mamba=([0], [0]))], pools, LAYERS, 1)
+
+
+def test_runs_are_contiguous_on_both_sides(operation: Build) -> None:
+    first = operation(Direction.LOAD, kv=([5, 4, 3, 9], [12, 11, 10, 20]))
+    second = operation(Direction.LOAD, kv=([6, 7], [13, 15]))
+
+    plan = _merge(first, second)
+
+    assert plan.runs["kv"].tolist() == [[3, 10, 4], [7, 15, 1], [9, 20, 1]]
+
+
+def test_the_first_group_closes_at_the_first_layer_with_bytes(operation: Build) -> None:
+    plan = _merge(operation(Direction.LOAD, kv=([0], [0])), group_bytes=1 << 30)
+
+    assert [(group.start, group.stop) for group in plan.groups] == [(0, 2), (2, 6)]
+    assert [plan.group_of(layer) for layer in range(LAYERS)] == [0, 0, 1, 1, 1, 1]
+
+
+def test_groups_hold_as_many_bytes_as_are_worth_a_launch(operation: Build) -> None:
+    # kv has 16 bytes at layers 1 and 4 and 18 at layer 2, mamba has 25 at layers 0 and 3.
+    plan = _merge(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), group_bytes=40)
+
+    assert [(group.start, group.stop) for group in plan.groups] == [(0, 1), (1, 4), (4, 6)]
+    assert plan.nbytes == 16 + 18 + 16 + 25 + 25
+    assert [(part.tensor, part.start, part.stop) for part in plan.groups[1].parts] == [
+        ("keys", 0, 2),
+        ("scales", 0, 1),
+        ("conv", 1, 2),
+        ("recurrent", 1, 2),
+    ]
+
+
+def test_without_a_group_size_there_is_one_group(operation: Build) -> None:
+    plan = _merge(operation(Direction.BACKUP, kv=([0], [0]), mamba=([0], [0])), group_bytes=None)
+
+    assert [(group.start, group.stop) for group in plan.groups] == [(0, LAYERS)]
+
+
+def test_an_operation_ends_with_the_last_group_that_holds_its_bytes(operation: Build) -> None:
+    plan = _merge(
+        operation(Direction.LOAD, mamba=([0], [0])),
+        operation(Direction.LOAD, kv=([0], [0])),
+        operation(Direction.LOAD, kv=([], [])),
+    )
+
+    assert [plan.groups[index].start for index in plan.last_groups[:2]] == [3, 4]
+    assert plan.last_groups[2] == -1
+
+
+def test_the_most_urgent_operation_decides(operation: Build) -> None:
+    plan = _merge(
+        operation(Direction.LOAD, priority=3, kv=([0], [0])),
+        operation(Direction.LOAD, priority=1, kv=([1], [1])),
+    )
+
+    assert plan.priority == 1
+
+
+def _random_operations(rng: random.Random, direction: Direction) -> list[CacheOperation]:
+    operations = []
+    sides = {
+        pool: (
+            rng.sample(range(extent.capacity(direction.source)), extent.capacity(direction.source)),
+            rng.sample(range(extent.capacity(direction.destination)), extent.capacity(direction.destination)),
+        )
+        for pool, extent in POOLS.items()
+    }
+    for _ in range(rng.randint(1, 4)):
+        transfers = []
+        for pool, (sources, destinations) in sides.items():
+            count = rng.randint(0, min(len(destinations), 4))
+            taken = [destinations.pop() for _ in range(count)]
+            if rng.random() < 0.5:  # runs, not only single pages
+                taken.sort()
+            transfers.append(PoolTransfer(pool, sorted(rng.sample(sources, count)), taken))
+        operations.append(CacheOperation(direction, tuple(transfers)))
+    return operations
+
+
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_moves_what_copies_of_single_pages_move(direction: Direction, seed: int) -> None:
+    rng = random.Random(seed)
+    operations = _random_operations(rng, direction)
+    plan = merge(operations, POOLS, LAYERS, rng.choice([None, 1, 40, 200]))
+
+    expected, found = _naive(operations), _planned(plan)
+
+    assert found == expected
+    assert [group.start for group in plan.groups] == [0, *(group.stop for group in plan.groups[:-1])]
+    assert plan.groups[-1].stop == LAYERS
+
+
+def _naive(operations: Sequence[CacheOperation]) -> set[tuple[str, str, int, int, int]]:
+    return {
+        (transfer.pool, tensor.name, layer, source, destination)
+        for operation in operations
+        for transfer in operation.transfers
+        for tensor in POOLS[transfer.pool].spec.tensors
+        for layer in tensor.layers
+        for source, destination in zip(transfer.sources, transfer.destinations, strict=True)
+    }
+
+
+def _planned(plan: TransferPlan) -> set[tuple[str, str, int, int, int]]:
+    moved = []
+    for group in plan.groups:
+        for part in group.parts:
+            tensor = next(t for t in POOLS[part.pool].spec.tensors if t.name == part.tensor)
+            for layer in tensor.layers[part.start : part.stop]:
+                assert group.start <= layer < group.stop
+                for source, destination, count in plan.runs[part.pool].tolist():
+                    moved += [
+                        (part.pool, part.tensor, layer, source + page, destination + page)
+                        for page in range(count)
+                    ]
+    assert len(set(moved)) == len(moved)
+    return set(moved)
+
+
+def test_slots_may_be_arrays(operation: Build) -> None:
+    plan = _merge(operation(Direction.LOAD, kv=(np.arange(3), np.arange(5, 8))))
+
+    assert plan.runs["kv"].tolist() == [[0, 5, 3]]
