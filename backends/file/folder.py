@@ -1,0 +1,168 @@
+"""The folder of a file store: whose it is, which format it has, who may write to it.
+
+    FORMAT                                 magic and version
+    LOCK                                   flock: one writer, or any number of readers
+    <pool>[-<shard>]-<fingerprint>/pages.bin
+
+Anything else that lies there is left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from pathlib import Path
+
+from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+
+_MAGIC = "asynchicache file store"
+_VERSION = 1
+_FORMAT = "FORMAT"
+_FORMAT_DRAFT = "FORMAT.new"
+_LOCK = "LOCK"
+_OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
+_PAGES = "pages.bin"
+
+_POOL = re.compile(r"[a-z0-9_]+")
+_SHARD = re.compile(r"[0-9a-z/-]*")
+_BLOCKED = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
+
+
+class StoreFolder:
+    """An opened and locked folder; `close` unlocks it.
+
+    Args:
+        path: created if it is missing, unless `read_only`.
+        read_only: share it with other readers, and write nothing, not even the lock.
+
+    Raises:
+        StorageLockedError: another writer has it open (or, for a writer, a reader has).
+        StorageFormatError: it holds other files, or a store of a newer version.
+        StorageError: it cannot be read, or written.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        self.path = path
+        self.read_only = read_only
+        self._lock: int | None = None
+        try:
+            self._open()
+        except StorageError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise StorageError(self._advice(error)) from error
+
+    def pages_path(self, pool: str, shard: str, fingerprint: bytes) -> Path:
+        """Where the pages of a pool lie, in a folder of their own.
+
+        Raises:
+            StorageError: a name may not be part of a path.
+        """
+        if not _POOL.fullmatch(pool) or not _SHARD.fullmatch(shard):
+            raise StorageError(f"pool {pool!r}, shard {shard!r}: a-z, 0-9, _ (and /, - in the shard) only")
+        parts = [pool, shard.replace("/", "-"), fingerprint.hex()[:32]]
+        return self.path / "-".join(part for part in parts if part) / _PAGES
+
+    def make(self, pages: Path) -> None:
+        """Make a pool's file, if it is missing and may be written; its name is durable then.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        if self.read_only:
+            return
+        try:
+            pages.parent.mkdir(exist_ok=True)
+            pages.touch()
+            _sync_folder(pages.parent)
+            _sync_folder(self.path)
+        except OSError as error:
+            raise StorageError(self._advice(error)) from error
+
+    def close(self) -> None:
+        """Unlock; twice is harmless."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _open(self) -> None:
+        if not self.read_only:
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._check_content()  # before a lock file is put into a stranger's folder
+        self._take_lock()
+        self._check_content()  # another writer may have come first
+        if not self.read_only and not (self.path / _FORMAT).exists():
+            self._write_format()
+
+    def _check_content(self) -> None:
+        try:
+            text = (self.path / _FORMAT).read_text("ascii")
+        except FileNotFoundError:
+            self._check_empty()
+        except UnicodeDecodeError:
+            raise StorageFormatError(self._foreign()) from None
+        else:
+            self._check_version(text)
+
+    def _check_empty(self) -> None:
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in _OURS)
+        if others:
+            raise StorageFormatError(f"{self._foreign()}; it holds {others[0]!r}")
+        if self.read_only:
+            raise StorageFormatError(f"{self.path} holds no file store yet; open it without read_only first")
+
+    def _check_version(self, text: str) -> None:
+        magic, _, version = text.strip().rpartition(" ")
+        if magic != _MAGIC or not version.isdecimal():
+            raise StorageFormatError(self._foreign())
+        if int(version) != _VERSION:
+            raise StorageFormatError(
+                f"{self.path} holds a file store of format {version}; this version reads format {_VERSION}: "
+                "update asynchicache, or give another folder"
+            )
+
+    def _foreign(self) -> str:
+        return f"{self.path} is not empty and holds no file store: give an empty or new folder"
+
+    def _take_lock(self) -> None:
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
+        try:
+            self._lock = os.open(self.path / _LOCK, flags | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if self.read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return  # only a reader: nobody has ever locked this folder, or it is a copy on read-only media
+        except OSError as error:
+            if self._lock is None or error.errno not in _BLOCKED:
+                raise
+            raise StorageLockedError(
+                f"{self.path} is open already, here or in another process: close that one, "
+                "or give each its own folder"
+            ) from None
+
+    def _write_format(self) -> None:
+        draft = self.path / _FORMAT_DRAFT
+        with draft.open("w", encoding="ascii") as file:
+            file.write(f"{_MAGIC} {_VERSION}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.path / _FORMAT)
+        _sync_folder(self.path)
+
+    def _advice(self, error: OSError) -> str:
+        if self.read_only:
+            return f"{self.path} cannot be read: {error.strerror}"
+        advice = "make it writable, or open it with read_only=true"
+        return f"{self.path} cannot be written: {error.strerror}; {advice}"
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+"""Options of a backend, taken one by one and checked: none is unknown, none has another type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from asynchicache.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Options:
+    """Takes options by name; `finish` refuses what is left.
+
+    Args:
+        backend: its name, for messages.
+        given: what the user wrote.
+    """
+
+    def __init__(self, backend: str, given: Mapping[str, object]) -> None:
+        self._backend = backend
+        self._given = dict(given)
+
+    def take(self, name: str, kind: type[T] | tuple[type[T], ...], default: T) -> T:
+        """The option, or `default` where it is not given, or None.
+
+        Raises:
+            ConfigError: it is of another type.
+        """
+        value = self._given.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.refused(name, value, _rule(kind))
+        return value
+
+    def positive(self, name: str) -> int | None:
+        """A whole number above 0, or None where it is not given.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if self._given.get(name) is None:
+            self._given.pop(name, None)
+            return None
+        value = self.take(name, int, 1)
+        if value < 1:
+            raise self.refused(name, value, "must be above 0")
+        return value
+
+    def refused(self, name: str, value: object, rule: str) -> ConfigError:
+        """The error that says which option has which value against which rule."""
+        return ConfigError(f"storage backend {self._backend!r}: option {name}={value!r} {rule}")
+
+    def finish(self) -> None:
+        """
+        Raises:
+            ConfigError: options are left that nobody took.
+        """
+        if self._given:
+            raise ConfigError(f"storage backend {self._backend!r} has no option {sorted(self._given)}")
+
+
+def _rule(kind: type | tuple[type, ...]) -> str:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return f"must be of type {' or '.join(each.__name__ for each in kinds)}"

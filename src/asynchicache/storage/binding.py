@@ -1,0 +1,176 @@
+"""A pool's host slots as an engine sees them, and the header that every stored page carries.
+
+The header names what the page is and seals its bytes, so that storage may lose, tear, swap or
+damage pages, and the worst that follows is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from struct import Struct
+from typing import NamedTuple, Protocol
+
+from xxhash import xxh3_64_digest
+
+from asynchicache.errors import ConfigError, UsageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.layouts import ALIGNMENT, SlotLayout
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = ALIGNMENT
+"""Bytes of a header in memory and in storage, a block of its own so that O_DIRECT can move it."""
+
+_MAGIC = b"AHC-PAGE"
+_VERSION = 1
+_XXH3_64 = 1  # the checksum's number; others may follow
+_FIXED = Struct("<8sHH4xQ32s64s32s")  # magic, version, checksum, page bytes, fingerprint, pool, shard
+_SEALED = Struct(f"<{_FIXED.size}s32s8s")  # the fixed part, page digest, page checksum
+_SUM_BYTES = 8
+_USED_BYTES = _SEALED.size + _SUM_BYTES  # then the checksum of all before it
+
+_DIGEST_BYTES = 32
+_POOL = re.compile(r"[a-z0-9_]{1,64}")
+_SHARD = re.compile(r"[0-9a-z/-]{0,32}")
+
+
+class SlotMemory(Protocol):
+    """The host memory of one pool; `pools.host.HostPool` is one."""
+
+    @property
+    def layout(self) -> SlotLayout: ...
+
+    def page(self, slot: int) -> memoryview:
+        """The slot's `layout.slot_bytes`, writable, on an `ALIGNMENT` boundary."""
+        ...
+
+    def header(self, slot: int) -> memoryview:
+        """The slot's `HEADER_BYTES`, writable, on an `ALIGNMENT` boundary."""
+        ...
+
+
+class PageHeader(NamedTuple):
+    """What a header says.
+
+    Attributes:
+        key: the page's name.
+        page_bytes: bytes of the page that are sealed, without padding.
+        checksum: xxh3-64 of those bytes, 8 bytes big-endian.
+    """
+
+    key: ObjectKey
+    page_bytes: int
+    checksum: bytes
+
+
+def read_header(data: bytes | bytearray | memoryview) -> PageHeader | None:
+    """What the header in `data` says, whichever pool it is of; None if it is damaged or no header."""
+    if len(data) < _USED_BYTES:
+        return None
+    raw = bytes(data[:_USED_BYTES])
+    if xxh3_64_digest(raw[: _SEALED.size]) != raw[_SEALED.size :]:
+        return None
+    fixed, digest, checksum = _SEALED.unpack_from(raw)
+    magic, version, algorithm, page_bytes, fingerprint, pool, shard = _FIXED.unpack(fixed)
+    if (magic, version, algorithm) != (_MAGIC, _VERSION, _XXH3_64):
+        return None
+    key = ObjectKey(fingerprint, digest, _text(pool), _text(shard))
+    return PageHeader(key, page_bytes, checksum)
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode("ascii", "replace")
+
+
+class SlotBinding:
+    """`storage.protocol.PoolBinding` over a pool's host memory.
+
+    Args:
+        memory: the slots.
+        fingerprint: 32 bytes, `hashing.pool_fingerprint`.
+        shard: which part of a page this rank holds; empty where all ranks hold the same.
+
+    Raises:
+        ConfigError: the fingerprint, pool name or shard is not what a key may hold.
+    """
+
+    header_bytes = HEADER_BYTES
+
+    def __init__(self, memory: SlotMemory, fingerprint: bytes, shard: str = "") -> None:
+        layout = memory.layout
+        _check_names(layout.pool.name, fingerprint, shard)
+        self.pool = layout.pool.name
+        self.fingerprint = fingerprint
+        self.shard = shard
+        self.page_bytes = layout.page_bytes
+        self.slot_bytes = layout.slot_bytes
+        self.header = memory.header
+        self.page = memory.page
+        self._fixed = _FIXED.pack(
+            _MAGIC, _VERSION, _XXH3_64, self.page_bytes, fingerprint, self.pool.encode(), shard.encode()
+        )
+
+    def key(self, digest: bytes) -> ObjectKey:
+        """The name of this pool's page with that digest."""
+        return ObjectKey(self.fingerprint, digest, self.pool, self.shard)
+
+    def seal(self, slot: int, key: ObjectKey) -> None:
+        """Write the header for the page now in `slot`.
+
+        Raises:
+            UsageError: `key` is of another pool, shard or fingerprint.
+        """
+        if not self._owns(key):
+            raise UsageError(f"{key.text()} is no page of pool {self.pool!r}, shard {self.shard!r}")
+        self.header(slot)[:_USED_BYTES] = self._seal_of(slot, key)
+
+    def check(self, slot: int, key: ObjectKey) -> Outcome:
+        """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
+        if self._owns(key) and self.header(slot)[:_USED_BYTES] == self._seal_of(slot, key):
+            return Outcome.HIT
+        logger.debug("slot %d for %s: %s", slot, key.text(), self._problem(slot, key))
+        return Outcome.CORRUPT
+
+    def identify(self, header: bytes | bytearray | memoryview) -> ObjectKey | None:
+        """The key that `header` was sealed for; None if it is damaged or not of this pool's pages."""
+        if header[: _FIXED.size] != self._fixed:  # nearly always a slot that was never written
+            return None
+        found = read_header(header)
+        return self.key(found.key.digest) if found is not None else None
+
+    def _owns(self, key: ObjectKey) -> bool:
+        return (
+            key.fingerprint == self.fingerprint
+            and key.pool == self.pool
+            and key.shard == self.shard
+            and len(key.digest) == _DIGEST_BYTES
+        )
+
+    def _seal_of(self, slot: int, key: ObjectKey) -> bytes:
+        """The header that the page now in `slot` would get; padding after the page is left out."""
+        sealed = self._fixed + key.digest + self._page_checksum(slot)
+        return sealed + xxh3_64_digest(sealed)
+
+    def _page_checksum(self, slot: int) -> bytes:
+        return xxh3_64_digest(self.page(slot)[: self.page_bytes])
+
+    def _problem(self, slot: int, key: ObjectKey) -> str:
+        found = read_header(self.header(slot))
+        if found is None:
+            return "its header is damaged"
+        if found.key != key:
+            return f"it holds {found.key.text()}"
+        if found.page_bytes != self.page_bytes:
+            return f"it has {found.page_bytes} bytes, {self.page_bytes} are wanted"
+        return "its bytes are damaged"
+
+
+def _check_names(pool: str, fingerprint: bytes, shard: str) -> None:
+    if len(fingerprint) != _DIGEST_BYTES:
+        raise ConfigError(f"fingerprint of pool {pool!r} has {len(fingerprint)} bytes; 32 are needed")
+    if not _POOL.fullmatch(pool):
+        raise ConfigError(f"pool name {pool!r} must be 1 to 64 of a-z, 0-9 and _")
+    if not _SHARD.fullmatch(shard):
+        raise ConfigError(f"shard {shard!r} of pool {pool!r} must be at most 32 of a-z, 0-9, / and -")

@@ -1,0 +1,357 @@
+"""What the core wraps around every engine, so that none needs it: batches, turns, deadlines, a
+breaker, checks, counts. A slow, failing, hanging or lying engine costs a miss, never more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import NamedTuple
+
+from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
+from asynchicache.storage.breaker import CircuitBreaker
+from asynchicache.storage.protocol import PoolBinding, PoolEngine
+from asynchicache.storage.statistics import PoolStatistics, Tally
+from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How much patience the core has with an engine.
+
+    Attributes:
+        deadline: seconds for one call of the engine, `Capabilities.batch_pages` at most. Default: 10.
+        failures: failed or late calls in a row that open the breaker. Default: 5.
+        cooldown: seconds that the breaker stays open before one call may try. Default: 5.
+        closing: seconds that `aclose` waits for calls that still run. Default: 10.
+    """
+
+    deadline: float = 10.0
+    failures: int = 5
+    cooldown: float = 5.0
+    closing: float = 10.0
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if not value > 0:
+                raise ConfigError(f"storage limit {option.name} {value!r} must be above 0")
+
+
+class Batch(NamedTuple):
+    """What became of a call's pages.
+
+    Attributes:
+        outcomes: one a key.
+        lingering: None if the slots are the caller's again. Else done as soon as the engine has let
+            go of them, or cancelled if the pool was closed first: then they are never safe again.
+    """
+
+    outcomes: list[Outcome]
+    lingering: asyncio.Future[None] | None = None
+
+    @property
+    def present(self) -> bytes:
+        """One byte a key, 1 where the outcome is HIT: what `storage.hits` reads."""
+        return bytes([outcome is Outcome.HIT for outcome in self.outcomes])
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of the engine that has not ended.
+
+    Attributes:
+        answer: what its caller waits for; done before the call has ended if the deadline came first.
+        late: the deadline has passed; its end is no news.
+    """
+
+    verb: Verb
+    pages: int
+    slots: frozenset[int]
+    started: float
+    task: asyncio.Task[list[Outcome] | None]
+    answer: asyncio.Future[list[Outcome]]
+    timer: asyncio.TimerHandle | None = None
+    late: bool = False
+
+
+class GuardedPool:
+    """One pool's engine, made safe to call.
+
+    A cancelled caller, or one whose deadline has passed, leaves the engine's call running: bytes may
+    still move. `Batch.lingering`, or `lingering` after a cancellation, tells when they no longer do.
+
+    Args:
+        engine: what is guarded; closed by `aclose`.
+        binding: the pool's slots, for checks that the engine does not do.
+        port: clock and threads.
+        limits: patience; the defaults if None.
+    """
+
+    def __init__(
+        self, engine: PoolEngine, binding: PoolBinding, port: Port, limits: PoolLimits | None = None
+    ) -> None:
+        self._engine = engine
+        self._binding = binding
+        self._port = port
+        self._limits = limits or PoolLimits()
+        self._capabilities = engine.capabilities
+        self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
+        self._turns = asyncio.Semaphore(self._capabilities.concurrency)
+        self._calls: set[_Call] = set()
+        self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
+        self._tallies = {verb.name: Tally(binding.page_bytes if verb.moves else 0) for verb in VERBS}
+        self._closed = False
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> Batch:
+        """HIT, MISS, FAILED or TIMEOUT for each key.
+
+        Raises:
+            UsageError: a key is of another pool.
+            ClosedError: the pool is closed; as all four calls.
+        """
+        return await self._call(EXISTS, keys, ())
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        """Read page `i` into `slots[i]`: HIT, checked; MISS, CORRUPT, FAILED or TIMEOUT.
+
+        Raises:
+            UsageError: a key is of another pool, or there are not as many slots as keys.
+        """
+        return await self._call(GET, keys, self._paired(keys, slots))
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
+
+        Raises:
+            UsageError: a key is of another pool, or there are not as many slots as keys.
+        """
+        return await self._call(PUT, keys, self._paired(keys, slots))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> Batch:
+        """Forget pages: HIT if it was there, MISS if not, FAILED or TIMEOUT.
+
+        Raises:
+            UsageError: a key is of another pool.
+        """
+        return await self._call(DELETE, keys, ())
+
+    def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
+        """Done once no call of the engine can touch `slots` any more; None if none can now.
+
+        Cancelled if the pool is closed before that: the slots are then never safe again.
+        """
+        wanted = frozenset(slots)
+        if not self._touched(wanted):
+            return None
+        free = asyncio.get_running_loop().create_future()
+        if self._closed:
+            free.cancel()
+        else:
+            self._watchers.append((wanted, free))
+        return free
+
+    def statistics(self) -> PoolStatistics:
+        counts = {name: tally.snapshot() for name, tally in self._tallies.items()}
+        return PoolStatistics(
+            pool=self._binding.pool,
+            running=len(self._calls),
+            lingering=self._abandoned,
+            breaker=self._breaker.state,
+            opened=self._breaker.opened,
+            **counts,
+        )
+
+    async def aclose(self) -> frozenset[int]:
+        """Wait for running calls, with a limit, then close the engine; twice is harmless.
+
+        Returns:
+            Slots that the engine may still touch, because a call did not end in time: usually none.
+        """
+        self._closed = True
+        await self._join()
+        for call in self._calls:
+            call.task.cancel()
+        await self._join()
+        for _, free in self._watchers:
+            free.cancel()
+        self._watchers.clear()
+        await self._close_engine()
+        return frozenset().union(*(call.slots for call in self._calls))
+
+    async def _join(self) -> None:
+        tasks = [call.task for call in self._calls if not call.task.done()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._limits.closing)
+
+    async def _close_engine(self) -> None:
+        try:
+            async with asyncio.timeout(self._limits.closing):
+                await self._engine.aclose()
+        except Exception as error:  # noqa: BLE001 - a stranger's engine must not keep us open
+            logger.warning("pool %s: closing its engine failed: %r", self._binding.pool, error)
+
+    def _paired(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Sequence[int]:
+        if len(keys) != len(slots):
+            raise UsageError(f"pool {self._binding.pool!r}: {len(keys)} keys for {len(slots)} slots")
+        return slots
+
+    def _admit(self, keys: Sequence[ObjectKey]) -> None:
+        if self._closed:
+            raise ClosedError(f"storage of pool {self._binding.pool!r} is closed")
+        fingerprint, pool, shard = self._binding.fingerprint, self._binding.pool, self._binding.shard
+        for key in keys:
+            if key.pool != pool or key.shard != shard or key.fingerprint != fingerprint:
+                raise UsageError(f"{key.text()} is no page of pool {pool!r}, shard {shard!r}")
+
+    async def _call(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        self._admit(keys)
+        step = max(1, self._capabilities.batch_pages)
+        cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
+        if self._capabilities.immediate:
+            return Batch(await self._in_place(verb, keys, slots, cuts))
+        if len(cuts) <= 1:
+            outcomes = await self._batch(verb, keys, slots) if cuts else []
+        else:
+            outcomes = await self._side_by_side(verb, keys, slots, cuts)
+        return Batch(outcomes, self.lingering(slots))
+
+    async def _in_place(
+        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], cuts: list[slice]
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for cut in cuts:
+            if outcomes:
+                await asyncio.sleep(0)  # other tasks' turn: the engine copies on the loop
+            outcomes += await self._batch_in_place(verb, keys[cut], slots[cut])
+        return outcomes
+
+    async def _side_by_side(
+        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], cuts: list[slice]
+    ) -> list[Outcome]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._batch(verb, keys[cut], slots[cut])) for cut in cuts]
+        return [outcome for task in tasks for outcome in task.result()]
+
+    async def _batch(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
+        async with self._turns:
+            if self._refuses() or not self._breaker.allow():
+                return self._refuse(verb, len(keys))
+            return await self._start(verb, keys, slots).answer
+
+    async def _batch_in_place(
+        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> list[Outcome]:
+        if not self._breaker.allow():
+            return self._refuse(verb, len(keys))
+        started = self._port.now()
+        answer = await self._attempt(verb, keys, slots)
+        return self._judge(verb, len(keys), answer, started)
+
+    def _refuses(self) -> bool:
+        """An engine that keeps as many abandoned calls as it may have at once hangs in all of them."""
+        return self._closed or self._abandoned >= self._capabilities.concurrency
+
+    @property
+    def _abandoned(self) -> int:
+        return sum(call.answer.done() for call in self._calls)
+
+    def _refuse(self, verb: Verb, pages: int) -> list[Outcome]:
+        self._tallies[verb.name].refused({verb.refused: pages})
+        return [verb.refused] * pages
+
+    def _start(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> _Call:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._attempt(verb, keys, slots), name=f"storage-{verb.name}")
+        answer = loop.create_future()
+        call = _Call(verb, len(keys), frozenset(slots), self._port.now(), task, answer)
+        call.timer = loop.call_later(self._limits.deadline, self._expire, call)
+        self._calls.add(call)
+        task.add_done_callback(partial(self._finish, call))
+        return call
+
+    def _expire(self, call: _Call) -> None:
+        """The deadline has come: answer for the engine, and let its call run on."""
+        call.late = True
+        self._breaker.failed()
+        self._tallies[call.verb.name].answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
+        if not call.answer.done():
+            call.answer.set_result([Outcome.TIMEOUT] * call.pages)
+
+    def _finish(self, call: _Call, task: asyncio.Task[list[Outcome] | None]) -> None:
+        if call.timer is not None:
+            call.timer.cancel()
+        if task.cancelled() and self._closed:  # given up by `aclose`; bytes may still move, so it stays
+            if not call.answer.done():
+                call.answer.set_result([Outcome.TIMEOUT] * call.pages)
+            return
+        self._calls.discard(call)
+        if not call.late:
+            answer = None if task.cancelled() else task.result()
+            outcomes = self._judge(call.verb, call.pages, answer, call.started)
+            if not call.answer.done():  # else its caller was cancelled
+                call.answer.set_result(outcomes)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Tell those whose slots are free now."""
+        waiting = []
+        for wanted, free in self._watchers:
+            if self._touched(wanted):
+                waiting.append((wanted, free))
+            elif not free.done():
+                free.set_result(None)
+        self._watchers = waiting
+
+    def _touched(self, slots: frozenset[int]) -> bool:
+        return any(not slots.isdisjoint(call.slots) for call in self._calls)
+
+    async def _attempt(
+        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> list[Outcome] | None:
+        """The engine's answer, checked; None if it raised, or answered nonsense."""
+        try:
+            outcomes = list(await verb.ask(self._engine, keys, slots))
+            verb.check(outcomes, len(keys))
+            if verb is GET and not self._capabilities.checks and Outcome.HIT in outcomes:
+                return await self._port.run_blocking(partial(self._checked, keys, slots, outcomes))
+        except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
+            logger.warning(
+                "pool %s: %s of %d pages failed: %r", self._binding.pool, verb.name, len(keys), error
+            )
+            return None
+        return outcomes
+
+    def _checked(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        return [
+            self._binding.check(slot, key) if outcome is Outcome.HIT else outcome
+            for key, slot, outcome in zip(keys, slots, outcomes, strict=True)
+        ]
+
+    def _judge(self, verb: Verb, pages: int, answer: list[Outcome] | None, started: float) -> list[Outcome]:
+        """Tell breaker and counters how a call ended."""
+        outcomes = answer if answer is not None else [Outcome.FAILED] * pages
+        counts = verb.tally(outcomes)
+        if counts.get(Outcome.FAILED, 0) == pages:
+            self._breaker.failed()
+        else:
+            self._breaker.succeeded(weak=not verb.moves)
+        self._tallies[verb.name].answered(counts, self._port.now() - started)
+        return outcomes
+
+    def __repr__(self) -> str:
+        return (
+            f"<GuardedPool {self._binding.pool}: {len(self._calls)} running, "
+            f"{self._abandoned} lingering, breaker {self._breaker.state.value}>"
+        )

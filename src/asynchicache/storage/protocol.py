@@ -1,0 +1,138 @@
+"""What a storage backend is to the core: engines of one pool each, one outcome per key.
+
+A backend author implements `StorageBackend` and `PoolEngine`, and runs
+`asynchicache.testing.backends.BackendConformance` over them. Names, keys, checksums, deadlines,
+limits and retries are the core's; an engine moves bytes between its medium and the binding's slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from asynchicache.hashing import ObjectKey
+from asynchicache.types import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine promises.
+
+    Attributes:
+        durable: STORED means that the page survives the end of this process.
+        checks: the engine calls `binding.check` in its own thread hop; else the core does.
+        shared: other processes may read and write the same pages.
+        batch_pages: most pages of one call that it handles well.
+        concurrency: most calls at once that it handles well.
+        immediate: calls never suspend (memory); the core awaits them directly, without a task, a
+            deadline or a turn, and gives the loop a turn between batches.
+    """
+
+    durable: bool
+    checks: bool
+    shared: bool = False
+    batch_pages: int = 128
+    concurrency: int = 4
+    immediate: bool = False
+
+
+class PoolBinding(Protocol):
+    """One pool's host slots, as an engine sees them; valid until the engine is closed.
+
+    All methods may be called from any thread; a slot handed to a call is that call's alone.
+    """
+
+    @property
+    def pool(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> bytes: ...
+
+    @property
+    def shard(self) -> str: ...
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a slot's header in memory and in storage, a multiple of `ALIGNMENT`."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot in memory and in storage, a multiple of `ALIGNMENT`."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a slot that mean something; the rest, up to `slot_bytes`, is padding."""
+        ...
+
+    def header(self, slot: int) -> memoryview:
+        """The slot's header, writable, aligned; its neighbour's follows at once."""
+        ...
+
+    def page(self, slot: int) -> memoryview:
+        """The slot's `slot_bytes`, writable, aligned; its neighbour's follow at once."""
+        ...
+
+    def seal(self, slot: int, key: ObjectKey) -> None:
+        """Write the header for the page now in `slot`: format, key, length, checksum (xxh3-64)."""
+        ...
+
+    def check(self, slot: int, key: ObjectKey) -> Outcome:
+        """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
+        ...
+
+    def identify(self, header: bytes | bytearray | memoryview) -> ObjectKey | None:
+        """The key that `header` was sealed for, None if it is damaged or not of this pool's pages;
+        how an engine finds its pages again after a restart.
+        """
+        ...
+
+
+class PoolEngine(Protocol):
+    """One pool in one backend. Every coroutine may be cancelled; bytes then still may move until
+    the engine's thread is done with them, so the caller keeps the slots until the call has ended.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """One byte a key: 1 if a `get` now would very likely hit, else 0."""
+        ...
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """Read page `i` and its header into `slots[i]`: HIT, MISS, CORRUPT, FAILED."""
+        ...
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """Seal and write `slots[i]`: STORED, EXISTS, REJECTED, FAILED. Visible only when whole."""
+        ...
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        """Forget pages: HIT if it was there, MISS if not, FAILED."""
+        ...
+
+    async def aclose(self) -> None:
+        """Finish what was acknowledged and let go of the medium; twice is harmless."""
+        ...
+
+
+class StorageBackend(Protocol):
+    """A place that holds pages of many pools."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        """The engine for this pool; in any order, each once, at run time too.
+
+        Raises:
+            StorageError: the place cannot be used; says what to do.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close every engine, then the place itself; twice is harmless."""
+        ...

@@ -1,0 +1,93 @@
+"""What became of the calls to one pool's engine, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asynchicache.storage.breaker import BreakerState
+from asynchicache.types import Outcome
+
+_MOVED = frozenset({Outcome.HIT, Outcome.STORED})
+
+
+@dataclass(frozen=True, slots=True)
+class CallStatistics:
+    """One kind of call (`exists`, `get`, `put`, `delete`) of one pool.
+
+    Attributes:
+        calls: calls of the engine; what was refused without asking it is not one.
+        pages: keys asked for, refused ones included.
+        bytes: bytes of pages that were read or stored; 0 for `exists` and `delete`.
+        seconds: sum of the calls' latencies; of late ones up to their deadline.
+        outcomes: pages by what became of them.
+    """
+
+    calls: int
+    pages: int
+    bytes: int
+    seconds: float
+    outcomes: Mapping[Outcome, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """One pool in storage.
+
+    Attributes:
+        pool: its name.
+        exists, get, put, delete: by kind of call.
+        running: calls that the engine has not ended, late ones included.
+        lingering: those of them that nobody waits for any more.
+        breaker: whether calls go through.
+        opened: how often the breaker opened.
+    """
+
+    pool: str
+    exists: CallStatistics
+    get: CallStatistics
+    put: CallStatistics
+    delete: CallStatistics
+    running: int
+    lingering: int
+    breaker: BreakerState
+    opened: int
+
+
+class Tally:
+    """Counts one kind of call.
+
+    Args:
+        page_bytes: bytes that a page with a good outcome stands for.
+    """
+
+    __slots__ = ("_calls", "_outcomes", "_page_bytes", "_seconds")
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._calls = 0
+        self._seconds = 0.0
+        self._outcomes: Counter[Outcome] = Counter()
+
+    def answered(self, counts: Mapping[Outcome, int], seconds: float) -> None:
+        """The engine was asked."""
+        self._calls += 1
+        self._seconds += seconds
+        self.refused(counts)
+
+    def refused(self, counts: Mapping[Outcome, int]) -> None:
+        """The engine was not asked."""
+        for outcome, count in counts.items():
+            if count:
+                self._outcomes[outcome] += count
+
+    def snapshot(self) -> CallStatistics:
+        moved = sum(self._outcomes[outcome] for outcome in _MOVED)
+        return CallStatistics(
+            self._calls,
+            self._outcomes.total(),
+            moved * self._page_bytes,
+            self._seconds,
+            dict(self._outcomes),
+        )

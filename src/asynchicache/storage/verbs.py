@@ -1,0 +1,76 @@
+"""The four kinds of call that an engine takes: how to ask, what may be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from asynchicache.errors import StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.protocol import PoolEngine
+from asynchicache.types import Outcome
+
+Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[Sequence[Outcome]]]
+
+
+class Verb(NamedTuple):
+    """One kind of call.
+
+    Attributes:
+        name: the engine's method.
+        ask: calls it; the slots are ignored where it takes none.
+        answers: outcomes that mean something.
+        refused: the outcome of pages for which the engine was not asked.
+        moves: whether pages move between slots and storage.
+    """
+
+    name: str
+    ask: Ask
+    answers: tuple[Outcome, ...]
+    refused: Outcome
+    moves: bool
+
+    def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
+        """How many pages came to which outcome."""
+        # list.count compares identities in C; an Enum's hash, which a Counter needs, is Python code.
+        return {outcome: outcomes.count(outcome) for outcome in self.answers}
+
+    def check(self, outcomes: list[Outcome], pages: int) -> None:
+        """
+        Raises:
+            StorageError: these are no answers, or not one a page.
+        """
+        if len(outcomes) != pages:
+            raise StorageError(f"{len(outcomes)} outcomes for {pages} keys")
+        if sum(map(outcomes.count, self.answers)) != pages:
+            strange = next(outcome for outcome in outcomes if outcome not in self.answers)
+            raise StorageError(f"{strange} is no answer to {self.name}")
+
+
+async def _exists(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
+    return [Outcome.HIT if there else Outcome.MISS for there in await engine.exists(keys)]
+
+
+EXISTS = Verb("exists", _exists, (Outcome.HIT, Outcome.MISS, Outcome.FAILED), Outcome.FAILED, moves=False)
+GET = Verb(
+    "get",
+    lambda engine, keys, slots: engine.get(keys, slots),
+    (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=True,
+)
+PUT = Verb(
+    "put",
+    lambda engine, keys, slots: engine.put(keys, slots),
+    (Outcome.STORED, Outcome.EXISTS, Outcome.REJECTED, Outcome.FAILED),
+    Outcome.REJECTED,
+    moves=True,
+)
+DELETE = Verb(
+    "delete",
+    lambda engine, keys, _: engine.delete(keys),
+    (Outcome.HIT, Outcome.MISS, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=False,
+)
+VERBS = (EXISTS, GET, PUT, DELETE)

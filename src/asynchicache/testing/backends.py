@@ -1,0 +1,331 @@
+"""What a storage backend must do, as tests that its author runs.
+
+    @pytest.mark.asyncio
+    class TestMine(BackendConformance):
+        async def make_backend(self, port, tmp_path):
+            return MyBackend(tmp_path, port)
+
+Nothing here needs pytest itself: the methods are coroutines that take a folder and assert.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256, shake_128
+from pathlib import Path
+
+from asynchicache.hashing import ObjectKey
+from asynchicache.layouts import SlotLayout
+from asynchicache.ports import AsyncioPort, Port
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.protocol import PoolEngine, StorageBackend
+from asynchicache.types import Outcome
+
+_POISON = b"\xa5"
+
+
+class SlotSlab:
+    """Host slots of one pool in memory of their own, without torch; a `storage.binding.SlotMemory`.
+
+    Args:
+        layout: of one slot.
+        slots: how many.
+    """
+
+    def __init__(self, layout: SlotLayout, slots: int) -> None:
+        self.layout = layout
+        self.slots = slots
+        self._pages = memoryview(mmap.mmap(-1, slots * layout.slot_bytes))
+        self._headers = memoryview(mmap.mmap(-1, slots * HEADER_BYTES))
+
+    def page(self, slot: int) -> memoryview:
+        size = self.layout.slot_bytes
+        return self._pages[slot * size : (slot + 1) * size]
+
+    def header(self, slot: int) -> memoryview:
+        return self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+
+
+def slab_of(pool: str, page_bytes: int, slots: int) -> SlotSlab:
+    """Slots of a made-up pool with pages of `page_bytes`."""
+    tensor = TensorSpec("bytes", (0,), (page_bytes,), "uint8")
+    return SlotSlab(SlotLayout.of(PoolSpec(pool, (tensor,)), page_size=1), slots)
+
+
+def fingerprint_of(text: str) -> bytes:
+    """32 bytes that stand for a model and its weights."""
+    return sha256(text.encode()).digest()
+
+
+def pattern(key: ObjectKey, size: int) -> bytes:
+    """The bytes that a test puts under a key, so that a page at the wrong place is seen."""
+    return shake_128(b"\0".join((key.fingerprint, key.digest, key.pool.encode(), key.shard.encode()))).digest(
+        size
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One open pool and the slots to use it with."""
+
+    engine: PoolEngine
+    binding: SlotBinding
+
+    def keys(self, *names: int) -> list[ObjectKey]:
+        """A key for each number."""
+        return [self.binding.key(sha256(b"%d" % name).digest()) for name in names]
+
+    def fill(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> None:
+        """Put each key's bytes into its slot."""
+        for key, slot in zip(keys, slots, strict=True):
+            self.binding.page(slot)[: self.binding.page_bytes] = pattern(key, self.binding.page_bytes)
+
+    def poison(self, slots: Sequence[int]) -> None:
+        """Fill slots and headers with bytes that no key has."""
+        for slot in slots:
+            for view in (self.binding.header(slot), self.binding.page(slot)):
+                view[:] = _POISON * len(view)
+
+    def holds(self, key: ObjectKey, slot: int) -> bool:
+        """Whether a slot has a key's bytes."""
+        return self.binding.page(slot)[: self.binding.page_bytes] == pattern(key, self.binding.page_bytes)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self.fill(keys, slots)
+        return await self.engine.put(keys, slots)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """Outcomes after the bytes of every HIT were compared."""
+        self.poison(slots)
+        outcomes = await self.engine.get(keys, slots)
+        assert len(outcomes) == len(keys)
+        for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
+            assert outcome is not Outcome.HIT or self.holds(key, slot), f"other bytes for {key.text()}"
+        return outcomes
+
+
+STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+
+
+class BackendConformance:
+    """Tests of one backend; a subclass says how it is opened.
+
+    Attributes:
+        page_bytes: of the pages that are stored; not a multiple of 4,096, to have padding.
+        slots: host slots of a pool.
+    """
+
+    page_bytes = 5000
+    slots = 64
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        """Open the backend; the same folder again finds the same pages, if they are durable."""
+        raise TypeError(f"{type(self).__name__} must say how its backend is opened: make_backend")
+
+    @asynccontextmanager
+    async def backend(self, tmp_path: Path) -> AsyncIterator[StorageBackend]:
+        """The backend, open; closed in the end, with the threads that it used."""
+        async with AsyncExitStack() as stack:
+            port = AsyncioPort(threads=4, seed=0)
+            stack.push_async_callback(port.aclose)
+            backend = await self.make_backend(port, tmp_path)
+            stack.push_async_callback(backend.aclose)
+            yield backend
+
+    async def open(
+        self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
+    ) -> Bench:
+        """A pool of the backend, with slots."""
+        slab = slab_of(pool, self.page_bytes, self.slots)
+        binding = SlotBinding(slab, fingerprint_of(weights), shard)
+        return Bench(await backend.open_pool(binding), binding)
+
+    async def test_a_page_comes_back_into_any_slot(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2, 3)
+
+            assert await bench.put(keys, [0, 1, 2]) == [STORED] * 3
+            assert await bench.get(keys, [9, 4, 30]) == [HIT] * 3
+
+    async def test_what_was_never_put_is_a_miss(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2)
+
+            assert await bench.engine.exists(keys) == bytes(2)
+            assert await bench.get(keys, [0, 1]) == [MISS] * 2
+
+    async def test_one_answer_a_key_with_holes_between(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(1, 3, 4), [0, 1, 2])
+            keys = bench.keys(0, 1, 2, 3, 4, 5)
+
+            assert await bench.engine.exists(keys) == bytes([0, 1, 0, 1, 1, 0])
+            assert await bench.get(keys, [15, 14, 13, 12, 11, 10]) == [MISS, HIT, MISS, HIT, HIT, MISS]
+
+    async def test_exists_answers_for_many_keys(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(7, 700), [0, 1])
+
+            found = await bench.engine.exists(bench.keys(*range(1000)))
+
+            assert [number for number, there in enumerate(found) if there] == [7, 700]
+
+    async def test_a_key_that_exists_keeps_its_bytes(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2)
+            await bench.put(keys[:1], [0])
+
+            again = await bench.put(keys, [1, 2])
+
+            assert again[0] in (EXISTS, STORED)
+            assert again[1] is STORED
+            assert await bench.get(keys, [3, 4]) == [HIT] * 2
+
+    async def test_a_key_twice_in_one_batch(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2, 1)
+
+            assert set(await bench.put(keys, [0, 1, 2])) <= {STORED, EXISTS}
+            assert await bench.get(keys, [3, 4, 5]) == [HIT] * 3
+
+    async def test_an_empty_batch_is_nothing(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            engine = (await self.open(backend)).engine
+
+            assert await engine.exists([]) == b""
+            assert [await engine.get([], []), await engine.put([], []), await engine.delete([])] == [
+                [],
+                [],
+                [],
+            ]
+
+    async def test_a_deleted_page_is_a_miss_and_may_come_again(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2)
+            await bench.put(keys, [0, 1])
+
+            assert await bench.engine.delete(bench.keys(1, 9)) == [HIT, MISS]
+            assert await bench.get(keys, [2, 3]) == [MISS, HIT]
+            assert await bench.put(keys[:1], [0]) == [STORED]
+            assert await bench.get(keys, [2, 3]) == [HIT, HIT]
+
+    async def test_the_slot_is_the_callers_again_after_put(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1)
+            await bench.put(keys, [0])
+            assert bench.holds(keys[0], 0)
+
+            bench.poison([0])
+
+            assert await bench.get(keys, [1]) == [HIT]
+
+    async def test_padding_does_not_count(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2)
+            bench.poison([0, 1])
+
+            assert await bench.put(keys, [0, 1]) == [STORED] * 2
+            bench.poison([0, 1])
+            assert await bench.get(keys, [1, 0]) == [HIT] * 2
+
+    async def test_pools_shards_and_weights_are_apart(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            benches = [
+                await self.open(backend),
+                await self.open(backend, "mamba"),
+                await self.open(backend, shard="1/2"),
+                await self.open(backend, weights="w2"),
+            ]
+            await benches[0].put(benches[0].keys(1), [0])
+
+            answers = [await bench.get(bench.keys(1), [1]) for bench in benches]
+
+            assert answers == [[HIT], [MISS], [MISS], [MISS]]
+
+    async def test_a_pool_may_be_opened_while_another_is_used(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            first = await self.open(backend)
+            putting = asyncio.create_task(first.put(first.keys(1, 2), [0, 1]))
+            second = await self.open(backend, "mamba")
+
+            assert await second.put(second.keys(1), [0]) == [STORED]
+            assert await putting == [STORED] * 2
+            assert await second.get(second.keys(1), [1]) == [HIT]
+
+    async def test_calls_side_by_side(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            groups = [list(range(start, start + 8)) for start in range(0, 32, 8)]
+            putting = [bench.put(bench.keys(*group), group) for group in groups]
+            assert await asyncio.gather(*putting) == [[STORED] * 8] * 4
+
+            getting = [bench.get(bench.keys(*group), [slot + 32 for slot in group]) for group in groups]
+            deleting = bench.engine.delete(bench.keys(100, 101))
+
+            *answers, gone = await asyncio.gather(*getting, deleting)
+            assert (answers, gone) == ([[HIT] * 8] * 4, [MISS] * 2)
+
+    async def test_the_same_page_from_two_callers(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(*range(8))
+
+            answers = await asyncio.gather(bench.put(keys, range(8)), bench.put(keys, range(8, 16)))
+
+            assert {outcome for answer in answers for outcome in answer} <= {STORED, EXISTS}
+            assert await bench.get(keys, range(16, 24)) == [HIT] * 8
+
+    async def test_a_cancelled_caller_harms_nobody(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(*range(8))
+            await bench.put(keys[:4], range(4))
+            for call in (bench.get(keys, range(8, 16)), bench.put(keys[4:], range(4, 8))):
+                task = asyncio.create_task(call)
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+
+            assert await bench.get(keys[:4], range(16, 20)) == [HIT] * 4
+            assert set(await bench.put(keys[4:], range(24, 28))) <= {STORED, EXISTS}
+            assert await bench.get(keys[4:], range(20, 24)) == [HIT] * 4
+
+    async def test_closing_twice_and_opening_again(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(1), [0])
+            await bench.engine.aclose()
+            await bench.engine.aclose()
+
+            again = await self.open(backend)
+
+            assert await again.get(again.keys(1), [0]) == [HIT]
+            await backend.aclose()
+            await backend.aclose()
+
+    async def test_durable_pages_are_there_after_reopening(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            durable = bench.engine.capabilities.durable
+            await bench.put(bench.keys(1, 2, 3), [0, 1, 2])
+            await bench.engine.delete(bench.keys(2))
+        if not durable:
+            return
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+
+            assert await bench.get(bench.keys(1, 2, 3), [3, 4, 5]) == [HIT, MISS, HIT]

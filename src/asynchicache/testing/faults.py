@@ -1,0 +1,221 @@
+"""Wrappers that make any backend slow, broken, or dishonest, on purpose and by a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+from asynchicache.errors import ConfigError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend
+from asynchicache.types import Outcome
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class Latency:
+    """A backend whose calls take longer.
+
+    Args:
+        backend: what answers.
+        call: seconds more for every call.
+        page: seconds more for every page of a call.
+        sleep: waits; another one for a clock of its own.
+    """
+
+    def __init__(
+        self, backend: StorageBackend, call: float, page: float = 0.0, *, sleep: Sleep = asyncio.sleep
+    ) -> None:
+        self.name = f"slow-{backend.name}"
+        self._backend = backend
+        self._call = call
+        self._page = page
+        self._sleep = sleep
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return _SlowEngine(await self._backend.open_pool(binding), self._wait)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+    async def _wait(self, pages: int) -> None:
+        await self._sleep(self._call + pages * self._page)
+
+
+class _SlowEngine:
+    def __init__(self, engine: PoolEngine, wait: Callable[[int], Awaitable[None]]) -> None:
+        self._engine = engine
+        self._wait = wait
+        self.capabilities = replace(engine.capabilities, immediate=False)
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        await self._wait(len(keys))
+        return await self._engine.exists(keys)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        await self._wait(len(keys))
+        return await self._engine.get(keys, slots)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        await self._wait(len(keys))
+        return await self._engine.put(keys, slots)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        await self._wait(len(keys))
+        return await self._engine.delete(keys)
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """How often what goes wrong, each from 0 to 1.
+
+    Attributes:
+        fail: a call answers FAILED for every key, and does nothing.
+        raises: a call raises, and does nothing.
+        hang: a call waits until `Faulty.release`, then goes on.
+        partial: a page of a get or put answers FAILED, and nothing is done for it.
+        lie: a key of `exists` gets the wrong answer.
+        swap: a page that was read is not the one that was asked for, or has a flipped bit; the answer is HIT.
+    """
+
+    fail: float = 0.0
+    raises: float = 0.0
+    hang: float = 0.0
+    partial: float = 0.0
+    lie: float = 0.0
+    swap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for rate in fields(self):
+            value = getattr(self, rate.name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"fault rate {rate.name}={value!r} must be 0 to 1")
+
+
+class Faulty:
+    """A backend that fails by a seed.
+
+    Its engines do not vouch for what they read, whatever the wrapped ones promise: the core checks.
+
+    Args:
+        backend: what answers when nothing goes wrong.
+        rates: how often something does; may be replaced at any time.
+        chance: the only source of luck.
+    """
+
+    def __init__(self, backend: StorageBackend, rates: FaultRates, chance: random.Random) -> None:
+        self.name = f"faulty-{backend.name}"
+        self.rates = rates
+        self.injected: Counter[str] = Counter()
+        """How often what went wrong, by the name of its rate."""
+        self._backend = backend
+        self._chance = chance
+        self._hanging: list[asyncio.Event] = []
+
+    @property
+    def hanging(self) -> int:
+        """Calls that wait for `release`."""
+        return len(self._hanging)
+
+    def release(self) -> None:
+        """Let every call that hangs go on."""
+        hanging, self._hanging = self._hanging, []
+        for event in hanging:
+            event.set()
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return _FaultyEngine(await self._backend.open_pool(binding), binding, self)
+
+    async def aclose(self) -> None:
+        self.release()
+        await self._backend.aclose()
+
+    def strikes(self, name: str) -> bool:
+        """Whether the fault of that rate happens now; counted if it does."""
+        rate: float = getattr(self.rates, name)
+        if not rate or self._chance.random() >= rate:
+            return False
+        self.injected[name] += 1
+        return True
+
+    async def enter(self) -> bool:
+        """What may happen to a call as a whole; False if it shall fail.
+
+        Raises:
+            StorageError: it shall raise.
+        """
+        if self.strikes("hang"):
+            event = asyncio.Event()
+            self._hanging.append(event)
+            await event.wait()
+        if self.strikes("raises"):
+            raise StorageError("made to raise")
+        return not self.strikes("fail")
+
+
+class _FaultyEngine:
+    def __init__(self, engine: PoolEngine, binding: PoolBinding, faults: Faulty) -> None:
+        self._engine = engine
+        self._binding = binding
+        self._faults = faults
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._engine.capabilities, checks=False, immediate=False)
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        if not await self._faults.enter():
+            raise StorageError("made to fail; exists has no other word for it")
+        found = await self._engine.exists(keys)
+        return bytearray([there ^ self._faults.strikes("lie") for there in found])
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = await self._some(self._engine.get, keys, slots)
+        self._swap([slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome is Outcome.HIT])
+        return outcomes
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._some(self._engine.put, keys, slots)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        if not await self._faults.enter():
+            return [Outcome.FAILED] * len(keys)
+        return await self._engine.delete(keys)
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()
+
+    async def _some(
+        self,
+        call: Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]],
+        keys: Sequence[ObjectKey],
+        slots: Sequence[int],
+    ) -> list[Outcome]:
+        """Let the engine do some of the pages; the others fail."""
+        outcomes = [Outcome.FAILED] * len(keys)
+        if not await self._faults.enter():
+            return outcomes
+        chosen = [place for place in range(len(keys)) if not self._faults.strikes("partial")]
+        done = await call([keys[place] for place in chosen], [slots[place] for place in chosen])
+        for place, outcome in zip(chosen, done, strict=True):
+            outcomes[place] = outcome
+        return outcomes
+
+    def _swap(self, slots: Sequence[int]) -> None:
+        struck = [slot for slot in slots if self._faults.strikes("swap")]
+        if len(struck) == 1:
+            self._binding.page(struck[0])[0] ^= 1
+        for one, other in pairwise(struck):  # by pairs, a page goes to the end and the others up by one
+            self._exchange(one, other)
+
+    def _exchange(self, one: int, other: int) -> None:
+        for view in (self._binding.header, self._binding.page):
+            mine, yours = view(one), view(other)
+            mine[:], yours[:] = bytes(yours), bytes(mine)

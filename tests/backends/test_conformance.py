@@ -1,0 +1,190 @@
+"""Both embedded engines, bare and behind wrappers, against the conformance tests; and broken ones,
+to prove that those tests can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from asynchicache.backends import file, memory
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
+from asynchicache.testing.backends import BackendConformance
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.types import Outcome
+
+
+@pytest.mark.asyncio
+class TestMemory(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return memory.open_backend({}, port)
+
+
+@pytest.mark.asyncio
+class TestMemoryUnsealed(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return memory.open_backend({"checksum": False}, port)
+
+
+@pytest.mark.asyncio
+class TestFile(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return file.open_backend({"path": str(tmp_path)}, port)
+
+
+@pytest.mark.asyncio
+class TestFileThroughTheKernelsCache(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return file.open_backend({"path": tmp_path, "direct": False}, port)
+
+
+@pytest.mark.asyncio
+class TestFileWithTinyPages(BackendConformance):
+    page_bytes = 1
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return file.open_backend({"path": tmp_path}, port)
+
+
+@pytest.mark.asyncio
+class TestSlowMemory(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Latency(memory.open_backend({}, port), 0.001, page=0.0001)
+
+
+@pytest.mark.asyncio
+class TestSlowFile(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Latency(file.open_backend({"path": tmp_path}, port), 0.001)
+
+
+@pytest.mark.asyncio
+class TestMemoryWithoutFaults(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Faulty(memory.open_backend({}, port), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+class TestFileWithoutFaults(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Faulty(file.open_backend({"path": tmp_path}, port), FaultRates(), Random(0))
+
+
+class BrokenBackend:
+    """The memory backend with one thing wrong in its engines."""
+
+    name = "broken"
+
+    def __init__(self, port: Port, wrong: type[BrokenEngine]) -> None:
+        self._backend = memory.open_backend({}, port)
+        self._wrong = wrong
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return self._wrong(await self._backend.open_pool(binding), binding)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class BrokenEngine:
+    def __init__(self, engine: PoolEngine, binding: PoolBinding) -> None:
+        self.engine = engine
+        self.binding = binding
+        self.capabilities = engine.capabilities
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        return await self.engine.exists(keys)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self.engine.get(keys, slots)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self.engine.put(keys, slots)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return await self.engine.delete(keys)
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
+
+
+class ForgetsPools(BrokenEngine):
+    """Keys without the pool: what one pool put, another gets."""
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        return await self.engine.exists([key._replace(pool="kv") for key in keys])
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        found = await self.exists(keys)
+        await self.engine.get([key._replace(pool="kv") for key in keys], slots)
+        return [Outcome.HIT if there else Outcome.MISS for there in found]
+
+
+class MisplacesAfterHoles(BrokenEngine):
+    """Found pages go to the first slots, not to their own."""
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        found = await self.exists(keys)
+        there = [key for key, bit in zip(keys, found, strict=True) if bit]
+        await self.engine.get(there, slots[: len(there)])
+        return [Outcome.HIT if bit else Outcome.MISS for bit in found]
+
+
+class StopsAtHoles(BrokenEngine):
+    """As if only the leading run counted."""
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        found = await self.engine.exists(keys)
+        run = found.find(0)
+        return found if run < 0 else found[:run] + bytes(len(found) - run)
+
+
+class KeepsDeleted(BrokenEngine):
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return [Outcome.HIT if there else Outcome.MISS for there in await self.exists(keys)]
+
+
+class SaysStoredOnly(BrokenEngine):
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return [Outcome.STORED] * len(keys)
+
+
+class AliasesSlots(BrokenEngine):
+    """Remembers where a page was, not what it was."""
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self.where = dict(zip(keys, slots, strict=True))
+        return await self.engine.put(keys, slots)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        for key, slot in zip(keys, slots, strict=True):
+            self.binding.page(slot)[:] = self.binding.page(self.where[key])
+        return [Outcome.HIT] * len(keys)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("wrong", "test"),
+    [
+        (ForgetsPools, "test_pools_shards_and_weights_are_apart"),
+        (MisplacesAfterHoles, "test_one_answer_a_key_with_holes_between"),
+        (StopsAtHoles, "test_one_answer_a_key_with_holes_between"),
+        (StopsAtHoles, "test_exists_answers_for_many_keys"),
+        (KeepsDeleted, "test_a_deleted_page_is_a_miss_and_may_come_again"),
+        (SaysStoredOnly, "test_a_page_comes_back_into_any_slot"),
+        (SaysStoredOnly, "test_closing_twice_and_opening_again"),
+        (AliasesSlots, "test_the_slot_is_the_callers_again_after_put"),
+    ],
+)
+async def test_the_tests_find_what_is_wrong(wrong: type[BrokenEngine], test: str, tmp_path: Path) -> None:
+    class Suite(BackendConformance):
+        async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+            return BrokenBackend(port, wrong)
+
+    with pytest.raises(AssertionError):
+        await getattr(Suite(), test)(tmp_path)

@@ -1,0 +1,44 @@
+"""A file store with one pool, as tests and the subprocesses they kill open it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from asynchicache.backends.file import FileBackend, open_backend
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+
+PAGE_BYTES = 5000
+FRAME_BYTES = HEADER_BYTES + 8192
+
+
+@asynccontextmanager
+async def backend_at(path: Path | str, **options: object) -> AsyncIterator[FileBackend]:
+    """The file backend over a folder; closed in the end."""
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=4, seed=0)
+        stack.push_async_callback(port.aclose)
+        backend = open_backend({"path": path, **options}, port)
+        stack.push_async_callback(backend.aclose)
+        yield backend
+
+
+async def open_bench(backend: FileBackend, pool: str = "kv", *, weights: str = "w1", slots: int = 64) -> Bench:
+    binding = SlotBinding(slab_of(pool, PAGE_BYTES, slots), fingerprint_of(weights))
+    return Bench(await backend.open_pool(binding), binding)
+
+
+@asynccontextmanager
+async def bench_at(path: Path | str, *, slots: int = 64, **options: object) -> AsyncIterator[Bench]:
+    """One pool of the file backend over a folder; closed in the end."""
+    async with backend_at(path, **options) as backend:
+        yield await open_bench(backend, slots=slots)
+
+
+def pages_file(path: Path) -> Path:
+    """The one file of pages below a folder."""
+    (found,) = path.glob("*/pages.bin")
+    return found

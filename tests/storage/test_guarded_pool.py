@@ -1,0 +1,464 @@
+"""What the core makes of engines that are slow, wrong, broken, or hang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+
+from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.pool import Batch, GuardedPool, PoolLimits
+from asynchicache.storage.protocol import Capabilities
+from asynchicache.testing.backends import fingerprint_of, slab_of
+from asynchicache.types import Outcome
+
+SOON = 0.02
+"""A deadline for calls that never end."""
+
+NEVER = 60.0
+
+
+class ManualPort(AsyncioPort):
+    """The real port, but for a clock that stands still until it is moved."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+Answer = Callable[[int], Awaitable[Sequence[object]]]
+
+
+class ScriptedEngine:
+    """Answers every call with what the test says, and remembers what it was asked."""
+
+    def __init__(self, **capabilities: object) -> None:
+        self.capabilities = Capabilities(
+            **{"durable": False, "checks": True, "batch_pages": 4, "concurrency": 2, **capabilities}
+        )
+        self.batches: list[int] = []
+        self.running = 0
+        self.most = 0
+        self.closed = False
+        self._entries = asyncio.Semaphore(0)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.answer: Answer = self.good
+        self.outcome = Outcome.HIT
+
+    async def entered(self, calls: int) -> None:
+        """Wait until so many calls, that nobody waited for yet, have reached the engine."""
+        for _ in range(calls):
+            await self._entries.acquire()
+
+    async def good(self, pages: int) -> list[Outcome]:
+        return [self.outcome] * pages
+
+    async def _call(self, pages: int) -> list[Outcome]:
+        self.batches.append(pages)
+        self.running += 1
+        self._entries.release()
+        self.most = max(self.most, self.running)
+        try:
+            await self.gate.wait()
+            return await self.answer(pages)  # type: ignore[return-value]
+        finally:
+            self.running -= 1
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        return bytearray([outcome is Outcome.HIT for outcome in await self._call(len(keys))])
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._call(len(keys))
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._call(len(keys))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return await self._call(len(keys))
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class Scene:
+    """A guarded engine, its port, and keys."""
+
+    def __init__(self, engine: ScriptedEngine, port: ManualPort, limits: PoolLimits) -> None:
+        self.engine = engine
+        self.port = port
+        self.binding = SlotBinding(slab_of("kv", 5000, 32), fingerprint_of("w"))
+        self.pool = GuardedPool(engine, self.binding, port, limits)
+
+    def keys(self, count: int) -> list[ObjectKey]:
+        return [self.binding.key(bytes([number]) * 32) for number in range(count)]
+
+    async def get(self, count: int, first: int = 0) -> Batch:
+        return await self.pool.get(self.keys(count), range(first, first + count))
+
+
+@asynccontextmanager
+async def scene(engine: ScriptedEngine | None = None, **limits: float) -> AsyncIterator[Scene]:
+    port = ManualPort(threads=1, seed=1)
+    made = Scene(engine or ScriptedEngine(), port, PoolLimits(**{"deadline": NEVER, **limits}))  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.engine.gate.set()
+        await made.pool.aclose()
+        await port.aclose()
+
+
+async def raising(pages: int) -> list[Outcome]:
+    raise RuntimeError("engine on fire")
+
+
+@pytest.mark.asyncio
+async def test_calls_are_cut_into_batches_and_taken_in_turns() -> None:
+    async with scene() as s:
+        s.engine.gate.clear()
+        call = asyncio.create_task(s.get(11))
+        await s.engine.entered(2)
+        s.engine.gate.set()
+
+        assert (await call).outcomes == [Outcome.HIT] * 11
+        assert (s.engine.batches, s.engine.most) == ([4, 4, 3], 2)
+
+
+@pytest.mark.asyncio
+async def test_answers_keep_their_places_over_batches() -> None:
+    async with scene() as s:
+        numbers = iter([Outcome.HIT, Outcome.MISS, Outcome.CORRUPT])
+
+        async def by_batch(pages: int) -> list[Outcome]:
+            return [next(numbers)] * pages
+
+        s.engine.answer = by_batch
+        batch = await s.get(10)
+
+        assert batch.outcomes == [Outcome.HIT] * 4 + [Outcome.MISS] * 4 + [Outcome.CORRUPT] * 2
+        assert batch.present == bytes([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.asyncio
+async def test_every_kind_of_call() -> None:
+    async with scene() as s:
+        keys = s.keys(2)
+        assert (await s.pool.exists(keys)).present == b"\1\1"
+        assert (await s.pool.delete(keys)).outcomes == [Outcome.HIT] * 2
+        s.engine.outcome = Outcome.STORED
+        assert (await s.pool.put(keys, [0, 1])).outcomes == [Outcome.STORED] * 2
+        assert (await s.pool.get([], [])).outcomes == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(raising, id="raises"),
+        pytest.param(lambda pages: asyncio.sleep(0, [Outcome.HIT] * (pages - 1)), id="too-few"),
+        pytest.param(lambda pages: asyncio.sleep(0, [Outcome.HIT] * (pages + 1)), id="too-many"),
+        pytest.param(lambda pages: asyncio.sleep(0, [Outcome.STORED] * pages), id="no-answer-to-a-get"),
+        pytest.param(lambda pages: asyncio.sleep(0, [True] * pages), id="no-outcomes"),
+        pytest.param(lambda pages: asyncio.sleep(0, None), id="nothing"),
+    ],
+)
+async def test_nonsense_is_failed(answer: Answer) -> None:
+    async with scene() as s:
+        s.engine.answer = answer
+        batch = await s.get(3)
+
+        assert batch == Batch([Outcome.FAILED] * 3, None)
+        assert s.pool.statistics().get.outcomes == {Outcome.FAILED: 3}
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cancels_itself_has_failed() -> None:
+    async with scene() as s:
+
+        async def cancelling(pages: int) -> list[Outcome]:
+            raise asyncio.CancelledError
+
+        s.engine.answer = cancelling
+
+        assert await s.get(1) == Batch([Outcome.FAILED], None)
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_hangs_times_out_and_keeps_its_slots() -> None:
+    async with scene(deadline=SOON) as s:
+        s.engine.gate.clear()
+        batch = await s.get(2)
+
+        assert batch.outcomes == [Outcome.TIMEOUT] * 2
+        assert batch.lingering is not None
+        assert not batch.lingering.done()
+        assert s.pool.statistics().lingering == 1
+        assert s.pool.lingering([5, 6]) is None
+
+        s.engine.gate.set()
+        await batch.lingering
+        assert s.engine.running == 0
+        assert s.pool.lingering([0, 1]) is None
+        assert s.pool.statistics().get.outcomes == {Outcome.TIMEOUT: 2}
+
+
+@pytest.mark.asyncio
+async def test_only_the_late_batch_of_a_call_lingers() -> None:
+    async with scene(ScriptedEngine(concurrency=1), deadline=SOON) as s:
+        stuck = asyncio.Event()
+
+        async def second_hangs(pages: int) -> list[Outcome]:
+            if len(s.engine.batches) == 2:
+                await stuck.wait()
+            return [Outcome.HIT] * pages
+
+        s.engine.answer = second_hangs
+        batch = await s.get(6)
+
+        assert batch.outcomes == [Outcome.HIT] * 4 + [Outcome.TIMEOUT] * 2
+        assert s.pool.lingering([0, 1, 2, 3]) is None
+        assert s.pool.lingering([5]) is not None
+        stuck.set()
+        assert batch.lingering is not None
+        await batch.lingering
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_caller_learns_when_its_slots_are_free() -> None:
+    async with scene() as s:
+        s.engine.gate.clear()
+        call = asyncio.create_task(s.get(2))
+        await s.engine.entered(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+        free = s.pool.lingering([1])
+        assert free is not None
+        assert s.engine.running == 1
+        s.engine.gate.set()
+        await free
+        assert s.engine.running == 0
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_hangs_in_all_its_calls_is_not_given_more() -> None:
+    async with scene(deadline=SOON, failures=100) as s:
+        s.engine.gate.clear()
+        await asyncio.gather(s.get(1, 0), s.get(1, 1))
+        refused = await asyncio.gather(*(s.get(1, slot) for slot in range(2, 10)))
+
+        assert [batch.outcomes for batch in refused] == [[Outcome.FAILED]] * 8
+        assert s.engine.running == 2
+
+
+@pytest.mark.asyncio
+async def test_waiters_are_answered_when_the_calls_before_them_hang() -> None:
+    async with scene(deadline=SOON, failures=100) as s:
+        s.engine.gate.clear()
+        batches = await asyncio.gather(*(s.get(1, slot) for slot in range(20)))
+
+        outcomes = [batch.outcomes[0] for batch in batches]
+        assert set(outcomes) == {Outcome.TIMEOUT, Outcome.FAILED}
+        assert s.engine.most <= 2 * s.engine.capabilities.concurrency
+
+
+@pytest.mark.asyncio
+async def test_the_breaker_opens_and_lets_one_call_try() -> None:
+    async with scene(failures=2, cooldown=10) as s:
+        s.engine.answer = raising
+        await s.get(1)
+        await s.get(1)
+        asked = len(s.engine.batches)
+        keys = s.keys(2)
+
+        assert s.pool.statistics().breaker is BreakerState.OPEN
+        assert (await s.get(2)).outcomes == [Outcome.FAILED] * 2
+        assert (await s.pool.put(keys, [0, 1])).outcomes == [Outcome.REJECTED] * 2
+        assert (await s.pool.exists(keys)).present == bytes(2)
+        assert (await s.pool.delete(keys)).outcomes == [Outcome.FAILED] * 2
+        assert len(s.engine.batches) == asked
+
+        s.port.seconds += 10
+        s.engine.answer = s.engine.good
+        await s.engine.entered(asked)
+        s.engine.gate.clear()
+        trying = asyncio.create_task(s.get(1))
+        await s.engine.entered(1)
+        assert s.pool.statistics().breaker is BreakerState.HALF_OPEN
+        assert (await s.get(1, 1)).outcomes == [Outcome.FAILED]
+        s.engine.gate.set()
+        assert (await trying).outcomes == [Outcome.HIT]
+        assert s.pool.statistics().breaker is BreakerState.CLOSED
+        assert (await s.get(2)).outcomes == [Outcome.HIT] * 2
+
+
+@pytest.mark.asyncio
+async def test_late_calls_open_the_breaker_too() -> None:
+    async with scene(deadline=SOON, failures=1) as s:
+        s.engine.gate.clear()
+        await s.get(1)
+
+        assert s.pool.statistics().breaker is BreakerState.OPEN
+        s.engine.gate.set()
+
+
+@pytest.mark.asyncio
+async def test_pages_that_fail_among_others_are_no_failure_of_the_engine() -> None:
+    async with scene(failures=1) as s:
+        s.engine.answer = lambda pages: asyncio.sleep(0, [Outcome.FAILED] + [Outcome.HIT] * (pages - 1))
+        await s.get(2)
+
+        assert s.pool.statistics().breaker is BreakerState.CLOSED
+
+
+@pytest.mark.asyncio
+async def test_the_core_checks_what_the_engine_does_not() -> None:
+    async with scene(ScriptedEngine(checks=False)) as s:
+        keys = s.keys(3)
+        for slot, key in enumerate(keys):
+            s.binding.seal(slot, key)
+        s.binding.page(1)[0] ^= 1
+
+        assert (await s.get(3)).outcomes == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]
+
+
+@pytest.mark.asyncio
+async def test_an_immediate_engine_is_called_without_a_task_and_the_loop_gets_its_turn() -> None:
+    async with scene(ScriptedEngine(immediate=True)) as s:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        running = asyncio.create_task(others())
+        tasks = len(asyncio.all_tasks())
+        s.engine.answer = lambda pages: asyncio.sleep(0, [Outcome.HIT] * pages)
+        assert (await s.get(12)).outcomes == [Outcome.HIT] * 12
+        assert (turns >= 2, len(asyncio.all_tasks())) == (True, tasks)
+        running.cancel()
+
+        s.engine.answer = raising
+        assert (await s.get(2)).outcomes == [Outcome.FAILED] * 2
+
+
+@pytest.mark.asyncio
+async def test_statistics_add_up() -> None:
+    async with scene() as s:
+
+        async def slowly(pages: int) -> list[Outcome]:
+            s.port.seconds += 0.5
+            return [Outcome.HIT] * (pages - 1) + [Outcome.MISS]
+
+        s.engine.answer = slowly
+        await s.get(6)
+        await s.pool.exists(s.keys(3))
+        statistics = s.pool.statistics()
+
+        assert (statistics.get.calls, statistics.get.pages, statistics.get.bytes) == (2, 6, 4 * 5000)
+        assert statistics.get.outcomes == {Outcome.HIT: 4, Outcome.MISS: 2}
+        assert statistics.get.seconds >= 1.0
+        assert (statistics.exists.pages, statistics.exists.bytes) == (3, 0)
+        assert (statistics.running, statistics.lingering, statistics.opened) == (0, 0, 0)
+        assert repr(s.pool) == "<GuardedPool kv: 0 running, 0 lingering, breaker closed>"
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_running_calls() -> None:
+    async with scene() as s:
+        s.engine.gate.clear()
+        call = asyncio.create_task(s.get(2))
+        await s.engine.entered(1)
+        closing = asyncio.create_task(s.pool.aclose())
+        await asyncio.sleep(0)
+        assert not s.engine.closed
+        s.engine.gate.set()
+
+        assert await closing == frozenset()
+        assert (await call).outcomes == [Outcome.HIT] * 2
+        assert s.engine.closed
+        assert await s.pool.aclose() == frozenset()
+
+
+@pytest.mark.asyncio
+async def test_closing_gives_up_on_a_call_and_names_its_slots() -> None:
+    async with scene(deadline=SOON, closing=SOON) as s:
+        s.engine.gate.clear()
+        late = await s.get(2)
+
+        assert await s.pool.aclose() == {0, 1}
+        assert late.lingering is not None
+        assert late.lingering.cancelled()
+        again = s.pool.lingering([1])
+        assert again is not None
+        assert again.cancelled()
+        assert s.engine.closed
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_close_does_not_keep_us_open() -> None:
+    async with scene(closing=SOON) as s:
+
+        async def hang() -> None:
+            await asyncio.Event().wait()
+
+        s.engine.aclose = hang  # type: ignore[method-assign]
+
+        assert await s.pool.aclose() == frozenset()
+
+
+@pytest.mark.asyncio
+async def test_misuse_raises() -> None:
+    async with scene() as s:
+        stranger = s.keys(1)[0]._replace(pool="swa")
+        with pytest.raises(UsageError, match="no page of pool 'kv'"):
+            await s.pool.exists([stranger])
+        with pytest.raises(UsageError, match="2 keys for 1 slots"):
+            await s.pool.put(s.keys(2), [0])
+        await s.pool.aclose()
+        with pytest.raises(ClosedError):
+            await s.get(1)
+    with pytest.raises(ConfigError, match="cooldown 0"):
+        PoolLimits(cooldown=0)
+
+
+@pytest.mark.asyncio
+async def test_any_mixture_of_ends_leaves_nothing_behind() -> None:
+    """Calls that answer, raise, hang past their deadline, or lose their caller, in a seeded order."""
+    chance = Random(7)
+    async with scene(deadline=SOON, failures=1000) as s:
+
+        async def by_chance(pages: int) -> list[Outcome]:
+            match chance.randrange(4):
+                case 0:
+                    raise OSError("disk on fire")
+                case 1:
+                    await asyncio.sleep(2 * SOON)
+                case 2:
+                    await asyncio.sleep(0)
+            return [Outcome.HIT] * pages
+
+        s.engine.answer = by_chance
+        for round_ in range(10):
+            calls = [asyncio.create_task(s.get(2, 2 * number)) for number in range(6)]
+            await asyncio.sleep(0)
+            calls[round_ % 6].cancel()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            late = [batch.lingering for batch in results if isinstance(batch, Batch) and batch.lingering]
+            cancelled = s.pool.lingering(range(12))
+            await asyncio.gather(*late, *([cancelled] if cancelled else []))
+
+            assert (s.engine.running, s.pool.statistics().running) == (0, 0)
+        assert s.engine.most <= 2 * s.engine.capabilities.concurrency
