@@ -120,7 +120,8 @@ def test_selective_waits_for_the_second_request():
 
 
 def test_write_back_cleans_ahead_of_need():
-    sim = Simulation(random.Random(0), slots={"kv": (16, 64), "mamba": (8, 16)}, policy=WritePolicy.WRITE_BACK)
+    slots = {"kv": (16, 64), "mamba": (8, 16)}
+    sim = Simulation(random.Random(0), slots=slots, policy=WritePolicy.WRITE_BACK)
     for client in range(6):
         _serve(sim, [client, 1, 2, 3, 4, 5])
     counters = sim.planner.books.counters

@@ -16,7 +16,7 @@ from asynchicache.pools.host import HostPool
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import KERNEL_PAGES, PageCopier, PoolMemory, expand_runs, pieces
+from asynchicache.transfer.copies import KERNEL_PAGES, PageCopier, PoolMemory, cut_runs, expand_runs, pieces
 from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, merge
 
 KV = PoolSpec(
@@ -40,10 +40,11 @@ def test_pieces_cover_every_item_once_and_fit_a_chunk(chunk_bytes: int) -> None:
     runs = np.array([[0, 10, 7], [20, 3, 1]], np.int64)
 
     found = [
-        (layer, piece.source + slot, piece.destination + slot)
+        (layer, source + slot, destination + slot)
         for piece in pieces(part, runs, item_bytes, chunk_bytes)
         for layer in range(piece.start, piece.stop)
-        for slot in range(piece.slots)
+        for source, destination, slots in piece.runs.tolist()
+        for slot in range(slots)
     ]
 
     pages = [(slot, slot + 10) for slot in range(7)] + [(20, 3)]
@@ -52,10 +53,19 @@ def test_pieces_cover_every_item_once_and_fit_a_chunk(chunk_bytes: int) -> None:
     assert largest * item_bytes <= max(chunk_bytes, item_bytes)
 
 
-def test_a_run_that_fits_a_chunk_is_one_piece() -> None:
-    runs = np.array([[0, 10, 7]], np.int64)
+def test_runs_that_fit_a_chunk_are_one_piece() -> None:
+    runs = np.array([[0, 10, 6], [30, 2, 1]], np.int64)
 
-    assert len(list(pieces(TensorPart("kv", "keys", 0, 3), runs, 10, 210))) == 1
+    assert [piece.runs.tolist() for piece in pieces(TensorPart("kv", "keys", 0, 3), runs, 10, 210)] == [
+        runs.tolist()
+    ]
+
+
+def test_a_run_is_cut_into_runs_and_a_rest() -> None:
+    runs = np.array([[0, 10, 7], [30, 2, 3]], np.int64)
+
+    assert cut_runs(runs, 3).tolist() == [[0, 10, 3], [3, 13, 3], [6, 16, 1], [30, 2, 3]]
+    assert runs.tolist() == [[0, 10, 7], [30, 2, 3]]
 
 
 def test_runs_expand_to_their_pages() -> None:
@@ -88,6 +98,16 @@ def test_kernels_move_what_runs_move(
         by_runs, by_kernels = results
         assert torch.equal(by_runs.device.items(tensor.name), by_kernels.device.items(tensor.name))
         assert torch.equal(by_runs.host.items(tensor.name), by_kernels.host.items(tensor.name))
+
+
+def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheOperation]) -> None:
+    memory = PoolMemory(DevicePool(KV, 5, 2), HostPool(KV, 5, 0, pin=False))
+    memory.device.items("keys")[:, 0] = 7
+    plan = merge([operation(Direction.FORK, kv=([0], [1]))], {"kv": memory.extent}, 3, None)
+
+    PageCopier({"kv": memory}).enqueue(EmulatedDevice(InlineDriver()).stream("fork"), plan, plan.groups[0])
+
+    assert (memory.device.items("keys") == 7).all()
 
 
 def test_both_tiers_must_be_of_one_pool() -> None:

@@ -107,7 +107,7 @@ async def test_closing_waits_for_what_is_in_flight(open_rig, operation: Build) -
 
 
 @pytest.mark.asyncio
-async def test_closing_gives_up_at_its_deadline(open_rig, operation: Build) -> None:
+async def test_closing_gives_up_at_its_deadline(open_rig, operation: Build, caplog) -> None:
     async with open_rig() as rig:
         gate = rig.gate()
         ticket = rig.engine.submit(
@@ -121,7 +121,10 @@ async def test_closing_gives_up_at_its_deadline(open_rig, operation: Build) -> N
             await ticket
         gate.open()
 
-    assert len(rig.outcomes) == 1  # the late completion is nobody's any more
+    # The late completion is nobody's any more.
+    assert len(rig.outcomes) == 1
+    assert ticket.status(0) is LayerStatus.FAILED
+    assert caplog.text == ""
 
 
 @pytest.mark.asyncio

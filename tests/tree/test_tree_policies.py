@@ -101,13 +101,44 @@ def test_a_node_that_was_swept_out_can_come_back(queue):
     assert drain(queue) == [0]
 
 
+def test_a_key_may_fall_if_the_queue_is_told(queue):
+    nodes = [node(serial, used=serial) for serial in range(1, 4)]
+    for one in nodes:
+        queue.add(one)
+
+    nodes[2].used = [0]
+    queue.hurry(nodes[2])
+
+    assert drain(queue) == [3, 1, 2]
+
+
+def test_a_key_may_fall_while_the_node_is_away(queue):
+    first, away = node(1, used=1), node(2, used=2)
+    queue.add(first)
+    queue.add(away)
+    queue.discard(away)
+
+    away.used = [0]
+    queue.hurry(away)
+    queue.add(away)
+
+    assert drain(queue) == [2, 1]
+
+
+def test_hurrying_nodes_that_were_never_candidates_leaves_no_entries(queue):
+    for serial in range(100):
+        queue.hurry(node(serial))
+
+    assert queue.entries() == []
+
+
 def test_queue_agrees_with_sorting(queue):
     generator = random.Random(7)
     nodes = [node(serial) for serial in range(60)]
     inside: set[Node] = set()
     for clock in range(1, 4000):
         one = generator.choice(nodes)
-        step = generator.randrange(4)
+        step = generator.randrange(5)
         if step == 0:
             queue.add(one)
             inside.add(one)
@@ -116,6 +147,9 @@ def test_queue_agrees_with_sorting(queue):
             inside.discard(one)
         elif step == 2:
             one.used = [clock]
+        elif step == 3:
+            one.used = [0]
+            queue.hurry(one)
         else:
             first = min(inside, key=lambda n: (n.used[0], n.serial), default=None)
             assert queue.pop() is first

@@ -75,8 +75,9 @@ class SlotAllocator:
 
     def _leave(self, slots: Sequence[int], to: int) -> None:
         state = self._state
+        end = len(state)
         for done, slot in enumerate(slots):
-            if not 0 <= slot < len(state) or state[slot] != _HELD:
+            if not 0 <= slot < end or state[slot] != _HELD:
                 for undone in slots[:done]:
                     state[undone] = _HELD
                 raise InternalError(f"{self.name}: slot {slot} given back while it is not held")

@@ -71,23 +71,29 @@ class _TensorMemory(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Neighbouring layers of neighbouring slots."""
+    """Runs of slots of neighbouring layers: what one tensor has in one launch.
+
+    Attributes:
+        start: the first layer, a local number.
+        stop: one behind the last.
+        runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
+    """
 
     start: int
     stop: int
-    source: int
-    destination: int
-    slots: int
+    runs: Slots
 
     @property
     def items(self) -> int:
-        return (self.stop - self.start) * self.slots
+        return (self.stop - self.start) * int(self.runs[:, 2].sum())
 
 
 class _Copy(NamedTuple):
+    """`runs` between two `[layers, slots, words]` views."""
+
     source: torch.Tensor
     destination: torch.Tensor
-    piece: Piece
+    runs: Slots
 
 
 class PageCopier:
@@ -155,25 +161,47 @@ class PageCopier:
                 if copies and held + size > self._chunk_bytes:
                     yield copies
                     copies, held = [], 0
-                copies.append(_Copy(source, destination, piece))
+                layers = slice(piece.start, piece.stop)
+                copies.append(_Copy(source[layers], destination[layers], piece.runs))
                 held += size
         if copies:
             yield copies
 
 
 def pieces(part: TensorPart, runs: Slots, item_bytes: int, chunk_bytes: int) -> Iterator[Piece]:
-    """The runs of a tensor's layers, cut where they are larger than a chunk: between slots, and
-    between layers where one slot is too large already.
+    """A tensor's share of a plan in pieces of at most `chunk_bytes`, as far as single items allow.
+
+    Runs are cut between slots, and between layers where one slot is too large already.
     """
-    layers = part.stop - part.start
-    layer_step = min(layers, max(1, chunk_bytes // item_bytes))
-    slot_step = max(1, chunk_bytes // (item_bytes * layers)) if layer_step == layers else 1
-    for source, destination, count in runs.tolist():
-        for offset in range(0, count, slot_step):
-            slots = min(slot_step, count - offset)
-            for start in range(part.start, part.stop, layer_step):
-                stop = min(start + layer_step, part.stop)
-                yield Piece(start, stop, source + offset, destination + offset, slots)
+    layer_step = max(1, chunk_bytes // item_bytes)
+    for start in range(part.start, part.stop, layer_step):
+        stop = min(start + layer_step, part.stop)
+        most = max(1, chunk_bytes // (item_bytes * (stop - start)))
+        for some in _batches(cut_runs(runs, most), most):
+            yield Piece(start, stop, some)
+
+
+def cut_runs(runs: Slots, most: int) -> Slots:
+    """The same pages in runs of at most `most` slots."""
+    counts = runs[:, 2]
+    if counts.max(initial=0) <= most:
+        return runs
+    parts = -(-counts // most)
+    cut = np.repeat(runs, parts, axis=0)
+    offsets = most * (np.arange(len(cut)) - np.repeat(np.cumsum(parts) - parts, parts))
+    cut[:, :2] += offsets[:, None]
+    cut[:, 2] = np.minimum(most, cut[:, 2] - offsets)
+    return cut
+
+
+def _batches(runs: Slots, most: int) -> Iterator[Slots]:
+    """Neighbouring runs together, as many as make up at most `most` slots; each alone is no larger."""
+    ends = np.cumsum(runs[:, 2])
+    start, before = 0, 0
+    while start < len(runs):
+        stop = int(np.searchsorted(ends, before + most, side="right"))
+        yield runs[start:stop]
+        start, before = stop, int(ends[stop - 1])
 
 
 def expand_runs(runs: Slots) -> tuple[Slots, Slots]:
@@ -185,11 +213,12 @@ def expand_runs(runs: Slots) -> tuple[Slots, Slots]:
 
 
 def _copy_all(copies: Sequence[_Copy]) -> None:
-    for source, destination, (start, stop, source_slot, destination_slot, slots) in copies:
-        copy_run(
-            source[start:stop, source_slot : source_slot + slots],
-            destination[start:stop, destination_slot : destination_slot + slots],
-        )
+    for source, destination, runs in copies:
+        for source_slot, destination_slot, slots in runs.tolist():
+            copy_run(
+                source[:, source_slot : source_slot + slots],
+                destination[:, destination_slot : destination_slot + slots],
+            )
 
 
 def _tensor_memory(memory: PoolMemory, name: str) -> _TensorMemory:

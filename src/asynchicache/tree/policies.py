@@ -88,9 +88,11 @@ class EvictionQueue:
     def hurry(self, node: Node) -> None:
         """The one case in which a key has fallen: put the node where it belongs now.
 
-        Also if it is no candidate at the moment: it may become one with its old entry in place.
+        Also if it is no candidate at the moment: it may become one with its old entry in place. If it
+        has no entry, it will get one with the right key.
         """
-        self._push(node)
+        if node.queued & self._flag:
+            self._push(node)
 
     def pop(self) -> Node | None:
         """Take out the policy's first choice; None if there is no candidate."""

@@ -1,0 +1,121 @@
+"""How long the loop stands still while pages move: a one-millisecond ticker beside a gigabyte of copies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+
+_TICK_SECONDS = 0.001
+_PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StallOptions:
+    """The flags of `bench stall`."""
+
+    page_bytes: int = option(1 << 20, "bytes of a page, all layers", minimum=1024)
+    pages: int = option(512, "pages that go down to the host and come back", minimum=2)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StallReport:
+    """What the ticker saw.
+
+    Attributes:
+        moved_bytes: between device and host, both ways.
+        seconds: how long that took.
+        idle_gap_ms, gap_ms: the longest time between two ticks, of an idle run as long, and meanwhile.
+    """
+
+    moved_bytes: int
+    seconds: float
+    idle_gap_ms: float
+    gap_ms: float
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def present(self) -> RenderableType:
+        table = Table(title="the loop while pages move", show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("moved", f"{self.moved_bytes / 1e6:,.0f} MB in {self.seconds:.2f} s")
+        table.add_row("longest gap, idle", f"{self.idle_gap_ms:.1f} ms")
+        table.add_row("longest gap, moving", f"{self.gap_ms:.1f} ms")
+        return table
+
+
+async def run_stall(options: StallOptions) -> StallReport:
+    """Write a prompt through to the host while another one's pages wait there, then load those.
+
+    Raises:
+        CapacityError: the pages do not fit into memory twice.
+    """
+    spec = _spec(options.page_bytes)
+    config = CacheConfig(
+        device_slots={"kv": options.pages + 1}, host_slots={"kv": 2 * options.pages}, seed=options.seed
+    )
+    tokens = list(range(options.pages * _PAGE_TOKENS + 1))
+    async with HybridCache.open(spec, config) as cache:
+        before = await _publish(cache, tokens)
+        started = time.perf_counter()
+        gap = await _longest_gap(lambda: _there_and_back(cache, tokens))
+        seconds = time.perf_counter() - started
+        moved = _moved(cache) - before
+        idle = await _longest_gap(lambda: asyncio.sleep(seconds))
+    return StallReport(moved, seconds, idle * 1e3, gap * 1e3)
+
+
+def _spec(page_bytes: int) -> ModelSpec:
+    """Eight layers of keys and values."""
+    width = page_bytes // (_PAGE_TOKENS * 8 * 2)
+    tensors = tuple(TensorSpec(name, tuple(range(8)), (width,), "uint8") for name in ("keys", "values"))
+    return ModelSpec("stall", _PAGE_TOKENS, 8, (PoolSpec("kv", tensors),))
+
+
+def _moved(cache: HybridCache) -> int:
+    return sum(cache.statistics().transfers.nbytes.values())
+
+
+async def _publish(cache: HybridCache, tokens: list[int]) -> int:
+    """Write a prompt through to the host; the bytes moved so far."""
+    async with cache.request(tokens) as request:
+        await request.load()
+        request.extend(len(tokens) - 1 - request.hit.tokens)
+        await request.checkpoint(len(tokens) - 1)
+    await cache.drain()
+    return _moved(cache)
+
+
+async def _there_and_back(cache: HybridCache, tokens: list[int]) -> None:
+    """Write another prompt through, which takes the device pages of the first; then load that again."""
+    await _publish(cache, [token + len(tokens) for token in tokens])
+    async with cache.request(tokens) as request:
+        await request.load()
+
+
+async def _longest_gap(work: Callable[[], Awaitable[object]]) -> float:
+    """The longest time between two ticks while `work` runs, in seconds."""
+    longest = 0.0
+    running = asyncio.ensure_future(work())
+    last = time.perf_counter()
+    while not running.done():
+        await asyncio.sleep(_TICK_SECONDS)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    await running
+    return longest

@@ -1,0 +1,290 @@
+"""How fast the tree is: turns of a chat through it, with nothing but slot numbers around it.
+
+Times are CPU time of this thread, medians over repeats in which the sets of pools take turns, so
+that what else the machine does falls on all of them alike. Compare within one result.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from time import thread_time_ns
+from typing import TypedDict
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, turns
+from asynchicache.errors import ConfigError
+from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.tree.eviction import evict
+from asynchicache.tree.node import FULL_DEVICE, Node, place
+from asynchicache.tree.tree import Match, UnifiedRadixTree
+from asynchicache.types import Coverage, Tier, trailing_pages
+
+FILLS = ("fit", "half")
+FULL_HIT_TOKENS = 131_072
+MANY_NODES = 256
+REPEATS = 9
+
+Recipe = Callable[[int], Coverage]
+"""From the window's length in pages to what a prefix needs of a pool."""
+
+
+def _state(window_pages: int) -> Coverage:
+    return trailing_pages(1)
+
+
+SETS: Mapping[str, tuple[Recipe, ...]] = {"full": (), "full+mamba": (_state,)}
+"""Per set, the pools beside the full one."""
+
+
+class SetResult(TypedDict):
+    """One set of pools.
+
+    Attributes:
+        turns_s: turns per second: match, pin, evict if needed, allocate, insert, release.
+        match_us: one match within them.
+        tokens_s: prompt tokens looked up per second of all that.
+        hit_rate: share of prompt tokens that the tree had.
+    """
+
+    turns_s: float
+    match_us: float
+    tokens_s: float
+    hit_rate: float
+
+
+class TreeResult(TypedDict):
+    """What `run_tree` measured.
+
+    Attributes:
+        turns: how many the chat has.
+        sets: by name, a key of `SETS`.
+        full_hit_match_us: a match of 131,072 tokens, all there, by how many nodes hold them.
+    """
+
+    scenario: str
+    page_size: int
+    fill: str
+    window: int
+    seed: int
+    turns: int
+    sets: dict[str, SetResult]
+    full_hit_match_us: dict[str, float]
+
+
+def run_tree(
+    scenario: str = "chat",
+    page_size: int = 64,
+    fill: str = "fit",
+    window: int = 1024,
+    seed: int | None = None,
+) -> TreeResult:
+    """Drive a chat through a tree for every set of pools.
+
+    Args:
+        scenario: a name in `workload.SCENARIOS`.
+        page_size: tokens of a page.
+        fill: `fit`, pools hold all that is ever computed; `half`, half of its pages and states.
+        window: tokens of the sliding window, for sets that have one.
+        seed: of the chat; by default the scenario's own.
+
+    Raises:
+        ConfigError: an argument is outside its rule.
+    """
+    workload = _workload(scenario, seed)
+    _check(page_size, fill, window)
+    chat = list(turns(workload))
+    window_pages = -(-window // page_size)
+    sets = {
+        name: _Bench(chat, page_size, fill, [recipe(window_pages) for recipe in recipes])
+        for name, recipes in SETS.items()
+    }
+    for _ in range(REPEATS):
+        for bench in sets.values():
+            bench.repeat()
+    return TreeResult(
+        scenario=scenario,
+        page_size=page_size,
+        fill=fill,
+        window=window,
+        seed=workload.seed,
+        turns=len(chat),
+        sets={name: bench.result() for name, bench in sets.items()},
+        full_hit_match_us={
+            "one_node": _full_hit_us(page_size, 1),
+            f"nodes_{MANY_NODES}": _full_hit_us(page_size, MANY_NODES),
+        },
+    )
+
+
+def _workload(scenario: str, seed: int | None) -> ChatWorkload:
+    if scenario not in SCENARIOS:
+        raise ConfigError(f"scenario {scenario!r} is none of {sorted(SCENARIOS)}")
+    workload = SCENARIOS[scenario]
+    return workload if seed is None else replace(workload, seed=seed)
+
+
+def _check(page_size: int, fill: str, window: int) -> None:
+    if not 1 <= page_size <= FULL_HIT_TOKENS // MANY_NODES:
+        raise ConfigError(f"page_size {page_size} must be 1 to {FULL_HIT_TOKENS // MANY_NODES} tokens")
+    if fill not in FILLS:
+        raise ConfigError(f"fill {fill!r} is none of {list(FILLS)}")
+    if window < 1:
+        raise ConfigError(f"window {window} must be 1 token at least")
+
+
+class _Server:
+    """A tree and its pools, as the scheduler of a serving engine uses them; one request at a time."""
+
+    def __init__(self, page_size: int, coverages: Sequence[Coverage], slots: Callable[[int], int]) -> None:
+        """`slots(component)` is the size of that component's pool."""
+        self.tree = UnifiedRadixTree(page_size, coverages)
+        self.pools = {
+            place(number, Tier.DEVICE): SlotAllocator(slots(number)) for number in range(self.tree.width)
+        }
+        self.match: Callable[..., Match] = self.tree.match
+
+    def turn(self, turn: Turn) -> int:
+        """Serve one turn; returns how many pages of its prompt were there."""
+        tree = self.tree
+        match = self.match(turn.tokens, limit=turn.prompt // tree.page_size)
+        lease = tree.pin(match)
+        _path_slots(lease.node)  # what an attention kernel is given for the prefix
+        new = len(turn.tokens) // tree.page_size - match.pages
+        slots = self._allocate(FULL_DEVICE, new)
+        states = {n: self._allocate(place(n, Tier.DEVICE), 1)[0] for n in range(1, tree.width)}
+        inserted = tree.insert(lease, turn.tokens, slots, states=states)
+        self.pools[FULL_DEVICE].release(inserted.duplicates)
+        for number, taken in inserted.states.items():
+            if not taken:
+                self.pools[place(number, Tier.DEVICE)].release([states[number]])
+        lease.close()
+        return match.pages
+
+    def _allocate(self, at: int, count: int) -> list[int]:
+        pool = self.pools[at]
+        if count > pool.available:
+            freed = evict(self.tree, at, count - pool.available)
+            for where, slots in freed.slots.items():
+                self.pools[where].release(slots)
+        return pool.allocate(count)
+
+
+def _path_slots(node: Node) -> list[int]:
+    path = []
+    while node.parent is not None:
+        path.append(node.held(FULL_DEVICE))
+        node = node.parent
+    return [slot for slots in reversed(path) for slot in slots]
+
+
+class _Stopwatch:
+    """Stands in for a function and adds up the time spent in it."""
+
+    def __init__(self, call: Callable[..., Match]) -> None:
+        self._call = call
+        self.spent_ns = 0
+
+    def __call__(self, tokens: array[int], *, limit: int) -> Match:
+        begun = thread_time_ns()
+        match = self._call(tokens, limit=limit)
+        self.spent_ns += thread_time_ns() - begun
+        return match
+
+
+class _Bench:
+    """One set of pools: how large they must be, and what every repeat measured."""
+
+    def __init__(
+        self, chat: Sequence[Turn], page_size: int, fill: str, coverages: Sequence[Coverage]
+    ) -> None:
+        self._chat = chat
+        self._page_size = page_size
+        self._coverages = coverages
+        most = max(len(turn.tokens) for turn in chat) // page_size
+        boundless = _Server(page_size, coverages, lambda _: most * len(chat))
+        self._hit_rate = self._serve(boundless)
+        self._slots = [
+            pool.held + spare if fill == "fit" else max(pool.held // 2, spare)
+            for pool, spare in zip(boundless.pools.values(), [most] + [1] * len(coverages), strict=True)
+        ]  # spare: a turn has slots before it knows that the tree has its pages already
+        self._turn_ns: list[int] = []
+        self._match_ns: list[float] = []
+
+    def _serve(self, server: _Server) -> float:
+        """Serve the chat; returns the hit rate."""
+        hits = sum(server.turn(turn) for turn in self._chat)
+        return hits * self._page_size / sum(turn.prompt for turn in self._chat)
+
+    def _server(self) -> _Server:
+        gc.collect()
+        return _Server(self._page_size, self._coverages, self._slots.__getitem__)
+
+    def repeat(self) -> None:
+        """Measure once: whole turns, and then, in a run of its own, the matches within them."""
+        server = self._server()
+        begun = thread_time_ns()
+        self._hit_rate = self._serve(server)
+        self._turn_ns.append(thread_time_ns() - begun)
+        server = self._server()
+        server.match = watch = _Stopwatch(server.match)
+        self._serve(server)
+        self._match_ns.append(watch.spent_ns - len(self._chat) * _clock_ns())
+
+    def result(self) -> SetResult:
+        seconds = median(self._turn_ns) / 1e9
+        return SetResult(
+            turns_s=len(self._chat) / seconds,
+            match_us=median(self._match_ns) / len(self._chat) / 1e3,
+            tokens_s=sum(turn.prompt for turn in self._chat) / seconds,
+            hit_rate=self._hit_rate,
+        )
+
+
+def _clock_ns(readings: int = 1000) -> float:
+    """What reading the clock adds to whatever is timed with it."""
+    begun = thread_time_ns()
+    for _ in range(readings - 1):
+        thread_time_ns()
+    return (thread_time_ns() - begun) / readings
+
+
+def _full_hit_us(page_size: int, nodes: int, repeats: int = 99) -> float:
+    """A match of a long sequence that the tree has, in a path of `nodes` nodes."""
+    tokens = array("q", range(1, FULL_HIT_TOKENS + 1))
+    tree = UnifiedRadixTree(page_size)
+    lease = tree.pin(tree.match(tokens))
+    pages = FULL_HIT_TOKENS // page_size
+    for number in range(nodes):
+        begin, end = pages * number // nodes, pages * (number + 1) // nodes
+        tree.insert(lease, tokens, range(begin, end))
+    lease.close()
+    spent = []
+    for _ in range(repeats):
+        begun = thread_time_ns()
+        tree.match(tokens)
+        spent.append(thread_time_ns() - begun)
+    return (median(spent) - _clock_ns()) / 1e3
+
+
+def present(result: TreeResult) -> RenderableType:
+    """A result of `run_tree` as tables for people."""
+    title = (
+        f"{result['scenario']}: {result['turns']:,} turns, pages of {result['page_size']}, {result['fill']}"
+    )
+    sets = Table("pools", title=title, title_justify="left")
+    for heading in ("turns/s", "match us", "Mtokens/s", "hit rate"):
+        sets.add_column(heading, justify="right")
+    for name, row in result["sets"].items():
+        rate, tokens = f"{row['turns_s']:,.0f}", f"{row['tokens_s'] / 1e6:,.1f}"
+        sets.add_row(name, rate, f"{row['match_us']:.1f}", tokens, f"{row['hit_rate']:.2%}")
+    hits = Table("path", title=f"match of {FULL_HIT_TOKENS:,} tokens, all there", title_justify="left")
+    hits.add_column("us", justify="right")
+    for path, microseconds in result["full_hit_match_us"].items():
+        hits.add_row(path, f"{microseconds:.1f}")
+    return Group(sets, hits)

@@ -1,0 +1,76 @@
+"""Forwards of a transformers model on a cache, with everything that it would otherwise guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from asynchicache.errors import UsageError
+
+
+def prefill(
+    model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int, stop: int
+) -> torch.Tensor:
+    """Run `tokens[start:stop]` of one sequence on a cache that holds `tokens[:start]`.
+
+    Args:
+        model: whose cache it is.
+        cache: extended in place to `stop` tokens.
+        tokens: the sequence from its beginning.
+        start: tokens in the cache.
+        stop: where to end, at most `len(tokens)`; a state can be saved there and nowhere before.
+
+    Returns:
+        logits after token `stop - 1`, `[vocabulary]`.
+
+    Raises:
+        UsageError: the range is empty or not within the tokens, or the cache has another length.
+    """
+    if not 0 <= start < stop <= len(tokens):
+        raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
+    ids = torch.tensor([tokens[start:stop]], dtype=torch.int64, device=model.device)
+    return _forward(model, cache, ids, start)[0]
+
+
+def decode(
+    model: PreTrainedModel, cache: DynamicCache, last_tokens: Sequence[int], length: int
+) -> torch.Tensor:
+    """One decode step of a batch whose sequences all have `length` tokens in the cache.
+
+    Args:
+        model: whose cache it is.
+        cache: extended in place to `length + 1` tokens.
+        last_tokens: the next token of each sequence.
+        length: tokens in the cache.
+
+    Returns:
+        logits after these tokens, `[batch, vocabulary]`.
+
+    Raises:
+        UsageError: the cache has another length.
+    """
+    ids = torch.tensor(last_tokens, dtype=torch.int64, device=model.device).unsqueeze(1)
+    return _forward(model, cache, ids, length)
+
+
+def _forward(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """Logits after the last of `ids` `[batch, n]`, which follow `start` cached tokens."""
+    held = cache.get_seq_length()
+    if held != start:
+        raise UsageError(f"the cache holds {held} tokens, not {start}")
+    batch, stop = len(ids), start + ids.shape[1]
+    with torch.inference_mode():
+        output = model(
+            input_ids=ids,
+            # Bamba restarts its positions at 0 in every forward that is not told them.
+            position_ids=torch.arange(start, stop, device=ids.device).expand(batch, -1),
+            # A mask inferred from the padding token's id would drop that token from a prompt.
+            attention_mask=torch.ones(batch, stop, dtype=torch.int64, device=ids.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits

@@ -1,0 +1,137 @@
+"""What the bridge to transformers refuses, and that it says what and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, Gemma3TextConfig
+
+from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
+from asynchicache.integrations.transformers.forward import decode, prefill
+from asynchicache.integrations.transformers.layers import PoolMap
+from asynchicache.integrations.transformers.snapshot import (
+    new_cache,
+    restore,
+    stack,
+    write_pages,
+    write_states,
+)
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.types import ALL_PAGES
+from integrations.zoo import PAGE, pool_map, random_tokens, tiny_config, tiny_model, tiny_spec
+
+
+def filled(name: str, stop: int) -> DynamicCache:
+    cache = new_cache(tiny_config(name))
+    prefill(tiny_model(name), cache, random_tokens(stop), 0, stop)
+    return cache
+
+
+def test_cache_with_a_sliding_window() -> None:
+    with pytest.raises(UnsupportedModelError, match="layer 0 is a DynamicSlidingWindowLayer"):
+        new_cache(Gemma3TextConfig(num_hidden_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("first", "slots", "row", "words"),
+    [
+        (0, [0, 1], 0, r"tokens 0 to 32 .* cache's 24"),
+        (-1, [0], 0, "tokens -16 to 0"),
+        (0, [8], 0, r"page slots 8 to 8 .* pool's 8"),
+        (0, [-1], 0, "page slots -1"),
+        (0, [0], 1, "row 1 .* 1 sequences"),
+        (0, [0], -1, "row -1"),
+    ],
+)
+def test_pages_that_are_not_there(first: int, slots: list[int], row: int, words: str) -> None:
+    cache, pools = filled("llama", PAGE + 8), pool_map(tiny_spec("llama"), 8)
+    with pytest.raises(UsageError, match=words):
+        write_pages(cache, pools, first, slots, row=row)
+
+
+def test_state_slots_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match=r"state slots 8 to 8 .* pool's 8"):
+        write_states(filled("qwen3_5", PAGE), pool_map(tiny_spec("qwen3_5"), 8), 8)
+    with pytest.raises(UsageError, match="pool's 0"):
+        write_states(filled("llama", PAGE), pool_map(tiny_spec("llama"), 8), 0)
+
+
+def test_a_cache_of_another_dtype_is_not_converted() -> None:
+    pools = pool_map(tiny_spec("qwen3_5", "bfloat16"), 8)
+    cache = filled("qwen3_5", PAGE)
+    with pytest.raises(UsageError, match=r"torch.float32 .* torch.bfloat16"):
+        write_pages(cache, pools, 0, [0])
+    with pytest.raises(UsageError, match="another model or dtype"):
+        write_states(cache, pools, 0)
+
+
+@pytest.mark.parametrize(
+    ("slots", "tokens", "state", "words"),
+    [
+        ([0, 1], PAGE + 8, 0, "24 tokens are not whole pages"),
+        ([0], 2 * PAGE, 0, "within 1 slots"),
+        ([0], -PAGE, 0, "-16 tokens"),
+        ([0], PAGE, None, "no state slot for 16 tokens .* 3 recurrent layers"),
+        ([0], 0, 2, "state slot 2 for 0 tokens"),
+        ([9], PAGE, 0, "page slots 9"),
+        ([0], PAGE, 9, "state slots 9"),
+    ],
+)
+def test_restores_that_cannot_be(slots: list[int], tokens: int, state: int | None, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        restore(tiny_config("qwen3_5"), pool_map(tiny_spec("qwen3_5"), 8), slots, tokens, state)
+
+
+def test_restore_for_another_model() -> None:
+    with pytest.raises(UsageError, match="5 layers, the spec 4"):
+        restore(tiny_config("nemotron_h"), pool_map(tiny_spec("qwen3_5"), 8), [0], PAGE, 0)
+
+
+def test_batches_of_unequal_caches() -> None:
+    with pytest.raises(UsageError, match=r"lengths \[16, 24\]"):
+        stack([filled("llama", PAGE), filled("llama", PAGE + 8)])
+    with pytest.raises(UsageError, match=r"lengths \[\]"):
+        stack([])
+    with pytest.raises(UsageError, match="kinds"):
+        stack([filled("llama", PAGE), filled("qwen3_5", PAGE)])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(PAGE, PAGE), (PAGE, 99), (-1, 4)])
+def test_prefill_of_no_range(start: int, stop: int) -> None:
+    with pytest.raises(UsageError, match="no range within 32 tokens"):
+        prefill(tiny_model("llama"), filled("llama", PAGE), random_tokens(32), start, stop)
+
+
+def test_forward_on_a_cache_of_another_length() -> None:
+    cache = filled("llama", PAGE)
+    with pytest.raises(UsageError, match="holds 16 tokens, not 8"):
+        prefill(tiny_model("llama"), cache, random_tokens(32), 8, 32)
+    with pytest.raises(UsageError, match="holds 16 tokens, not 17"):
+        decode(tiny_model("llama"), cache, [1], 17)
+
+
+def memory(*, layers: int = 4, slots: int = 8, heads: int = 2) -> torch.Tensor:
+    return torch.zeros(layers, slots, PAGE, heads, 16)
+
+
+@pytest.mark.parametrize(
+    ("pools", "words"),
+    [
+        ({}, "'kv' has no memory for keys, values"),
+        ({"kv": {"keys": memory()}}, "no memory for values"),
+        ({"kv": {"keys": memory(heads=3), "values": memory()}}, r"keys is float32 \[4, 8, 16, 3, 16\]"),
+        ({"kv": {"keys": memory(layers=3), "values": memory()}}, r"wants float32 \[4, slots, 16, 2, 16\]"),
+        ({"kv": {"keys": memory().half(), "values": memory()}}, "keys is float16"),
+        ({"kv": {"keys": memory(), "values": memory(slots=9)}}, "different numbers of slots"),
+    ],
+)
+def test_memory_that_is_not_the_spec(pools: dict[str, dict[str, torch.Tensor]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PoolMap(tiny_spec("llama"), pools)
+
+
+def test_pools_that_no_layer_keeps() -> None:
+    index = TensorSpec("index_keys", (0,), (2, 16), "float32")
+    spec = ModelSpec("other", PAGE, 1, (PoolSpec("dsa", (index,), ALL_PAGES),))
+    with pytest.raises(UnsupportedModelError, match="'dsa' has no tensor named keys or latent"):
+        PoolMap(spec, {"dsa": {"index_keys": memory(layers=1)}})
