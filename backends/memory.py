@@ -16,7 +16,7 @@ from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
 
-_BATCH_BYTES = 4 << 20  # about a millisecond of copying on the loop
+_BATCH_BYTES = 4 << 20  # copying them holds the loop for a few milliseconds at most
 _BATCH_PAGES = 128
 
 

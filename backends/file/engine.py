@@ -146,8 +146,10 @@ class FileEngine:
         with self._lock:
             for move in moves:
                 if batch.outcomes[move.place] is Outcome.CORRUPT:
-                    self.corrupt += 1
-                    self._index.forget(batch.keys[move.place].digest, move.slot)
+                    if self._index.forget(batch.keys[move.place].digest, move.slot):
+                        self.corrupt += 1
+                    else:  # deleted while it was read: nothing is damaged
+                        batch.outcomes[move.place] = Outcome.MISS
                 self._index.unpin(move.slot)
 
     def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:

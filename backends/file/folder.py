@@ -100,7 +100,7 @@ class StoreFolder:
 
     def _check_content(self) -> None:
         try:
-            text = (self.path / _FORMAT).read_text("ascii")
+            text = (self.path / _FORMAT).read_text("utf-8")
         except FileNotFoundError:
             self._check_empty()
         except UnicodeDecodeError:
@@ -145,7 +145,7 @@ class StoreFolder:
 
     def _write_format(self) -> None:
         draft = self.path / _FORMAT_DRAFT
-        with draft.open("w", encoding="ascii") as file:
+        with draft.open("w", encoding="utf-8") as file:
             file.write(f"{_MAGIC} {_VERSION}\n")
             file.flush()
             os.fsync(file.fileno())

@@ -95,11 +95,13 @@ class PageIndex:
         """Forget a page; its slot is taken until `release`. None if it is not there."""
         return self._pages.pop(digest, None)
 
-    def forget(self, digest: bytes, slot: int) -> None:
-        """Forget a damaged page, unless another slot holds it by now."""
-        if self._pages.get(digest) == slot:
-            del self._pages[digest]
-            self.release(slot)
+    def forget(self, digest: bytes, slot: int) -> bool:
+        """Forget a damaged page; False if the slot does not hold it any more."""
+        if self._pages.get(digest) != slot:
+            return False
+        del self._pages[digest]
+        self.release(slot)
+        return True
 
     def _evict(self) -> bool:
         victim = next((digest for digest, slot in self._pages.items() if slot not in self._readers), None)

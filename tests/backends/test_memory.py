@@ -126,7 +126,7 @@ async def test_a_damaged_page_is_corrupt_once_and_then_gone() -> None:
 async def test_misuse_raises() -> None:
     async with backend_with({}) as backend:
         bench = await open_bench(backend)
-        with pytest.raises(StorageError, match="pool 'kv'.*is open"):
+        with pytest.raises(StorageError, match=r"pool 'kv'.*is open"):
             await open_bench(backend)
         await backend.aclose()
         with pytest.raises(ClosedError):

@@ -1,7 +1,10 @@
-"""A file store with one pool, as tests and the subprocesses they kill open it."""
+"""A file store with one pool, as tests and the processes that they kill open it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,7 +29,10 @@ async def backend_at(path: Path | str, **options: object) -> AsyncIterator[FileB
         yield backend
 
 
-async def open_bench(backend: FileBackend, pool: str = "kv", *, weights: str = "w1", slots: int = 64) -> Bench:
+async def open_bench(
+    backend: FileBackend, pool: str = "kv", *, weights: str = "w1", slots: int = 64
+) -> Bench:
+    """One pool of the backend, and slots."""
     binding = SlotBinding(slab_of(pool, PAGE_BYTES, slots), fingerprint_of(weights))
     return Bench(await backend.open_pool(binding), binding)
 
@@ -42,3 +48,16 @@ def pages_file(path: Path) -> Path:
     """The one file of pages below a folder."""
     (found,) = path.glob("*/pages.bin")
     return found
+
+
+def other_process(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Python code that imports this module, in a process of its own."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )

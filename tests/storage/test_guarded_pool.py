@@ -350,8 +350,11 @@ async def test_an_immediate_engine_is_called_without_a_task_and_the_loop_gets_it
         assert (turns >= 2, len(asyncio.all_tasks())) == (True, tasks)
         running.cancel()
 
+        asked = len(s.engine.batches)
         s.engine.answer = raising
-        assert (await s.get(2)).outcomes == [Outcome.FAILED] * 2
+        for _ in range(10):
+            assert (await s.get(2)).outcomes == [Outcome.FAILED] * 2
+        assert len(s.engine.batches) - asked == PoolLimits().failures
 
 
 @pytest.mark.asyncio
@@ -405,6 +408,20 @@ async def test_closing_gives_up_on_a_call_and_names_its_slots() -> None:
         assert again is not None
         assert again.cancelled()
         assert s.engine.closed
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_still_waits_is_told_when_closing_gives_up() -> None:
+    async with scene(closing=SOON) as s:
+        s.engine.gate.clear()
+        call = asyncio.create_task(s.get(2))
+        await s.engine.entered(1)
+
+        assert await s.pool.aclose() == {0, 1}
+        batch = await call
+        assert batch.outcomes == [Outcome.TIMEOUT] * 2
+        assert batch.lingering is not None
+        assert batch.lingering.cancelled()
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,190 @@
+"""Faults by a seed, behind the core's guard: each ends as an outcome, and no HIT has other bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+
+import pytest
+
+from asynchicache.backends import memory
+from asynchicache.errors import ConfigError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.pool import Batch, GuardedPool, PoolLimits
+from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.types import Outcome
+
+HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FAILED
+
+
+class Scene:
+    """A faulty memory backend, its bare engine and the core's guard around it."""
+
+    def __init__(self, faults: Faulty, bench: Bench, guard: GuardedPool) -> None:
+        self.faults = faults
+        self.bench = bench
+        self.guard = guard
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        self.bench.fill(keys, slots)
+        return await self.guard.put(keys, slots)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        """As `Bench.get`, but through the guard, which waits for what lingers."""
+        self.bench.poison(slots)
+        batch = await self.guard.get(keys, slots)
+        for key, slot, outcome in zip(keys, slots, batch.outcomes, strict=True):
+            assert outcome is not HIT or self.bench.holds(key, slot)
+        return batch
+
+
+@asynccontextmanager
+async def scene(*, seed: int = 0, deadline: float = 60.0) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2)
+        stack.push_async_callback(port.aclose)
+        faults = Faulty(memory.open_backend({}, port), FaultRates(), Random(seed))
+        stack.push_async_callback(faults.aclose)
+        binding = SlotBinding(slab_of("kv", 300, 64), fingerprint_of("w"))
+        engine = await faults.open_pool(binding)
+        guard = GuardedPool(engine, binding, port, PoolLimits(deadline=deadline, failures=10**6))
+        stack.push_async_callback(guard.aclose)
+        stack.callback(faults.release)
+        yield Scene(faults, Bench(engine, binding), guard)
+
+
+@pytest.mark.asyncio
+async def test_a_call_fails_or_raises() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1, 2)
+        for rates in (FaultRates(fail=1), FaultRates(raises=1)):
+            s.faults.rates = rates
+            assert (await s.put(keys, [0, 1])).outcomes == [FAILED] * 2
+            assert (await s.get(keys, [0, 1])).outcomes == [FAILED] * 2
+            assert (await s.guard.exists(keys)).outcomes == [FAILED] * 2
+            assert (await s.guard.delete(keys)).outcomes == [FAILED] * 2
+        assert s.faults.injected == {"fail": 4, "raises": 4}
+        s.faults.rates = FaultRates()
+        assert (await s.put(keys, [0, 1])).outcomes == [STORED] * 2
+
+
+@pytest.mark.asyncio
+async def test_some_pages_fail() -> None:
+    async with scene(seed=3) as s:
+        keys = s.bench.keys(*range(20))
+        s.faults.rates = FaultRates(partial=0.5)
+        put = await s.put(keys, range(20))
+        s.faults.rates = FaultRates()
+        got = await s.get(keys, range(20, 40))
+
+        assert set(put.outcomes) == {STORED, FAILED}
+        assert [outcome is HIT for outcome in got.outcomes] == [outcome is STORED for outcome in put.outcomes]
+        assert s.faults.injected["partial"] == put.outcomes.count(FAILED)
+
+
+@pytest.mark.asyncio
+async def test_exists_lies() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1, 2)
+        await s.put(keys[:1], [0])
+        s.faults.rates = FaultRates(lie=1)
+
+        assert (await s.guard.exists(keys)).outcomes == [MISS, HIT]
+        assert (await s.get(keys, [1, 2])).outcomes == [HIT, MISS]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("pages", [1, 2, 7])
+async def test_other_bytes_are_caught_by_the_core(pages: int) -> None:
+    async with scene() as s:
+        keys = s.bench.keys(*range(pages))
+        await s.put(keys, range(pages))
+        s.faults.rates = FaultRates(swap=1)
+
+        with pytest.raises(AssertionError, match="other bytes"):
+            await s.bench.get(keys, range(20, 20 + pages))
+        assert (await s.get(keys, range(20, 20 + pages))).outcomes == [Outcome.CORRUPT] * pages
+
+
+@pytest.mark.asyncio
+async def test_a_call_hangs_until_it_is_released() -> None:
+    async with scene(deadline=0.02) as s:
+        keys = s.bench.keys(1)
+        await s.put(keys, [0])
+        s.faults.rates = FaultRates(hang=1)
+        batch = await s.get(keys, [1])
+        assert (batch.outcomes, s.faults.hanging) == ([Outcome.TIMEOUT], 1)
+        assert batch.lingering is not None
+
+        s.faults.release()
+        await batch.lingering
+
+        assert s.bench.holds(keys[0], 1)
+
+
+@pytest.mark.asyncio
+async def test_the_same_seed_brings_the_same_faults() -> None:
+    async def run(seed: int) -> list[list[Outcome]]:
+        async with scene(seed=seed) as s:
+            keys = s.bench.keys(*range(8))
+            await s.put(keys, range(8))
+            s.faults.rates = FaultRates(fail=0.2, raises=0.2, partial=0.2, swap=0.2)
+            return [(await s.get(keys, range(8, 16))).outcomes for _ in range(20)]
+
+    assert await run(1) == await run(1) != await run(2)
+
+
+@pytest.mark.asyncio
+async def test_all_faults_together_never_give_other_bytes() -> None:
+    injected: Counter[str] = Counter()
+    for seed in range(5):
+        async with scene(seed=seed, deadline=0.01) as s:
+            s.faults.rates = FaultRates(fail=0.1, raises=0.1, hang=0.05, partial=0.1, lie=0.2, swap=0.3)
+            for first in range(0, 40, 4):
+                keys = s.bench.keys(*range(first, first + 4))
+                for batch in (await s.put(keys, range(4)), await s.get(keys, range(8, 12))):
+                    s.faults.release()
+                    if batch.lingering is not None:
+                        await batch.lingering
+            injected += s.faults.injected
+    assert set(injected) >= {"fail", "raises", "hang", "partial", "swap"}
+
+
+@pytest.mark.asyncio
+async def test_latency_is_by_call_and_page() -> None:
+    waited = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=1)
+        stack.push_async_callback(port.aclose)
+        slow = Latency(memory.open_backend({}, port), 1.0, page=0.25, sleep=sleep)
+        stack.push_async_callback(slow.aclose)
+        binding = SlotBinding(slab_of("kv", 300, 4), fingerprint_of("w"))
+        bench = Bench(await slow.open_pool(binding), binding)
+
+        assert (slow.name, bench.engine.capabilities.immediate) == ("slow-memory", False)
+        assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
+        assert await bench.get(bench.keys(1, 2, 3, 4), [0, 1, 2, 3]) == [HIT, HIT, MISS, MISS]
+
+    assert waited == [1.5, 2.0]
+
+
+def test_rates_are_shares() -> None:
+    with pytest.raises(ConfigError, match=r"lie=1\.5 must be 0 to 1"):
+        FaultRates(lie=1.5)
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_raises_says_so() -> None:
+    async with scene() as s:
+        s.faults.rates = FaultRates(raises=1)
+        with pytest.raises(StorageError, match="made to raise"):
+            await s.bench.engine.get([], [])

@@ -1,0 +1,199 @@
+"""Whose folder it is: formats, locks, permissions; what the user is told."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.file.folder import StoreFolder
+from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+from asynchicache.types import Outcome
+from storage.file_stores import backend_at, bench_at, other_process
+
+HOLD = """
+import asyncio, sys
+from storage.file_stores import backend_at
+
+async def main():
+    async with backend_at(sys.argv[1], read_only=sys.argv[2] == "True"):
+        print("open", flush=True)
+        sys.stdin.readline()
+
+asyncio.run(main())
+"""
+
+AS_NOBODY = """
+import asyncio, os, sys
+from storage.file_stores import bench_at
+from asynchicache.errors import StorageError
+
+async def main():
+    async with bench_at(".", read_only=True) as bench:
+        print((await bench.get(bench.keys(1), [1]))[0].name)
+    try:
+        async with bench_at("."):
+            print("open")
+    except StorageError as error:
+        print(type(error).__name__, error)
+
+os.chdir(sys.argv[1])  # and no look above it, where nobody may not go
+if os.getuid() == 0:
+    os.setuid(65534)
+asyncio.run(main())
+"""
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.asyncio
+async def test_a_second_opener_in_this_process_is_refused(tmp_path: Path) -> None:
+    async with backend_at(tmp_path):
+        with pytest.raises(StorageLockedError, match=f"{tmp_path} is open already"):
+            async with backend_at(tmp_path):
+                pass
+        with pytest.raises(StorageLockedError):
+            async with backend_at(tmp_path, read_only=True):
+                pass
+    async with backend_at(tmp_path):
+        pass
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("theirs", "ours", "refused"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, True, False)],
+    ids=["writer-writer", "writer-reader", "reader-writer", "reader-reader"],
+)
+async def test_a_second_opener_in_another_process(
+    tmp_path: Path, theirs: bool, ours: bool, refused: bool
+) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1), [0])
+    with other_process(HOLD, tmp_path, theirs) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(StorageLockedError, match=str(tmp_path)) if refused else nullcontext():
+            async with bench_at(tmp_path, read_only=ours) as bench:
+                assert await bench.get(bench.keys(1), [1]) == [Outcome.HIT]
+        _, errors = other.communicate("go\n")
+    assert errors == ""
+    async with backend_at(tmp_path):
+        pass
+
+
+@pytest.mark.asyncio
+async def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
+    with other_process(HOLD, tmp_path, False) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        other.kill()
+    async with backend_at(tmp_path):
+        pass
+
+
+@pytest.mark.asyncio
+async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(StorageFormatError, match=r"not empty .* empty or new folder; it holds 'thesis\.tex'"):
+        async with backend_at(tmp_path):
+            pass
+
+    assert names_in(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"asynchicache file store 2\n", "format 2; this version reads format 1: update asynchicache"),
+        (b"asynchicache file store x\n", "holds no file store"),
+        (b"something else 1\n", "holds no file store"),
+        (b"", "holds no file store"),
+        (b"\xff\xfe", "holds no file store"),
+    ],
+)
+async def test_another_format_is_refused(tmp_path: Path, text: bytes, words: str) -> None:
+    (tmp_path / "FORMAT").write_bytes(text)
+    with pytest.raises(StorageFormatError, match=words):
+        async with backend_at(tmp_path):
+            pass
+
+    assert names_in(tmp_path) == ["FORMAT"]
+
+
+@pytest.mark.asyncio
+async def test_a_crash_between_lock_and_format_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "LOCK").touch()
+    (tmp_path / "FORMAT.new").write_text("asynchic")
+    async with backend_at(tmp_path):
+        pass
+
+    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 1\n"
+
+
+@pytest.mark.asyncio
+async def test_a_reader_needs_a_store(tmp_path: Path) -> None:
+    with pytest.raises(StorageFormatError, match="no file store yet"):
+        async with backend_at(tmp_path, read_only=True):
+            pass
+    with pytest.raises(StorageError, match=r"nowhere cannot be read: No such file"):
+        async with backend_at(tmp_path / "nowhere", read_only=True):
+            pass
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written: File exists"):
+        async with backend_at(tmp_path / "file"):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    async with bench_at(store) as bench:
+        await bench.put(bench.keys(1), [0])
+    for path in [store, *store.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+    with other_process(AS_NOBODY, store) as other:
+        output, errors = other.communicate()
+
+    assert errors == ""
+    assert output.splitlines() == [
+        "HIT",
+        "StorageError . cannot be written: Permission denied; "
+        "make it writable, or open it with read_only=true",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pool", "shard"), [("../kv", ""), ("", ""), ("kv", "../.."), ("kv", "a.b"), ("KV", "")]
+)
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, pool: str, shard: str) -> None:
+    folder = StoreFolder(tmp_path, read_only=False)
+    try:
+        with pytest.raises(StorageError, match="a-z, 0-9, _"):
+            folder.pages_path(pool, shard, bytes(32))
+    finally:
+        folder.close()
+
+
+def test_shards_have_folders_of_their_own(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path, read_only=False)
+    try:
+        paths = {folder.pages_path("kv", shard, bytes(32)) for shard in ("", "0/2", "1/2")}
+    finally:
+        folder.close()
+
+    assert sorted(path.parent.name for path in paths) == [
+        "kv-0-2-" + "0" * 32,
+        "kv-" + "0" * 32,
+        "kv-1-2-" + "0" * 32,
+    ]

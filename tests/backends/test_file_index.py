@@ -1,0 +1,136 @@
+"""The index of a file's slots against a simple model: no slot has two owners, none is lost."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from asynchicache.backends.file.index import PageIndex
+
+DIGESTS = st.integers(0, 3).map(lambda number: bytes([number]) * 32)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Writers take slots and commit or give up; readers pin; pages come, are evicted and damaged."""
+
+    taken = Bundle("taken")
+    pinned = Bundle("pinned")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PageIndex()
+        self.pages: dict[bytes, int] = {}
+        self.writing: set[int] = set()
+        self.reading: list[int] = []
+
+    @rule(count=st.integers(1, 4))
+    def grow(self, count: int) -> None:
+        self.index.grow(count)
+
+    @rule(target=taken, count=st.integers(1, 5))
+    def take(self, count: int) -> object:
+        free = self.index.free
+        slots = self.index.take(count)
+        evicted = {digest for digest in self.pages if digest not in self.index}
+
+        assert len(evicted) == max(0, len(slots) - free)
+        assert not {self.pages.pop(digest) for digest in evicted} & set(self.reading)
+        assert slots == sorted(slots)
+        assert not set(slots) & (self.writing | set(self.reading) | set(self.pages.values()))
+        if len(slots) < count:
+            assert self.index.free == 0
+            assert set(self.pages.values()) <= set(self.reading)
+        self.writing |= set(slots)
+        return multiple(*slots)
+
+    @rule(slot=consumes(taken), digest=DIGESTS)
+    def hold(self, slot: int, digest: bytes) -> None:
+        held = self.index.hold(slot, digest)
+        assert held == (digest not in self.pages)
+        if held:
+            self.pages[digest] = slot
+        else:
+            self.index.release(slot)
+        self.writing.remove(slot)
+
+    @rule(slot=consumes(taken))
+    def give_up(self, slot: int) -> None:
+        self.index.release(slot)
+        self.writing.remove(slot)
+
+    @rule(target=pinned, digest=DIGESTS)
+    def pin(self, digest: bytes) -> object:
+        slot = self.index.pin(digest)
+        assert slot == self.pages.get(digest)
+        if slot is None:
+            return multiple()
+        self.reading.append(slot)
+        return (digest, slot)
+
+    @rule(pin=consumes(pinned))
+    def unpin(self, pin: tuple[bytes, int]) -> None:
+        self.index.unpin(pin[1])
+        self.reading.remove(pin[1])
+
+    @rule(pin=consumes(pinned))
+    def find_damaged(self, pin: tuple[bytes, int]) -> None:
+        digest, slot = pin
+        assert self.index.forget(digest, slot) == (self.pages.get(digest) == slot)
+        if self.pages.get(digest) == slot:
+            del self.pages[digest]
+        self.unpin(pin)
+
+    @rule(digest=DIGESTS)
+    def delete(self, digest: bytes) -> None:
+        slot = self.index.remove(digest)
+        assert slot == self.pages.pop(digest, None)
+        if slot is not None:
+            self.index.release(slot)
+
+    @rule(digest=DIGESTS)
+    def touch(self, digest: bytes) -> None:
+        assert self.index.touch(digest) == (digest in self.pages)
+
+    @invariant()
+    def every_slot_is_somewhere(self) -> None:
+        held = self.writing | set(self.reading) | set(self.pages.values())
+
+        assert self.index.free == self.index.slots - len(held)
+        assert len(self.index) == len(self.pages)
+
+
+TestIndex = IndexMachine.TestCase
+
+
+def test_a_scan_fills_it() -> None:
+    index = PageIndex()
+    index.load([(b"a", 1), (b"b", 3), (b"a", 4)], 6)
+
+    assert [index.pin(b"a"), index.pin(b"b")] == [4, 3]
+    assert index.take(9) == [0, 1, 2, 5]
+
+
+def test_the_least_recently_used_page_goes_first() -> None:
+    index = PageIndex()
+    index.load([(b"a", 0), (b"b", 1), (b"c", 2), (b"d", 3)], 4)
+    index.pin(b"a")
+    index.touch(b"b")
+
+    assert index.take(2) == [2, 3]
+    assert index.take(2) == [1]
+    assert b"a" in index
+    assert index.evicted == 3
+
+
+def test_a_slot_that_is_read_is_free_only_after_the_last_reader() -> None:
+    index = PageIndex()
+    index.load([(b"a", 0)], 1)
+    index.pin(b"a")
+    index.pin(b"a")
+    index.release(index.remove(b"a") or 0)
+
+    assert index.take(1) == []
+    index.unpin(0)
+    assert index.take(1) == []
+    index.unpin(0)
+    assert index.take(1) == [0]
