@@ -271,8 +271,8 @@ async def test_a_cancelled_prefetch_leaves_its_read_to_others():
     async with HybridCache.open(SPEC, config(), storage=backend) as cache:
         async with cache.request([*PROMPT, 1]) as request:
             waiter = asyncio.create_task(request.prefetch())
-            while not backend.hanging:  # the wrapper has no event for this, and needs none elsewhere
-                await asyncio.sleep(0)  # noqa: ASYNC110
+            while not backend.hanging:  # noqa: ASYNC110  the wrapper needs no event elsewhere
+                await asyncio.sleep(0)
             waiter.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiter

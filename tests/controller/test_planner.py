@@ -198,3 +198,28 @@ def _step(sim: Simulation, rng: random.Random, histories: list[list[int]]) -> No
         sim.end(rng.randrange(len(sim.flying)))
     elif sim.writing:
         sim.end_write(rng.randrange(len(sim.writing)), stored=rng.random() < 0.9)
+
+
+def test_a_backup_that_found_no_room_is_made_up_for():
+    """Ten conversations publish at once; the host's state slots are busy with writes to storage."""
+    sim = Simulation(random.Random(0), slots={"kv": (64, 64), "mamba": (20, 4)})
+    open_requests = []
+    for client in range(8):
+        sequence = sim.open([100 + client, 1, 2, 3])
+        sim.load(sequence)
+        assert sim.compute(sequence, 4)
+        open_requests.append(sequence)
+    while sim.flying:
+        sim.end(0)  # every host slot is now taken by a write that has not ended
+    assert sim.planner.writer.owed
+    while sim.writing or sim.flying:
+        if sim.flying:
+            sim.end(0)
+        else:
+            sim.end_write(0)
+            sim.start(sim.planner.writer.retry())
+    for sequence in open_requests:
+        sim.close(sequence)
+    sim.verify()
+    assert sum(pool == "mamba" for pool, _ in sim.storage) == 8
+    assert not sim.planner.writer.owed

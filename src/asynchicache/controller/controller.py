@@ -192,8 +192,11 @@ class HybridCacheController:
         self._step()
 
     def _step(self) -> None:
+        """Something ended, and may have given back what somebody waits for."""
         self._active -= 1
         self._progress.set()
+        if self.planner.writer.owed:
+            self.carry_out(self.planner.writer.retry())
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         self._active += 1

@@ -12,14 +12,23 @@ from asynchicache.types import Tier, WritePolicy
 
 _SELECTIVE_HITS = 2
 
+_MOST_OWED = 256
+"""Paths that wait for host slots; what comes beyond is given up, the oldest first."""
+
 
 class Writer:
-    """Plans write-through, write-back and storage writes."""
+    """Plans write-through, write-back and storage writes.
+
+    Attributes:
+        owed: ends of paths whose backup fell short because every host slot was in use, in order; they
+            are tried again as writes to storage end, for as long as the device still has them.
+    """
 
     def __init__(self, books: Books, *, clean_share: float) -> None:
         """`clean_share`: under write-back, the share of device pages kept free or clean ahead of need."""
         self._books = books
         self._tree = books.tree
+        self.owed: dict[Node, None] = {}
         self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
 
     def due(self, node: Node) -> bool:
@@ -43,6 +52,8 @@ class Writer:
         books.keep(anchor)
         batch = self._host_slots(wanted)
         books.drop(anchor)
+        if len(batch) < len(wanted):
+            self._owe(node)
         if not batch:
             return []
         transfers = [
@@ -53,6 +64,16 @@ class Writer:
         books.counters.backed_up += sum(want.size for want, _ in batch)
         flight = books.begin(Tier.HOST, batch)
         return [Copy(Direction.BACKUP, transfers, flight, publishes=batch[-1][0].node)]
+
+    def _owe(self, node: Node) -> None:
+        self.owed[node] = None
+        if len(self.owed) > _MOST_OWED:
+            del self.owed[next(iter(self.owed))]
+
+    def retry(self) -> list[Copy]:
+        """Back up what was owed, now that something may have been given back."""
+        owed, self.owed = self.owed, {}
+        return [copy for node in owed if node.parent is not None for copy in self.backup(node)]
 
     @staticmethod
     def _host_anchor(node: Node) -> Pins:
