@@ -61,23 +61,18 @@ def test_the_least_recently_used_end_goes_first(bed):
     assert order(bed, FULL_DEVICE) == "dcfeba"
 
 
-def test_a_parent_is_as_recently_used_as_the_child_that_left_it(bed):
-    bed.add("ab")
-    bed.add("xy")
-    bed.add("abcd")
-    bed.add("z")
-    bed.pin("abcd").close()
-
-    assert order(bed, FULL_DEVICE) == "yxzdcba"
-
-
-def test_a_parent_on_the_host_is_as_recently_used_as_the_child_that_left_it(bed):
-    for word in ("ab", "xy", "abcd"):
+@pytest.mark.parametrize("at", [FULL_DEVICE, FULL_HOST])
+def test_a_parent_is_as_recently_used_as_the_child_that_left_it(bed, at):
+    for word in ("ab", "abcd", "xy"):
         bed.add_saved(word)
-    bed.evict(FULL_DEVICE)
-    bed.pin("abcd").close()
+    if at == FULL_HOST:
+        bed.evict(FULL_DEVICE)
+    with bed.pin("xy"):
+        bed.pin("abcd").close()  # later than `xy`, which was used later than `ab`
+        bed.evict(at, 2)
+        assert bed.words(at) == {"ab", "xy"}
 
-    assert order(bed, FULL_HOST) == "yxdcba"
+    assert order(bed, at) == "yxba"
 
 
 def test_states_go_by_their_own_use(hybrid):
@@ -145,6 +140,16 @@ def test_a_pinned_state_can_be_superseded(hybrid):
     hybrid.check()
 
     assert states_in_order(hybrid, STATE_DEVICE) == [1, 0, 2]
+
+
+def test_a_state_is_as_recently_used_as_what_left_from_below_it(hybrid):
+    for word in ("ab", "abcd", "xy"):
+        hybrid.add(word, states=[1])
+    with hybrid.pin("xy"):
+        hybrid.pin("abcd").close()
+        hybrid.evict(FULL_DEVICE, 2)
+
+    assert states_in_order(hybrid, STATE_DEVICE) == [2, 0]
 
 
 # Amounts

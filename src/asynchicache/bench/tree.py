@@ -6,7 +6,6 @@ that what else the machine does falls on all of them alike. Compare within one r
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -222,7 +221,6 @@ class _Bench:
         return hits * self._page_size / sum(turn.prompt for turn in self._chat)
 
     def _server(self) -> _Server:
-        gc.collect()
         return _Server(self._page_size, self._coverages, self._slots.__getitem__)
 
     def repeat(self) -> None:

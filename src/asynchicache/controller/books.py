@@ -145,6 +145,7 @@ class Books:
 
     def _owned(self, at: int) -> list[int]:
         owned = [slot for node in self.tree.nodes() for slot in node.held(at)]
+        owned += [slot for flight in self.flights for slot in flight.orphans(at)]
         if at == FULL_DEVICE:
             owned += [slot for sequence in self.sequences for slot in sequence.own_pages()]
         elif at % TIERS == Tier.DEVICE:

@@ -187,10 +187,8 @@ class Reader:
         lengths = hits.intersect(sets)
         if hits.longest(lengths) <= query.base:
             return Choice(None, self._held_back(full, query), [])
-        backups = self._stand_on_host(query)
-        if backups is None:
-            return Choice(None, MissReason.HOST_CAPACITY, [])
-        while (target := hits.longest(lengths)) > query.base:
+        stands, backups = self._stand_on_host(query)
+        while stands and (target := hits.longest(lengths)) > query.base:
             room = self._take_slots(query, target)
             if isinstance(room, Read):
                 return Choice(room, MissReason.NONE, backups)
@@ -201,14 +199,18 @@ class Reader:
     def _held_back(full: int, query: Query) -> MissReason:
         return MissReason.STATE if hits.longest(full) > query.base else MissReason.COLD
 
-    def _stand_on_host(self, query: Query) -> list[Copy] | None:
-        """Copies that put the path before the read on the host, where the read's pages will stand on
-        it; None if there is no room."""
+    def _stand_on_host(self, query: Query) -> tuple[bool, list[Copy]]:
+        """Whether the path before the read is on the host, where the read's pages will stand on it, and
+        is kept there; and the copies that this takes."""
         if not query.pins:
-            return []
+            return True, []
         tip = query.pins[0][0]
         backups = self._writer.backup(tip) if missing_on_host(self._tree, tip) else []
-        return backups if tip.residency[FULL_HOST] != ABSENT else None
+        if tip.residency[FULL_HOST] == ABSENT:
+            return False, backups
+        query.pins.append((tip, FULL_HOST))
+        self._tree.pin_place(tip, FULL_HOST)
+        return True, backups
 
     def _take_slots(self, query: Query, target: int) -> Read | int:
         """Host slots for a read up to `target`, or the longest prefix that there would be room for."""

@@ -48,7 +48,7 @@ class Writer:
         ]
         if not wanted:
             return []
-        anchor = self._host_anchor(wanted[0].node)
+        anchor = self._host_anchor(node)
         books.keep(anchor)
         batch = self._host_slots(wanted)
         books.drop(anchor)
@@ -77,7 +77,7 @@ class Writer:
 
     @staticmethod
     def _host_anchor(node: Node) -> Pins:
-        """The host copy that the first new one will stand on: it must not go to make room."""
+        """The last host copy on the path, which the new ones will stand on: it must not go to make room."""
         while node.parent is not None and node.residency[FULL_HOST] == ABSENT:
             node = node.parent
         return [(node, FULL_HOST)] if node.parent is not None else []
