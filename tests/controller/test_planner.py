@@ -134,6 +134,19 @@ def test_write_back_cleans_ahead_of_need():
 @pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests_under_pressure(policy: WritePolicy, states: bool, seed: int):
+    _press(policy, states, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("states", [True, False])
+def test_random_requests_under_pressure_for_long(policy: WritePolicy, states: bool):
+    for seed in range(1000, 1400):
+        _press(policy, states, seed)
+
+
+def _press(policy: WritePolicy, states: bool, seed: int) -> None:
     rng = random.Random(seed)
     slots = {"kv": (rng.randint(14, 20), rng.randint(8, 30))}
     if states:

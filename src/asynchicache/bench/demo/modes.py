@@ -1,0 +1,66 @@
+"""The four ways in which the demo serves the same conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asynchicache.bench.demo.options import DemoOptions
+from asynchicache.config import CacheConfig, PrefetchOptions
+from asynchicache.types import PrefetchPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to serve.
+
+    Attributes:
+        name: as in the results.
+        blurb: one sentence for people.
+        config: the cache of a run with these options, whose storage is in that folder; None for none.
+        reopens: whether the cache is closed and opened again before every round.
+    """
+
+    name: str
+    blurb: str
+    config: Callable[[DemoOptions, Path], CacheConfig] | None = None
+    reopens: bool = False
+
+
+def _tiered(options: DemoOptions, folder: Path) -> CacheConfig:
+    """Device and host hold a quarter and half of all pages, so that all three tiers serve."""
+    return _config(
+        options, folder, states=max(3, options.num_clients // 2), host_states=2 * options.num_clients
+    )
+
+
+def _states_on_device(options: DemoOptions, folder: Path) -> CacheConfig:
+    """As the tiered cache, with states that are lost when they leave the device."""
+    return _config(options, folder, states=max(2, options.num_clients * 6 // 10), host_states=0)
+
+
+def _config(options: DemoOptions, folder: Path, *, states: int, host_states: int) -> CacheConfig:
+    everything = options.num_clients * options.pages
+    device_pages = max(2 * options.pages, everything // 4)
+    return CacheConfig(
+        device_slots={"kv": device_pages, "mamba": states},
+        host_slots={"kv": 2 * device_pages, "mamba": host_states},
+        prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+        storage="file",
+        storage_options={"path": str(folder)},
+        weight_version=f"demo-{options.seed}",
+        seed=options.seed,
+    )
+
+
+MODES = (
+    Mode("uncached", "Every prompt is computed from its first token on."),
+    Mode(
+        "no_offload",
+        "Attention pages in all three tiers, states on the device only, where not all clients' fit.",
+        _states_on_device,
+    ),
+    Mode("hybrid", "Pages and states in device memory, host memory and files.", _tiered),
+    Mode("restart", "As hybrid, but the server starts anew before every round.", _tiered, reopens=True),
+)

@@ -1,0 +1,58 @@
+"""Flags of the demo, and what they mean in tokens and pages. Needs no model, so that help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from asynchicache.bench.options import check_minimums, option
+
+PAGE_SIZE = 8
+"""Small, so that short conversations have many pages; servers use 16 to 64 and more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The flags of `demo`; lengths are in tokens."""
+
+    num_clients: int = option(10, "conversations", minimum=1)
+    num_rounds: int = option(12, "turns of each conversation", minimum=1)
+    request_length: int = option(32, "new prompt tokens of a turn", minimum=1)
+    output_length: int = option(32, "tokens generated in a turn", minimum=2)
+    report: str = option("demo-report/index.html", "where the HTML report goes")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+    def history(self, round_: int) -> int:
+        """Tokens of a conversation before round `round_`."""
+        return round_ * (self.request_length + self.output_length)
+
+    def prompt(self, round_: int) -> int:
+        """Tokens of the prompt of round `round_`."""
+        return self.history(round_) + self.request_length
+
+    def kept(self, round_: int) -> int:
+        """Tokens of that prompt that can be restored at best.
+
+        The last token of a history was never fed to the model, so of `h` tokens `h - 1` are computed,
+        and the last whole page among them is the end.
+        """
+        return max(self.history(round_) - 1, 0) // PAGE_SIZE * PAGE_SIZE
+
+    @property
+    def pages(self) -> int:
+        """Pages of one conversation at its end."""
+        return -(-self.history(self.num_rounds) // PAGE_SIZE)
+
+
+def ceiling(options: DemoOptions) -> Fraction:
+    """The hit rate of the whole run if nothing is ever lost."""
+    rounds = range(options.num_rounds)
+    return Fraction(sum(map(options.kept, rounds)), sum(map(options.prompt, rounds)))
+
+
+def round_ceilings(options: DemoOptions) -> list[float]:
+    """The same, round by round."""
+    return [options.kept(r) / options.prompt(r) for r in range(options.num_rounds)]

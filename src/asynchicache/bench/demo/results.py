@@ -1,0 +1,131 @@
+"""What the demo found, as values: for JSON, for tables and for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean
+from typing import NamedTuple
+
+from asynchicache.types import Tier
+
+MUST_REACH_CEILING = ("hybrid", "restart")
+"""Modes that lose nothing: whatever falls out of one tier is in the next."""
+
+
+class Served(NamedTuple):
+    """One request.
+
+    Attributes:
+        prompt_tokens, hit_tokens: of the prompt, and what of it the cache served.
+        by_tier: the served tokens at the farthest tier that any of their pools came from.
+        ttft_ms: milliseconds from the request's arrival to its first token.
+        tokens: generated ids.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    by_tier: Mapping[Tier, int]
+    ttft_ms: float
+    tokens: Sequence[int]
+
+
+class RoundResult(NamedTuple):
+    """One round of one mode: the share of prompt tokens served, and the mean time to first token."""
+
+    hit_rate: float
+    ttft_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """One mode; times are milliseconds to the first token.
+
+    Attributes:
+        rounds: by round.
+        tokens_by_tier: served tokens at the farthest tier that any of their pools came from.
+        tokens_equal: whether every generated token is the one that the model says without a cache.
+    """
+
+    hit_rate: float
+    rounds: Sequence[RoundResult]
+    ttft_p50: float
+    ttft_p90: float
+    tokens_by_tier: Mapping[str, int]
+    tokens_equal: bool
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[Served]], *, tokens_equal: bool) -> ModeResult:
+        """From the requests of every round."""
+        served = [request for round_ in rounds for request in round_]
+        times = sorted(request.ttft_ms for request in served)
+        return cls(
+            hit_rate=_hit_rate(served),
+            rounds=[RoundResult(_hit_rate(r), fmean(s.ttft_ms for s in r)) for r in rounds],
+            ttft_p50=_quantile(times, 0.5),
+            ttft_p90=_quantile(times, 0.9),
+            tokens_by_tier={t.name.lower(): sum(s.by_tier.get(t, 0) for s in served) for t in Tier},
+            tokens_equal=tokens_equal,
+        )
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "hit_rate": self.hit_rate,
+            "rounds": [round_._asdict() for round_ in self.rounds],
+            "ttft_ms": {"p50": self.ttft_p50, "p90": self.ttft_p90},
+            "tokens_by_tier": dict(self.tokens_by_tier),
+            "tokens_equal": self.tokens_equal,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """All modes.
+
+    Attributes:
+        model: what was served, in words.
+        workload: what it was asked, in words.
+        ceiling: the hit rate if nothing is ever lost.
+        modes: by name.
+        report: path of the HTML report.
+        seconds: how long it took.
+    """
+
+    model: str
+    workload: str
+    ceiling: Fraction
+    modes: Mapping[str, ModeResult]
+    report: str
+    seconds: float
+
+    @property
+    def violations(self) -> list[str]:
+        """What should have held and did not, in words."""
+        found = [
+            f"{name}: other tokens than uncached" for name, m in self.modes.items() if not m.tokens_equal
+        ]
+        for name in MUST_REACH_CEILING:
+            rate = self.modes[name].hit_rate
+            if rate < float(self.ceiling) - 1e-9:
+                found.append(f"{name}: hit rate {rate:.6f} is below the ceiling {float(self.ceiling):.6f}")
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "workload": self.workload,
+            "ceiling": float(self.ceiling),
+            "modes": {name: mode.as_json() for name, mode in self.modes.items()},
+            "report": self.report,
+            "seconds": self.seconds,
+            "violations": self.violations,
+        }
+
+
+def _hit_rate(served: Sequence[Served]) -> float:
+    return sum(s.hit_tokens for s in served) / sum(s.prompt_tokens for s in served)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

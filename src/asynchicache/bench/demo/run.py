@@ -1,0 +1,151 @@
+"""The demo: the same conversations served four ways by a real hybrid model, and compared."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from asynchicache.bench.demo.modes import MODES, Mode
+from asynchicache.bench.demo.options import PAGE_SIZE, DemoOptions, ceiling, round_ceilings
+from asynchicache.bench.demo.prompts import conversations
+from asynchicache.bench.demo.report import write_report
+from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
+from asynchicache.bench.demo.serving import ModelThread, ServingEngine
+from asynchicache.cache import HybridCache
+from asynchicache.integrations.transformers.demo_model import build_demo_model
+from asynchicache.specs import ModelSpec
+
+Rounds = list[list[Served]]
+"""What became of every request, by round and client."""
+
+
+class Watcher(Protocol):
+    """Is told how the demo goes on."""
+
+    def round_served(self, mode: str, served: Sequence[Served]) -> None:
+        """One more round of a mode is done."""
+        ...
+
+
+async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
+    """Play all modes, compare them, write the report.
+
+    Raises:
+        CacheError: a cache cannot be opened.
+        OSError: the report cannot be written.
+    """
+    started = time.perf_counter()
+    with _one_core(), ModelThread(*build_demo_model(options.seed)) as thread:
+        stage = Stage(options, thread, watcher)
+        await stage.warm_up()
+        played = {mode.name: await stage.play(mode) for mode in MODES}
+    result = DemoResult(
+        model=_describe_model(thread),
+        workload=_describe_workload(options),
+        ceiling=ceiling(options),
+        modes={name: _judge(rounds, played["uncached"]) for name, rounds in played.items()},
+        report=options.report,
+        seconds=time.perf_counter() - started,
+    )
+    write_report(result, round_ceilings(options), {mode.name: mode.blurb for mode in MODES})
+    return result
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Let torch compute on one core: a model this small gains little from more, and threads that wait
+    for each other at every operation make times that say nothing on a machine with other work.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Stage:
+    """One model and the conversations that every mode plays with it."""
+
+    def __init__(self, options: DemoOptions, thread: ModelThread, watcher: Watcher) -> None:
+        self._options = options
+        self._thread = thread
+        self._watcher = watcher
+        self._spec = ModelSpec.from_config(thread.config, page_size=PAGE_SIZE)
+        self._pieces = conversations(options.num_clients, options.num_rounds, options.request_length)
+
+    async def warm_up(self) -> None:
+        """Run what is loaded and chosen at first use, so that no mode pays for the others."""
+        engine = ServingEngine(self._thread, None)
+        await engine.serve([self._pieces[0][0]] * self._options.num_clients, 2)
+        await engine.serve([list(chain.from_iterable(self._pieces[0]))], 2)
+
+    async def play(self, mode: Mode) -> Rounds:
+        """All rounds of a mode; its storage is a folder that is gone afterwards."""
+        rounds = range(self._options.num_rounds)
+        histories: list[list[int]] = [[] for _ in range(self._options.num_clients)]
+        played: Rounds = []
+        with tempfile.TemporaryDirectory(prefix="asynchicache-demo-") as folder:
+            for span in [[number] for number in rounds] if mode.reopens else [list(rounds)]:
+                async with self._open(mode, Path(folder)) as (engine, cache):
+                    for number in span:
+                        played.append(await self._play_round(engine, number, histories))
+                        self._watcher.round_served(mode.name, played[-1])
+                        if cache is not None:
+                            await cache.drain()  # people think before they answer
+        return played
+
+    @asynccontextmanager
+    async def _open(
+        self, mode: Mode, folder: Path
+    ) -> AsyncIterator[tuple[ServingEngine, HybridCache | None]]:
+        if mode.config is None:
+            yield ServingEngine(self._thread, None), None
+            return
+        async with HybridCache.open(self._spec, mode.config(self._options, folder)) as cache:
+            yield ServingEngine(self._thread, cache), cache
+
+    async def _play_round(
+        self, engine: ServingEngine, number: int, histories: list[list[int]]
+    ) -> list[Served]:
+        """One turn of every client, in an order that is drawn anew each round and equal in all modes."""
+        clients = list(range(len(histories)))
+        random.Random(self._options.seed * 1000 + number).shuffle(clients)
+        for client in clients:
+            histories[client] += self._pieces[client][number]
+        prompts = [histories[client] for client in clients]
+        served = await engine.serve(prompts, self._options.output_length)
+        by_client = dict(zip(clients, served, strict=True))
+        for client, one in by_client.items():
+            histories[client] += one.tokens
+        return [by_client[client] for client in range(len(histories))]
+
+
+def _judge(rounds: Rounds, reference: Rounds) -> ModeResult:
+    equal = all(
+        one.tokens == right.tokens
+        for served, expected in zip(rounds, reference, strict=True)
+        for one, right in zip(served, expected, strict=True)
+    )
+    return ModeResult.of(rounds, tokens_equal=equal)
+
+
+def _describe_model(thread: ModelThread) -> str:
+    weights = sum(parameter.numel() for parameter in thread.model.parameters())
+    dtype = str(thread.model.dtype).removeprefix("torch.")
+    return f"{thread.config.model_type}, {weights / 1e6:.1f} million random weights, {dtype}, on one core"
+
+
+def _describe_workload(options: DemoOptions) -> str:
+    return (
+        f"{options.num_clients} clients, {options.num_rounds} rounds, {options.request_length} tokens in and "
+        f"{options.output_length} out a round, pages of {PAGE_SIZE} tokens"
+    )

@@ -1,0 +1,224 @@
+"""A small serving engine: one model on one thread, a cache before it, decoding in batches.
+
+The file to copy from. The model works on memory of its own, a transformers `DynamicCache`; the cache
+holds what later turns will want. A request is open while its prompt is prefilled, and again while the
+end of its turn is published, but not while the batch decodes: so conversations share device pages that
+are too few for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from asyncio import get_running_loop
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Self, TypeVar
+
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from asynchicache.bench.demo.results import Served
+from asynchicache.cache import Hit, HybridCache, Request
+from asynchicache.errors import CapacityError
+from asynchicache.integrations.transformers.forward import decode, prefill
+from asynchicache.integrations.transformers.layers import PoolMap
+from asynchicache.integrations.transformers.snapshot import (
+    new_cache,
+    restore,
+    stack,
+    write_pages,
+    write_states,
+)
+
+T = TypeVar("T")
+
+
+class ModelThread:
+    """A model, and the one thread that may touch it or its memory; the event loop stays free."""
+
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+        self.model = model
+        self.config = config
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    async def run(self, call: Callable[[], T]) -> T:
+        return await get_running_loop().run_in_executor(self._executor, call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._executor.shutdown()
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sequence from its admission on.
+
+    Attributes:
+        tokens: prompt and generated ids; the last of them was not fed to the model yet.
+        prompt: how many of them are the prompt.
+        memory: what the model works on.
+        hit, ttft_ms: what the cache served, and how long the first token took.
+    """
+
+    tokens: list[int]
+    prompt: int
+    memory: DynamicCache
+    hit: Hit
+    ttft_ms: float
+
+    def served(self) -> Served:
+        generated = self.tokens[self.prompt :]
+        return Served(self.prompt, self.hit.tokens, self.hit.by_tier, self.ttft_ms, generated)
+
+
+class ServingEngine:
+    """Serves prompts greedily, from a cache or without one."""
+
+    def __init__(self, thread: ModelThread, cache: HybridCache | None) -> None:
+        """`cache`: what was computed before, or None to compute everything."""
+        self._thread = thread
+        self._store = None if cache is None else PrefixStore(thread, cache)
+
+    async def serve(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Served]:
+        """Admit prompts one after the other, then decode all of them as one batch.
+
+        Args:
+            prompts: of equal length, because the batch has no padding.
+            new_tokens: how many to generate for each.
+        """
+        batch = [await self._admit(list(prompt)) for prompt in prompts]
+        await self._decode(batch, new_tokens)
+        return [running.served() for running in batch]
+
+    async def _admit(self, prompt: list[int]) -> _Running:
+        """One request from its arrival to its first token."""
+        if self._store is None:
+            return await self._admit_uncached(prompt)
+        arrived = time.perf_counter()
+        async with self._store.request(prompt) as request:
+            memory = await self._store.restore(request)
+            at = request.hit.tokens
+            for cut in request.cuts:  # a state exists only where a forward ends
+                if cut < len(prompt):
+                    await self._prefill(memory, prompt, at, cut)
+                    await self._store.publish(request, memory, cut)
+                    at = cut
+            first = await self._prefill(memory, prompt, at, len(prompt))
+            ttft_ms = _milliseconds_since(arrived)
+            await self._store.publish(request, memory, len(prompt))
+            return _Running([*prompt, first], len(prompt), memory, request.hit, ttft_ms)
+
+    async def _admit_uncached(self, prompt: list[int]) -> _Running:
+        arrived = time.perf_counter()
+        memory = new_cache(self._thread.config)
+        first = await self._prefill(memory, prompt, 0, len(prompt))
+        return _Running([*prompt, first], len(prompt), memory, Hit(0), _milliseconds_since(arrived))
+
+    async def _prefill(self, memory: DynamicCache, tokens: list[int], start: int, stop: int) -> int:
+        """Compute `tokens[start:stop]`; the token that follows."""
+        call = partial(prefill, self._thread.model, memory, tokens, start, stop)
+        logits = await self._thread.run(call)
+        return int(logits.argmax())
+
+    async def _decode(self, batch: Sequence[_Running], new_tokens: int) -> None:
+        """The other tokens of a batch. Its end is known here, so one state is kept, at the last page
+        boundary before it; an engine that does not know would take a snapshot at each boundary.
+        """
+        memory = await self._thread.run(partial(stack, [running.memory for running in batch]))
+        length = batch[0].prompt
+        computed = length + new_tokens - 1  # nothing follows the last token, so it is never fed
+        for _ in range(new_tokens - 1):
+            latest = [running.tokens[-1] for running in batch]
+            logits = await self._thread.run(partial(decode, self._thread.model, memory, latest, length))
+            length += 1
+            for running, token in zip(batch, logits.argmax(-1).tolist(), strict=True):
+                running.tokens.append(token)
+            if self._store is not None and length == self._store.whole_pages(computed):
+                await self._publish_turns(self._store, batch, memory, length)
+
+    @staticmethod
+    async def _publish_turns(
+        store: PrefixStore, batch: Sequence[_Running], memory: DynamicCache, length: int
+    ) -> None:
+        """Publish what every sequence of a batch has computed in `length` tokens.
+
+        Each is a request of its own, for the prefix may have been evicted since the prompt was served.
+        What is lost altogether is still in the model's memory, and published again.
+        """
+        for row, running in enumerate(batch):
+            async with store.request(running.tokens) as request:
+                await store.load(request)
+                await store.publish(request, memory, length, row=row)
+
+
+class PrefixStore:
+    """A `HybridCache` whose pages are read from, and written to, the model's own memory."""
+
+    def __init__(self, thread: ModelThread, cache: HybridCache) -> None:
+        self._thread = thread
+        self._cache = cache
+        self._page_size = cache.spec.page_size
+        self._pages = cache.spec.pools[0].name
+        self._state = next((pool.name for pool in cache.spec.pools if not pool.per_token), None)
+        memory = {
+            pool.name: {tensor.name: cache.device_tensor(pool.name, tensor.name) for tensor in pool.tensors}
+            for pool in cache.spec.pools
+        }
+        self._pools = PoolMap(cache.spec, memory)
+
+    def request(self, tokens: Sequence[int]) -> Request:
+        return self._cache.request(tokens)
+
+    def whole_pages(self, length: int) -> int:
+        """`length` down to whole pages."""
+        return length // self._page_size * self._page_size
+
+    async def load(self, request: Request) -> None:
+        """Bring what the cache knows to device pages, from wherever it is."""
+        await request.prefetch()
+        await request.load()
+
+    async def restore(self, request: Request) -> DynamicCache:
+        """Model memory that holds the `request.hit.tokens` tokens that the cache knows."""
+        await self.load(request)
+        tokens = request.hit.tokens
+        state = request.state(self._state) if self._state is not None and tokens else None
+        slots = request.pages(self._pages)
+        return await self._thread.run(
+            partial(restore, self._thread.config, self._pools, slots, tokens, state)
+        )
+
+    async def publish(self, request: Request, memory: DynamicCache, length: int, *, row: int = 0) -> None:
+        """Copy from the model's memory what the request has no pages for yet, and hand it to the cache.
+
+        Args:
+            request: loaded; what was published for it before were whole pages.
+            memory: holds `length` tokens.
+            length: if it is whole pages, the states are published too; if not, this is the last time.
+            row: which sequence of `memory`.
+        """
+        first = len(request.pages(self._pages))
+        missing = length - first * self._page_size
+        if missing <= 0:
+            return
+        try:
+            slots = (await request.reserve(missing))[self._pages]
+        except CapacityError:
+            return  # a cache that is full costs later hits, not this request
+        whole = slots[: missing // self._page_size]
+        await self._thread.run(partial(self._write, request, memory, first, whole, row))
+        await request.checkpoint(length)  # the working state may be overwritten after that
+
+    def _write(
+        self, request: Request, memory: DynamicCache, first_page: int, slots: list[int], row: int
+    ) -> None:
+        write_pages(memory, self._pools, first_page, slots, row=row)
+        if self._state is not None and memory.get_seq_length() % self._page_size == 0:
+            write_states(memory, self._pools, request.state(self._state), row=row)
+
+
+def _milliseconds_since(start: float) -> float:
+    return (time.perf_counter() - start) * 1e3

@@ -1,0 +1,88 @@
+"""Conversations of many rounds: how much of each prompt is served from the cache?
+
+After SGLang's `benchmark/hicache/bench_multiturn.py --disable-random-sample`, with clients in a fixed
+order: every round, each of them sends its whole history and new request tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.synthetic import Transcript, draw_tokens
+from asynchicache.bench.tally import HitReport, Limit, Progress, Tally
+from asynchicache.bench.turns import Sizes, open_runner
+from asynchicache.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MultiturnOptions:
+    """The flags of `bench multiturn`; lengths are in tokens."""
+
+    num_clients: int = option(10, "conversations", minimum=1)
+    num_rounds: int = option(12, "turns of each conversation", minimum=1)
+    request_length: int = option(1024, "new prompt tokens of a turn", minimum=1)
+    output_length: int = option(1024, "tokens generated in a turn", minimum=1)
+    page_size: int = option(64, "tokens of a page", minimum=1)
+    checkpoint_interval: int = option(256, "tokens between positions where a state can be kept", minimum=1)
+    mamba_slots: int = option(6, "states that the device holds", minimum=3)
+    host_ratio: float = option(2.0, "host slots for each device slot", minimum=0)
+    offload_mamba: bool = option(True, "let states leave the device for host memory and storage")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+        if self.checkpoint_interval % self.page_size:
+            raise ConfigError(
+                f"--checkpoint-interval {self.checkpoint_interval}: "
+                f"must be a multiple of --page-size {self.page_size}"
+            )
+
+    def prompt(self, round_: int) -> int:
+        """Tokens of the prompt of round `round_`."""
+        return self._history(round_) + self.request_length
+
+    def kept(self, round_: int) -> int:
+        """Tokens of that prompt that can be restored at best.
+
+        The last token of a history was never computed; before it, the last multiple of the checkpoint
+        interval has a state.
+        """
+        computed = max(self._history(round_) - 1, 0)
+        return computed // self.checkpoint_interval * self.checkpoint_interval
+
+    def _history(self, round_: int) -> int:
+        return round_ * (self.request_length + self.output_length)
+
+    @property
+    def pages(self) -> int:
+        """Pages of all conversations at their end."""
+        return self.num_clients * -(-self._history(self.num_rounds) // self.page_size)
+
+
+def ceiling(options: MultiturnOptions) -> Fraction:
+    """The hit rate if nothing is ever lost."""
+    rounds = range(options.num_rounds)
+    return Fraction(sum(map(options.kept, rounds)), sum(map(options.prompt, rounds)))
+
+
+async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitReport:
+    """Play all turns, on a device that copies at once and storage in memory.
+
+    Raises:
+        CapacityError: a conversation, or its states, does not fit on the device.
+    """
+    rng = random.Random(options.seed)
+    turns = options.num_clients * options.num_rounds
+    sizes = Sizes(options.pages, options.mamba_slots, options.host_ratio, options.offload_mamba)
+    histories = [Transcript(options.page_size) for _ in range(options.num_clients)]
+    async with open_runner(options.page_size, sizes, options.checkpoint_interval) as runner:
+        tally = Tally(options.num_rounds, turns, progress)
+        for number in range(turns):
+            round_, client = divmod(number, options.num_clients)
+            prompt = draw_tokens(rng, number, options.request_length)
+            output = draw_tokens(rng, number, options.output_length)
+            tally.add(round_, await runner.run(histories[client], prompt, output))
+        return tally.report(Limit("ceiling", float(ceiling(options))), runner.problems())

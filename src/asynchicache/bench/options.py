@@ -1,0 +1,75 @@
+"""Options of benches: dataclasses whose fields carry what the command line says about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+
+from asynchicache.errors import ConfigError
+
+T = TypeVar("T", bool, int, float, str)
+Value: TypeAlias = bool | int | float | str
+
+
+class Options(Protocol):
+    """A frozen dataclass; every field that can be set from outside is made by `option`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class Setting(NamedTuple):
+    """One field that can be set from outside.
+
+    Attributes:
+        name: of the field; `flag` is its name on the command line.
+        default: its value if nobody says otherwise; its type is the field's.
+        help: one line for people.
+        minimum: the least value that means something, or None.
+        choices: the values that there are; empty if the type alone decides.
+    """
+
+    name: str
+    default: Value
+    help: str
+    minimum: int | None
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def option(
+    default: T,
+    help: str,  # noqa: A002  argparse's own word
+    *,
+    minimum: int | None = None,
+    choices: Iterable[str] = (),
+) -> T:
+    """A dataclass field that can be set from outside; see `Setting`.
+
+    Returns:
+        a `dataclasses.Field`, typed as its default so that the dataclass reads as usual.
+    """
+    metadata = {"help": help, "minimum": minimum, "choices": tuple(choices)}
+    return field(default=default, metadata=metadata)
+
+
+def settings(kind: type[Options]) -> list[Setting]:
+    """What of `kind` can be set from outside, in the order of its fields."""
+    found = [f for f in fields(kind) if "help" in f.metadata]
+    return [Setting(f.name, cast("Value", f.default), **f.metadata) for f in found]
+
+
+def check_minimums(options: Options) -> None:
+    """Refuse values below their minimum; for `__post_init__`.
+
+    Raises:
+        ConfigError: names the flag, the value and the rule.
+    """
+    for setting in settings(type(options)):
+        value = getattr(options, setting.name)
+        if setting.minimum is not None and not setting.minimum <= value < math.inf:
+            raise ConfigError(f"{setting.flag} {value}: must be a number, at least {setting.minimum}")

@@ -1,0 +1,78 @@
+"""Groups of prompts that begin with the same system prompt: does only the first one pay for it?
+
+After SGLang's `bench_serving --dataset-name generated-shared-prefix`, one turn a prompt, in a fixed
+order: the first prompt of every group, then the second of every group, and so on.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.synthetic import Transcript, draw_tokens
+from asynchicache.bench.tally import HitReport, Limit, Progress, Tally
+from asynchicache.bench.turns import Sizes, open_runner
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixOptions:
+    """The flags of `bench shared-prefix`; lengths are in tokens."""
+
+    gsp_num_groups: int = option(64, "system prompts", minimum=1)
+    gsp_prompts_per_group: int = option(16, "prompts that share one", minimum=1)
+    gsp_system_prompt_len: int = option(2048, "tokens of a system prompt", minimum=1)
+    gsp_question_len: int = option(128, "tokens of a question", minimum=1)
+    gsp_output_len: int = option(256, "tokens generated for a question", minimum=1)
+    page_size: int = option(64, "tokens of a page", minimum=1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+    @property
+    def shared(self) -> int:
+        """Tokens of a system prompt that are whole pages."""
+        return self.gsp_system_prompt_len // self.page_size * self.page_size
+
+    @property
+    def prompts(self) -> int:
+        return self.gsp_num_groups * self.gsp_prompts_per_group
+
+    @property
+    def sizes(self) -> Sizes:
+        """Room for every page, and for three states a prompt: of the system prompt, at the end of the
+        question, at the end of the output."""
+        tokens = self.gsp_system_prompt_len + self.gsp_question_len + self.gsp_output_len
+        pages = -(-tokens // self.page_size)
+        return Sizes(self.prompts * pages, 3 * self.prompts + 2)
+
+
+def ideal_hit_rate(options: SharedPrefixOptions) -> Fraction:
+    """Of every group, all prompts but the first find the whole pages of the system prompt."""
+    prompts = options.gsp_prompts_per_group
+    length = options.gsp_system_prompt_len + options.gsp_question_len
+    return Fraction(prompts - 1, prompts) * Fraction(options.shared, length)
+
+
+async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) -> HitReport:
+    """Serve all prompts, on a device that copies at once and storage in memory.
+
+    A state is kept where the system prompt ends, as a server does that knows its chat template: a
+    recurrent state exists only where a forward stopped, and nothing else says so before the second
+    prompt of a group arrives.
+    """
+    rng = random.Random(options.seed)
+    systems = [draw_tokens(rng, n, options.gsp_system_prompt_len) for n in range(options.gsp_num_groups)]
+    async with open_runner(options.page_size, options.sizes, options.page_size) as runner:
+        tally = Tally(options.gsp_prompts_per_group, options.prompts, progress)
+        for number in range(options.prompts):
+            round_, group = divmod(number, options.gsp_num_groups)
+            question = draw_tokens(rng, number, options.gsp_question_len)
+            output = draw_tokens(rng, number, options.gsp_output_len)
+            prompt = systems[group] + question
+            turn = await runner.run(Transcript(options.page_size), prompt, output, marks=[options.shared])
+            tally.add(round_, turn)
+        limit = Limit("ideal_hit_rate", float(ideal_hit_rate(options)))
+        return tally.report(limit, runner.problems())

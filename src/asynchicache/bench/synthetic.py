@@ -1,0 +1,115 @@
+"""Pools without a model, and the bytes that belong in them.
+
+What a page must contain follows from its digest alone, so whoever is given a page can tell whether
+it is the right one: `bytes = f(page digest, pool, tensor, layer)`.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asynchicache.hashing import page_digests
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.types import trailing_pages
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+DIGEST_BYTES = 32
+VOCABULARY = 151_936
+"""Of the Qwen tokenizers, so that token ids look like those of real traffic."""
+
+
+def synthetic_spec(page_size: int) -> ModelSpec:
+    """A hybrid model of two attention layers and two recurrent ones, with a few bytes each.
+
+    A token costs four bytes and a state 64: a bench holds a hundred thousand tokens in little memory,
+    and what it measures is the cache, not the copying.
+    """
+    keys = TensorSpec("keys", (1, 3), (1,), "uint8")
+    values = TensorSpec("values", (1, 3), (1,), "uint8")
+    state = TensorSpec("recurrent", (0, 2), (DIGEST_BYTES,), "uint8")
+    pools = (
+        PoolSpec("kv", (keys, values)),
+        PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False),
+    )
+    return ModelSpec("synthetic", page_size, 4, pools)
+
+
+class Transcript:
+    """The tokens of one conversation so far, with the digests of their whole pages."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self.tokens: array[int] = array("q")
+        self.digests: list[bytes] = []
+
+    def extend(self, tokens: array[int]) -> None:
+        self.tokens.extend(tokens)
+        done = len(self.digests)
+        rest = memoryview(self.tokens)[done * self._page_size :]
+        self.digests += page_digests(rest, self._page_size, self.digests[-1] if done else b"")
+
+
+def draw_tokens(rng: random.Random, index: int, count: int) -> array[int]:
+    """`count` ids that count up, modulo the vocabulary, from `index` and an offset drawn from `rng`.
+
+    The synthetic prompts of SGLang's `bench_multiturn.py --disable-random-sample`: cheap to make,
+    and two of them share a page only if they share their start.
+    """
+    start = rng.randrange(VOCABULARY) + index
+    ids = array("q")
+    ids.frombytes(((np.arange(count, dtype=np.int64) + start) % VOCABULARY).tobytes())
+    return ids
+
+
+class ByteOracle:
+    """Writes the bytes that belong in slots, and counts the slots that hold others."""
+
+    def __init__(self, spec: ModelSpec, tensor: Callable[[str, str], torch.Tensor]) -> None:
+        """`tensor(pool, name)`: the device tensor, contiguous, on the CPU, `[layers, slots, ...]`."""
+        self._parts = {
+            pool.name: [_Part(pool, known, tensor(pool.name, known.name)) for known in pool.tensors]
+            for pool in spec.pools
+        }
+
+    def write(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Fill `slots[i]` with what the page (or state) of `digests[i]` consists of."""
+        if slots:
+            for part in self._parts[pool]:
+                part.content[:, slots] = part.expected(digests)
+
+    def count_wrong(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> int:
+        """How many of `slots` differ in a byte from what `digests` demand."""
+        if not slots:
+            return 0
+        wrong = np.zeros(len(slots), dtype=bool)
+        for part in self._parts[pool]:
+            wrong |= (part.content[:, slots] != part.expected(digests)).any(axis=(0, 2))
+        return int(wrong.sum())
+
+
+class _Part:
+    """One tensor of one pool, as bytes `[layers, slots, item]`."""
+
+    def __init__(self, pool: PoolSpec, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        layers, slots = tensor.shape[:2]
+        self.content: Bytes = tensor.view(torch.uint8).view(layers, slots, -1).numpy()
+        self._columns = np.arange(self.content.shape[2]) % DIGEST_BYTES
+        salts = [sha256(f"{pool.name}/{spec.name}/{layer}".encode()).digest() for layer in spec.layers]
+        self._salts = _rows(salts)[:, None, self._columns]  # [layers, 1, item]
+
+    def expected(self, digests: Sequence[bytes]) -> Bytes:
+        """`[layers, pages, item]`."""
+        return _rows(digests)[None, :, self._columns] ^ self._salts
+
+
+def _rows(digests: Sequence[bytes]) -> Bytes:
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), DIGEST_BYTES)

@@ -1,0 +1,141 @@
+"""What a run of turns got from the cache, in the keys that every bench of hits reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from asynchicache.types import Tier
+
+Progress = Callable[[int, int], None]
+"""Told how many turns are done, and how many there are."""
+
+
+class Turn(NamedTuple):
+    """One turn.
+
+    Attributes:
+        prompt_tokens, hit_tokens: of the prompt, and what of it the cache served.
+        by_tier: the served tokens at the farthest tier that any of their pools came from.
+        verified, wrong: pages and states that were compared byte by byte, and those that differed.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    by_tier: Mapping[Tier, int]
+    verified: int
+    wrong: int
+
+
+class Limit(NamedTuple):
+    """The best hit rate that there can be, and the key that it is reported under."""
+
+    key: str
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class HitReport:
+    """What a bench found.
+
+    Attributes:
+        hit_rate: the share of prompt tokens served from the cache.
+        round_rates: the same of each round.
+        limit: what it could have been at best.
+        tokens_by_tier: served tokens at the farthest tier that any of their pools came from.
+        turns, turns_s: how many, and how many a second, checking included.
+        verified_pages, wrong_pages: pages and states compared byte by byte, and those that differed.
+        problems: what the cache's own check found at the end.
+    """
+
+    hit_rate: float
+    round_rates: Sequence[float]
+    limit: Limit
+    tokens_by_tier: Mapping[str, int]
+    turns: int
+    turns_s: float
+    verified_pages: int
+    wrong_pages: int
+    problems: Sequence[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong_pages and not self.problems
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "hit_rate": self.hit_rate,
+            self.limit.key: self.limit.hit_rate,
+            "rounds": [{"hit_rate": rate} for rate in self.round_rates],
+            "tokens_by_tier": dict(self.tokens_by_tier),
+            "turns": self.turns,
+            "turns_s": self.turns_s,
+            "verified_pages": self.verified_pages,
+            "wrong_pages": self.wrong_pages,
+            "problems": list(self.problems),
+        }
+
+    def present(self, title: str) -> RenderableType:
+        rounds = Table(title=title)
+        rounds.add_column("round", justify="right")
+        rounds.add_column("hit rate", justify="right")
+        for number, rate in enumerate(self.round_rates):
+            rounds.add_row(str(number), f"{rate:.2%}")
+        return Group(rounds, self._summary())
+
+    def _summary(self) -> Table:
+        table = Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("hit rate", f"{self.hit_rate:.4%}")
+        table.add_row(self.limit.key.replace("_", " "), f"{self.limit.hit_rate:.4%}")
+        for tier, tokens in self.tokens_by_tier.items():
+            table.add_row(f"tokens from {tier}", f"{tokens:,}")
+        table.add_row("turns/s", f"{self.turns_s:,.0f}")
+        table.add_row("pages and states verified", f"{self.verified_pages:,}")
+        table.add_row("wrong", f"{self.wrong_pages:,}")
+        for problem in self.problems:
+            table.add_row("problem", problem)
+        return table
+
+
+class Tally:
+    """Adds up turns, and tells how far it is."""
+
+    def __init__(self, rounds: int, turns: int, progress: Progress) -> None:
+        self._prompt = [0] * rounds
+        self._hit = [0] * rounds
+        self._by_tier = dict.fromkeys(Tier, 0)
+        self._verified = self._wrong = self._done = 0
+        self._turns = turns
+        self._progress = progress
+        self._started = time.perf_counter()
+
+    def add(self, round_: int, turn: Turn) -> None:
+        self._prompt[round_] += turn.prompt_tokens
+        self._hit[round_] += turn.hit_tokens
+        for tier, tokens in turn.by_tier.items():
+            self._by_tier[tier] += tokens
+        self._verified += turn.verified
+        self._wrong += turn.wrong
+        self._done += 1
+        self._progress(self._done, self._turns)
+
+    def report(self, limit: Limit, problems: Sequence[str]) -> HitReport:
+        """What all turns so far come to."""
+        return HitReport(
+            hit_rate=sum(self._hit) / sum(self._prompt),
+            round_rates=[hit / prompt for hit, prompt in zip(self._hit, self._prompt, strict=True)],
+            limit=limit,
+            tokens_by_tier={tier.name.lower(): tokens for tier, tokens in self._by_tier.items()},
+            turns=self._done,
+            turns_s=self._done / (time.perf_counter() - self._started),
+            verified_pages=self._verified,
+            wrong_pages=self._wrong,
+            problems=problems,
+        )

@@ -1,0 +1,131 @@
+"""The commands as data: words, flags, and what runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from asynchicache.bench import tree, workload
+from asynchicache.bench.demo.options import DemoOptions
+from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
+from asynchicache.bench.options import Options, option
+from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
+from asynchicache.cli import demo, doctor
+from asynchicache.cli.output import Outcome, Output
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+class AnyCommand(Protocol):
+    """A command, whatever its options are."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Its words on the command line."""
+        ...
+
+    @property
+    def help(self) -> str: ...
+
+    @property
+    def options(self) -> type[Options]: ...
+
+    def execute(self, values: Mapping[str, object], output: Output) -> Outcome:
+        """Run with options made of `values`.
+
+        Raises:
+            UsageError: a value is outside its rule.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Command(Generic[OptionsT]):
+    """One command: its words, a line of help, its options, and what runs it."""
+
+    path: tuple[str, ...]
+    help: str
+    options: type[OptionsT]
+    run: Callable[[OptionsT, Output], Outcome]
+
+    def execute(self, values: Mapping[str, object], output: Output) -> Outcome:
+        return self.run(self.options(**values), output)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOptions:
+    """The flags of `bench tree`."""
+
+    scenario: str = option("chat", "what is played", choices=workload.SCENARIOS)
+    page_size: int = option(64, "tokens of a page")
+    fill: str = option("fit", "whether all that is computed fits, or half of it", choices=tree.FILLS)
+    window: int = option(1024, "tokens of the sliding window")
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """`doctor` takes no flags of its own."""
+
+    seed: int = 0
+
+
+def _multiturn(options: MultiturnOptions, output: Output) -> Outcome:
+    with output.bar("turns") as advance:
+        report = asyncio.run(run_multiturn(options, advance))
+    return Outcome(report.as_json(), report.present("multiturn"), report.ok)
+
+
+def _shared_prefix(options: SharedPrefixOptions, output: Output) -> Outcome:
+    with output.bar("prompts") as advance:
+        report = asyncio.run(run_shared_prefix(options, advance))
+    return Outcome(report.as_json(), report.present("shared prefix"), report.ok)
+
+
+def _tree(options: TreeOptions, output: Output) -> Outcome:
+    with output.console.status(f"tree, {options.scenario}"):
+        result = tree.run_tree(
+            options.scenario, options.page_size, options.fill, options.window, options.seed
+        )
+    return Outcome(result, tree.present(result))
+
+
+def _doctor(options: DoctorOptions, output: Output) -> Outcome:
+    checks = doctor.checks()
+    return Outcome({"checks": [check._asdict() for check in checks]}, doctor.present(checks))
+
+
+COMMANDS: tuple[AnyCommand, ...] = (
+    Command[DemoOptions](
+        ("demo",),
+        "serve a small hybrid model four ways, and write a report that compares them",
+        DemoOptions,
+        demo.run,
+    ),
+    Command[MultiturnOptions](
+        ("bench", "multiturn"),
+        "conversations of many rounds: how much of each prompt is served from the cache",
+        MultiturnOptions,
+        _multiturn,
+    ),
+    Command[SharedPrefixOptions](
+        ("bench", "shared-prefix"),
+        "groups of prompts with a common beginning: does only the first one pay for it",
+        SharedPrefixOptions,
+        _shared_prefix,
+    ),
+    Command[TreeOptions](
+        ("bench", "tree"),
+        "turns of a chat through the tree alone: how fast it matches and inserts",
+        TreeOptions,
+        _tree,
+    ),
+    Command[DoctorOptions](
+        ("doctor",),
+        "what this machine has for the cache to use",
+        DoctorOptions,
+        _doctor,
+    ),
+)

@@ -1,0 +1,82 @@
+"""`asynchicache demo`: progress while it runs, tables at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from rich.box import SIMPLE
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.progress import Progress, TaskID, TextColumn
+from rich.table import Table
+
+from asynchicache.bench.demo.modes import MODES
+from asynchicache.bench.demo.options import DemoOptions
+from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
+from asynchicache.cli.output import Outcome, Output
+from asynchicache.errors import ConfigError
+
+
+def run(options: DemoOptions, output: Output) -> Outcome:
+    """Run the demo.
+
+    Raises:
+        ConfigError: an optional dependency is missing; says how to get it.
+    """
+    try:
+        from transformers.utils.logging import set_verbosity_error
+
+        from asynchicache.bench.demo.run import run_demo
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the demo needs {error.name}: pip install 'asynchicache[demo]'") from error
+    set_verbosity_error()  # that fused kernels are missing on a CPU is no news here
+    with output.progress(TextColumn("{task.fields[note]}")) as progress:
+        result = asyncio.run(run_demo(options, LiveWatcher(progress, options.num_rounds)))
+    return Outcome(result.as_json(), present(result), not result.violations)
+
+
+class LiveWatcher:
+    """One bar a mode, with what its last round came to."""
+
+    def __init__(self, progress: Progress, rounds: int) -> None:
+        self._progress = progress
+        self._bars: Mapping[str, TaskID] = {
+            mode.name: progress.add_task(mode.name, total=rounds, note="") for mode in MODES
+        }
+
+    def round_served(self, mode: str, served: Sequence[Served]) -> None:
+        hit_rate = sum(one.hit_tokens for one in served) / sum(one.prompt_tokens for one in served)
+        note = f"hit rate {hit_rate:4.0%}, first token {fmean(one.ttft_ms for one in served):6.1f} ms"
+        self._progress.update(self._bars[mode], advance=1, note=note)
+
+
+def present(result: DemoResult) -> RenderableType:
+    """A table for each mode, one that compares them, and what was violated."""
+    tables = Columns([_rounds_table(name, mode) for name, mode in result.modes.items()])
+    problems = [f"[red]violated:[/red] {violation}" for violation in result.violations]
+    return Group(tables, _comparison(result), *problems, f"report: {result.report}")
+
+
+def _rounds_table(name: str, mode: ModeResult) -> Table:
+    table = Table(title=name, box=SIMPLE)
+    for heading in ("", "hits", "TTFT, ms"):
+        table.add_column(heading, justify="right")
+    for number, round_ in enumerate(mode.rounds):
+        table.add_row(str(number), f"{round_.hit_rate:.1%}", f"{round_.ttft_ms:.1f}")
+    return table
+
+
+def _comparison(result: DemoResult) -> Table:
+    table = Table(title=f"{result.model}\n{result.workload}", box=SIMPLE)
+    headings = ("mode", "hits", "p50, ms", "p90, ms", "device", "host", "storage", "equal")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for name, mode in result.modes.items():
+        tiers = [f"{tokens:,}" for tokens in mode.tokens_by_tier.values()]
+        times = f"{mode.ttft_p50:.1f}", f"{mode.ttft_p90:.1f}"
+        equal = "yes" if mode.tokens_equal else "[red]no[/red]"
+        table.add_row(name, f"{mode.hit_rate:.2%}", *times, *tiers, equal)
+    table.add_row("ceiling", f"{float(result.ceiling):.2%}")
+    return table

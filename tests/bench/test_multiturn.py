@@ -1,0 +1,100 @@
+"""`bench multiturn` serves exactly what can be served, and sees wrong bytes."""
+
+import asyncio
+from fractions import Fraction
+
+import pytest
+
+from asynchicache.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
+from asynchicache.bench.synthetic import ByteOracle
+from asynchicache.bench.tally import HitReport
+from asynchicache.errors import ConfigError
+
+
+def run(**flags: int | float | bool) -> HitReport:
+    return asyncio.run(run_multiturn(MultiturnOptions(**flags), lambda done, turns: None))
+
+
+def test_ten_clients_of_twelve_rounds_reach_the_ceiling() -> None:
+    report = run(num_clients=10, num_rounds=12, checkpoint_interval=256, mamba_slots=6, host_ratio=2)
+
+    assert report.ok
+    assert Fraction(report.hit_rate).limit_denominator(10_000) == Fraction(517, 576)
+    expected = [0, 0.583333, 0.75, 0.821429, 0.861111, 0.886364, 0.903846]
+    assert report.round_rates[:7] == pytest.approx(expected, abs=1e-6)
+    assert report.turns == 120
+    assert report.verified_pages == 10 * sum(r * 32 - 4 + 1 for r in range(1, 12))
+    assert sum(report.tokens_by_tier.values()) == 10 * sum(r * 2048 - 256 for r in range(1, 12))
+
+
+def test_a_finer_grid_of_checkpoints_keeps_more() -> None:
+    report = run(checkpoint_interval=64)
+
+    assert report.ok
+    assert report.hit_rate == pytest.approx(0.911892, abs=1e-6)
+
+
+def test_states_that_stay_on_the_device_are_lost_when_it_is_full() -> None:
+    report = run(offload_mamba=False)
+
+    assert report.ok
+    assert report.hit_rate <= 0.5385
+
+
+def test_states_that_all_fit_on_the_device_need_no_other_tier() -> None:
+    report = run(num_clients=3, num_rounds=4, mamba_slots=40, offload_mamba=False)
+
+    assert report.hit_rate == float(report.limit.hit_rate)
+    assert report.tokens_by_tier["host"] == report.tokens_by_tier["storage"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        ({}, Fraction(517, 576)),
+        ({"checkpoint_interval": 64}, Fraction(2101, 2304)),
+        ({"num_rounds": 1}, Fraction(0)),
+        (
+            {"output_length": 1, "request_length": 64, "num_rounds": 2, "checkpoint_interval": 64},
+            Fraction(64, 193),
+        ),
+    ],
+)
+def test_ceiling(flags: dict[str, int], rate: Fraction) -> None:
+    assert ceiling(MultiturnOptions(**flags)) == rate
+
+
+def test_lengths_need_not_be_whole_pages() -> None:
+    flags = {"num_clients": 3, "num_rounds": 5, "request_length": 100, "output_length": 77}
+    report = run(**flags, page_size=16, checkpoint_interval=32)
+
+    assert report.ok
+    assert report.hit_rate == pytest.approx(float(report.limit.hit_rate))
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    first, again = (run(num_clients=4, num_rounds=4, seed=5) for _ in range(2))
+
+    assert (first.hit_rate, first.tokens_by_tier) == (again.hit_rate, again.tokens_by_tier)
+
+
+def test_wrong_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ByteOracle.write
+
+    def spoil_states(self: ByteOracle, pool: str, slots: list[int], digests: list[bytes]) -> None:
+        write(self, pool, slots, [bytes(32)] * len(slots) if pool == "mamba" else digests)
+
+    monkeypatch.setattr(ByteOracle, "write", spoil_states)
+    report = run(num_clients=2, num_rounds=3)
+
+    assert report.wrong_pages == 4  # one state a turn, from the second round on
+    assert not report.ok
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"num_clients": 0}, {"mamba_slots": 2}, {"checkpoint_interval": 65}, {"host_ratio": float("nan")}],
+)
+def test_values_outside_their_rule_are_refused(flags: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="--" + next(iter(flags)).replace("_", "-")):
+        MultiturnOptions(**flags)

@@ -1,0 +1,176 @@
+"""The command line's contract: keys, exit codes, and nothing but JSON on standard output for `-`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynchicache.cli import commands
+from asynchicache.cli.main import build_parser, main
+from asynchicache.cli.output import Outcome
+
+SMALL = {
+    "multiturn": [
+        "--num-clients",
+        "2",
+        "--num-rounds",
+        "3",
+        "--request-length",
+        "128",
+        "--output-length",
+        "128",
+    ],
+    "shared-prefix": [
+        "--gsp-num-groups",
+        "2",
+        "--gsp-prompts-per-group",
+        "3",
+        "--gsp-system-prompt-len",
+        "128",
+    ],
+    "tree": ["--scenario", "tiny"],
+}
+KEYS = {
+    "multiturn": {"hit_rate", "rounds", "tokens_by_tier", "turns_s", "verified_pages"},
+    "shared-prefix": {"hit_rate", "rounds", "tokens_by_tier", "ideal_hit_rate"},
+    "tree": {"sets"},
+}
+
+
+@pytest.mark.parametrize("bench", SMALL)
+def test_a_bench_writes_its_keys(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["bench", bench, *SMALL[bench], "--seed", "3", "--json", "-"])
+
+    result = json.loads(capsys.readouterr().out)  # nothing else is there
+    assert code == 0
+    assert result.keys() >= KEYS[bench]
+
+
+@pytest.mark.parametrize("bench", ["multiturn", "shared-prefix"])
+def test_hits_are_told_by_round_and_tier(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bench", bench, *SMALL[bench], "--json", "-"])
+
+    result = json.loads(capsys.readouterr().out)
+    assert result["tokens_by_tier"].keys() == {"device", "host", "storage"}
+    assert len(result["rounds"]) == 3
+    assert all(0 <= round_["hit_rate"] <= 1 for round_ in result["rounds"])
+
+
+def test_a_file_gets_the_json_and_people_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    code = main(["bench", "multiturn", *SMALL["multiturn"], "--json", str(file)])
+
+    captured = capsys.readouterr()
+    assert code == 0
+    assert json.loads(file.read_text())["hit_rate"] > 0
+    assert "hit rate" in captured.out
+    assert "{" not in captured.out
+
+
+def test_doctor_lists_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json", "-"])
+
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert all(check.keys() == {"name", "ok", "detail"} for check in result["checks"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "COMMAND"),
+        (["bench"], "BENCH"),
+        (["fly"], "fly"),
+        (["bench", "multiturn", "--num-clients", "many"], "many"),
+        (["bench", "multiturn", "--num-clients", "0"], "--num-clients"),
+        (["bench", "multiturn", "--checkpoint-interval", "100"], "--checkpoint-interval"),
+        (["bench", "multiturn", "--host-ratio", "nan"], "--host-ratio"),
+        (["bench", "tree", "--scenario", "moon"], "moon"),
+        (["bench", "tree", "--page-size", "0"], "0"),
+        (["bench", "multiturn", "--json", "no/such/folder/file.json"], "no/such/folder"),
+        (["demo", "--num-rounds", "-1"], "--num-rounds"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_are_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["demo", "--help"], ["--version"]])
+def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    assert caught.value.code == 0
+    assert capsys.readouterr().out
+
+
+def test_every_command_takes_json_and_seed() -> None:
+    parser = build_parser()
+    for command in commands.COMMANDS:
+        values = parser.parse_args([*command.path, "--json", "-", "--seed", "7"])
+        assert (values.json, values.seed) == ("-", 7)
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_a_violation_exits_with_1(
+    ok: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Outcome({"answer": 42}, "a table", ok)
+    command = commands.Command(
+        ("doctor",), "says so", commands.DoctorOptions, lambda options, output: outcome
+    )
+    monkeypatch.setattr("asynchicache.cli.main.COMMANDS", (command,))
+
+    assert main(["doctor", "--json", "-"]) == code
+    assert json.loads(capsys.readouterr().out) == {"answer": 42}
+
+
+def test_what_cannot_be_done_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "gone" / "result.json"
+    target.parent.mkdir()
+    outcome = Outcome({}, "a table")
+
+    def remove_folder(options: commands.DoctorOptions, output: object) -> Outcome:
+        target.parent.rmdir()
+        return outcome
+
+    command = commands.Command(("doctor",), "says so", commands.DoctorOptions, remove_folder)
+    monkeypatch.setattr("asynchicache.cli.main.COMMANDS", (command,))
+
+    assert main(["doctor", "--json", str(target)]) == 1
+    assert "result.json" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_quiet() -> None:
+    """A real process and a real signal, as from a person, while the turns run."""
+    arguments = ["-m", "asynchicache.cli.main", "bench", "multiturn", "--num-rounds", "1000", "--json", "-"]
+    with subprocess.Popen(
+        [sys.executable, *arguments, "--request-length", "16", "--output-length", "16", "--page-size", "16",
+         "--checkpoint-interval", "16"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"FORCE_COLOR": "1"},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        seen = ""
+        while "/10000" not in seen:
+            seen += process.stderr.read(1) or pytest.fail(f"it ended by itself: {seen}")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in seen + err

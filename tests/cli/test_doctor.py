@@ -1,0 +1,123 @@
+"""What `doctor` says of this machine, and of machines that lack something."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from asynchicache.cli import doctor
+from asynchicache.config import BACKEND_GROUP
+
+NAMES = ["torch", "triton", "device", "pinning", "O_DIRECT", "memory limits", "engines"]
+
+
+def engine(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, BACKEND_GROUP)
+
+
+def machine(root: Path, available_kb: int, limit: str) -> Path:
+    """A made-up `proc` and `sys`, with one control group that uses 1 MiB."""
+    files = {
+        "proc/meminfo": f"MemAvailable: {available_kb} kB\n",
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": f"{limit}\n",
+        "sys/fs/cgroup/memory.current": f"{1 << 20}\n",
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_everything_is_looked_at_and_shown(tmp_path: Path) -> None:
+    checks = doctor.checks(tmp_path)
+    console = Console(width=200)
+
+    with console.capture() as capture:
+        console.print(doctor.present(checks))
+
+    assert [check.name for check in checks] == NAMES
+    assert all(check.name in capture.get() and check.detail for check in checks)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_a_gpu_is_in_order() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+
+    assert doctor.check_device().ok
+    assert doctor.check_pinning() == ("pinning", True, "not needed without a CUDA device")
+
+
+def test_a_folder_that_is_not_there_has_no_o_direct(tmp_path: Path) -> None:
+    check = doctor.check_o_direct(tmp_path / "absent")
+
+    assert not check.ok
+    assert "No such file" in check.detail
+
+
+def test_direct_io_is_tried_in_the_folder(tmp_path: Path) -> None:
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        supported = False
+    else:
+        supported = True
+
+    assert doctor.check_o_direct(tmp_path).ok == supported
+
+
+def test_words_in_brackets_are_shown_as_they_are() -> None:
+    console = Console(width=80)
+
+    with console.capture() as capture:
+        console.print(doctor.present([doctor.Check("device", False, "[Errno 5] broken")]))
+
+    assert "[Errno 5] broken" in capture.get()
+
+
+@pytest.mark.parametrize(
+    ("available_kb", "limit", "ok", "detail"),
+    [
+        (8 << 20, "max", True, "8.0 GiB available, no control group limits it"),
+        (8 << 20, str(1 << 29), False, "0.5 GiB available, limit 0.5 GiB"),
+        (1 << 19, "max", False, "0.5 GiB available, no control group limits it"),
+    ],
+)
+def test_memory_is_what_machine_and_control_groups_leave(
+    tmp_path: Path, available_kb: int, limit: str, ok: bool, detail: str
+) -> None:
+    assert doctor.check_memory_limits(machine(tmp_path, available_kb, limit)) == (
+        "memory limits",
+        ok,
+        detail,
+    )
+
+
+def test_an_engine_without_its_client_is_named_and_excused() -> None:
+    entries = [engine("memory", "json:dumps"), engine("file", "json:loads"), engine("far", "absent_client:f")]
+
+    check = doctor.check_engines(entries)
+
+    assert check == ("engines", True, "file, memory, far (unusable: No module named 'absent_client')")
+
+
+@pytest.mark.parametrize("value", ["absent_client:f", "json:absent"])
+def test_an_engine_of_ours_must_work(value: str) -> None:
+    check = doctor.check_engines([engine("memory", "json:dumps"), engine("file", value)])
+
+    assert not check.ok
+    assert "file (unusable:" in check.detail
+
+
+def test_engines_that_are_not_registered_are_named() -> None:
+    check = doctor.check_engines([])
+
+    assert not check.ok
+    assert "memory (not registered; is the package installed?)" in check.detail
