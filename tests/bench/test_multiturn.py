@@ -8,7 +8,10 @@ import pytest
 from asynchicache.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
 from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.bench.tally import HitReport
+from asynchicache.bench.virtual import VirtualRunner
+from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.errors import ConfigError
+from asynchicache.types import Tier
 
 
 def run(**flags: int | float | bool) -> HitReport:
@@ -25,6 +28,16 @@ def test_ten_clients_of_twelve_rounds_reach_the_ceiling() -> None:
     assert report.turns == 120
     assert report.verified_pages == 10 * sum(r * 32 - 4 + 1 for r in range(1, 12))
     assert sum(report.tokens_by_tier.values()) == 10 * sum(r * 2048 - 256 for r in range(1, 12))
+
+
+def test_stamps_and_bytes_give_the_same_figures() -> None:
+    sizes = {"num_clients": 5, "num_rounds": 5, "mamba_slots": 4, "host_ratio": 0.8}
+    stamps, moved = run(**sizes), run(**sizes, move_bytes=True)
+
+    assert moved.ok
+    assert moved.round_rates == stamps.round_rates
+    assert moved.tokens_by_tier == stamps.tokens_by_tier
+    assert moved.verified_pages == stamps.verified_pages
 
 
 def test_a_finer_grid_of_checkpoints_keeps_more() -> None:
@@ -85,9 +98,27 @@ def test_wrong_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         write(self, pool, slots, [bytes(32)] * len(slots) if pool == "mamba" else digests)
 
     monkeypatch.setattr(ByteOracle, "write", spoil_states)
-    report = run(num_clients=2, num_rounds=3)
+    report = run(num_clients=2, num_rounds=3, move_bytes=True)
 
     assert report.wrong_pages == 4  # one state a turn, from the second round on
+    assert not report.ok
+
+
+def test_wrong_stamps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = VirtualRunner._compute
+
+    def spoil_states(
+        self: VirtualRunner, sequence: RequestSequence, length: int, digests: list[bytes]
+    ) -> None:
+        compute(self, sequence, length, digests)
+        memory = self._cache.memory
+        for tier in (Tier.DEVICE, Tier.HOST):
+            memory["mamba", tier][:] = [b"spoiled"] * len(memory["mamba", tier])
+
+    monkeypatch.setattr(VirtualRunner, "_compute", spoil_states)
+    report = run(num_clients=2, num_rounds=3, mamba_slots=40)
+
+    assert report.wrong_pages == 4
     assert not report.ok
 
 

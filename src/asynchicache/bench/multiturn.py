@@ -30,6 +30,7 @@ class MultiturnOptions:
     mamba_slots: int = option(6, "states that the device holds", minimum=3)
     host_ratio: float = option(2.0, "host slots for each device slot", minimum=0)
     offload_mamba: bool = option(True, "let states leave the device for host memory and storage")
+    move_bytes: bool = option(False, "move real bytes through the whole cache, ten times slower")
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ def ceiling(options: MultiturnOptions) -> Fraction:
 
 
 async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitReport:
-    """Play all turns, on a device that copies at once and storage in memory.
+    """Play all turns; storage holds everything.
 
     Raises:
         CapacityError: a conversation, or its states, does not fit on the device.
@@ -78,7 +79,9 @@ async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitRep
     turns = options.num_clients * options.num_rounds
     sizes = Sizes(options.pages, options.mamba_slots, options.host_ratio, options.offload_mamba)
     histories = [Transcript(options.page_size) for _ in range(options.num_clients)]
-    async with open_runner(options.page_size, sizes, options.checkpoint_interval) as runner:
+    async with open_runner(
+        options.page_size, sizes, options.checkpoint_interval, real=options.move_bytes
+    ) as runner:
         tally = Tally(options.num_rounds, turns, progress)
         for number in range(turns):
             round_, client = divmod(number, options.num_clients)

@@ -26,6 +26,7 @@ class SharedPrefixOptions:
     gsp_question_len: int = option(128, "tokens of a question", minimum=1)
     gsp_output_len: int = option(256, "tokens generated for a question", minimum=1)
     page_size: int = option(64, "tokens of a page", minimum=1)
+    move_bytes: bool = option(False, "move real bytes through the whole cache, ten times slower")
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ def ideal_hit_rate(options: SharedPrefixOptions) -> Fraction:
 
 
 async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) -> HitReport:
-    """Serve all prompts, on a device that copies at once and storage in memory.
+    """Serve all prompts; storage holds everything.
 
     A state is kept where the system prompt ends, as a server does that knows its chat template: a
     recurrent state exists only where a forward stopped, and nothing else says so before the second
@@ -65,7 +66,9 @@ async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) ->
     """
     rng = random.Random(options.seed)
     systems = [draw_tokens(rng, n, options.gsp_system_prompt_len) for n in range(options.gsp_num_groups)]
-    async with open_runner(options.page_size, options.sizes, options.page_size) as runner:
+    async with open_runner(
+        options.page_size, options.sizes, options.page_size, real=options.move_bytes
+    ) as runner:
         tally = Tally(options.gsp_prompts_per_group, options.prompts, progress)
         for number in range(options.prompts):
             round_, group = divmod(number, options.gsp_num_groups)

@@ -1,14 +1,19 @@
-"""Turns of conversations through the front door, with synthetic pools and every byte checked."""
+"""Turns of conversations through the whole cache, with synthetic pools and every byte checked; and the
+choice between that and `bench.virtual`.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from asynchicache.bench.synthetic import ByteOracle, Transcript, synthetic_spec
 from asynchicache.bench.tally import Turn
+from asynchicache.bench.virtual import VirtualCache, VirtualRunner
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
@@ -30,13 +35,17 @@ class Sizes:
     host_ratio: float = 1.0
     offload_states: bool = True
 
+    def slots(self) -> dict[str, tuple[int, int]]:
+        """Device and host slots by pool."""
+        pages, states = (math.ceil(slots * self.host_ratio) for slots in (self.pages, self.states))
+        return {"kv": (self.pages, pages), "mamba": (self.states, states if self.offload_states else 0)}
+
     def config(self) -> CacheConfig:
         """In-loop copies and storage in memory: every run of the same turns is the same."""
         return CacheConfig(
             inline=True,
-            device_slots={"kv": self.pages, "mamba": self.states},
-            host_slots={} if self.offload_states else {"mamba": 0},
-            host_ratio=self.host_ratio,
+            device_slots={name: device for name, (device, _) in self.slots().items()},
+            host_slots={name: host for name, (_, host) in self.slots().items()},
             prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
             storage="memory",
             weight_version="synthetic",
@@ -118,13 +127,36 @@ class TurnRunner:
         self._oracle.write("kv", request.pages("kv")[first:last], digests[first:last])
 
 
+class Runner(Protocol):
+    """Serves turns: on the whole cache, or on the planner alone."""
+
+    def problems(self) -> Sequence[str]:
+        """What the cache's own check finds."""
+        ...
+
+    async def run(
+        self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
+    ) -> Turn:
+        """Serve one turn; see `TurnRunner.run`."""
+        ...
+
+
 @asynccontextmanager
-async def open_runner(page_size: int, sizes: Sizes, interval: int) -> AsyncIterator[TurnRunner]:
+async def open_runner(page_size: int, sizes: Sizes, interval: int, *, real: bool) -> AsyncIterator[Runner]:
     """A runner on a fresh cache.
+
+    Args:
+        page_size: tokens of a page.
+        sizes: what the tiers hold.
+        interval: tokens between positions at which a state can be kept.
+        real: move bytes through the whole cache; else stamps through the planner, ten times faster.
 
     Raises:
         CacheError: the sizes do not fit into memory.
     """
     spec = synthetic_spec(page_size)
+    if not real:
+        yield VirtualRunner(VirtualCache(spec, sizes.slots()), page_size, interval)
+        return
     async with HybridCache.open(spec, sizes.config()) as cache:
         yield TurnRunner(cache, ByteOracle(spec, cache.device_tensor), page_size, interval)

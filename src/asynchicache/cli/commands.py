@@ -12,6 +12,7 @@ from asynchicache.bench.demo.options import DemoOptions
 from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
 from asynchicache.bench.options import Options, option
 from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
+from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.cli import demo, doctor
 from asynchicache.cli.output import Outcome, Output
 
@@ -92,6 +93,12 @@ def _tree(options: TreeOptions, output: Output) -> Outcome:
     return Outcome(result, tree.present(result))
 
 
+def _stall(options: StallOptions, output: Output) -> Outcome:
+    with output.console.status("moving pages"):
+        report = asyncio.run(run_stall(options))
+    return Outcome(report.as_json(), report.present())
+
+
 def _doctor(options: DoctorOptions, output: Output) -> Outcome:
     checks = doctor.checks()
     return Outcome({"checks": [check._asdict() for check in checks]}, doctor.present(checks))
@@ -121,6 +128,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "turns of a chat through the tree alone: how fast it matches and inserts",
         TreeOptions,
         _tree,
+    ),
+    Command[StallOptions](
+        ("bench", "stall"),
+        "how long the event loop stands still while pages move between the tiers",
+        StallOptions,
+        _stall,
     ),
     Command[DoctorOptions](
         ("doctor",),

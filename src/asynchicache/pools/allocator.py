@@ -98,4 +98,5 @@ class SlotAllocator:
         return found
 
     def __repr__(self) -> str:
-        return f"<SlotAllocator {self.name}: {self.held} held, {self.available} free, {self.quarantined} quarantined>"
+        counts = f"{self.held} held, {self.available} free, {self.quarantined} quarantined"
+        return f"<SlotAllocator {self.name}: {counts}>"
