@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from asynchicache.controller.planner import Planner
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.stored import StoredPool, StoredPools
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.errors import ClosedError, ConfigError
+from asynchicache.errors import ConfigError
 from asynchicache.hashing import namespace_seed, pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.device import DevicePool
@@ -83,7 +83,6 @@ class HybridCache:
         self.config = config
         self._rooms = rooms
         self._controller = rooms.controller
-        self._closing = False
 
     @classmethod
     @asynccontextmanager
@@ -118,12 +117,14 @@ class HybridCache:
                 await _shielded(cache._close())
 
     async def _close(self) -> None:
-        self._closing = True
+        self._controller.close()
         try:
             async with asyncio.timeout(self.config.close_seconds):
                 await self._controller.idle()
         except TimeoutError:
             _log.warning("closed with work under way after %s s", self.config.close_seconds)
+        finally:
+            self._controller.stop()
 
     def request(
         self, tokens: Iterable[int], *, namespace: str | None = None, salt: str | None = None
@@ -139,7 +140,7 @@ class HybridCache:
             InvalidTokensError: no tokens, or ids that are no integers of 0 to 2**63 - 1.
             ClosedError: the cache is closed.
         """
-        self._check_open()
+        self._controller.check_open()
         return Request(self._controller, token_array(tokens)[:], namespace_seed(namespace, salt))
 
     def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
@@ -165,7 +166,7 @@ class HybridCache:
 
     async def flush(self) -> None:
         """Forget everything in device and host memory that no request holds; storage is left alone."""
-        self._check_open()
+        self._controller.check_open()
         await self._controller.idle()
         self._controller.planner.flush()
 
@@ -189,12 +190,8 @@ class HybridCache:
             pages_read=self._controller.fetcher.pages_read,
         )
 
-    def _check_open(self) -> None:
-        if self._closing:
-            raise ClosedError("the cache is closed")
-
     def __repr__(self) -> str:
-        state = "closed" if self._closing else "open"
+        state = "closed" if self._controller.closing else "open"
         return f"<HybridCache {state}, {self.spec.model}, {self._controller.planner.books.free}>"
 
 
@@ -221,12 +218,15 @@ async def _open_rooms(
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
         stack.push_async_callback(port.aclose)
     device = open_device(config)
-    stack.callback(device.close)
+    kept = stack.enter_context(ExitStack())
+    kept.callback(device.close)
     slots = plan_slots(spec, config.sizes(), _memory(device))
     memories = await port.run_blocking(lambda: _allocate(spec, slots, device))
+    for memory in memories.values():
+        kept.callback(memory.host.close)
     reactor = CompletionReactor(port)
     engine = TransferEngine(device, memories, spec.layers, port, reactor, submit_inline=config.inline)
-    stack.push_async_callback(_close_transfers, engine, reactor, memories, config.close_seconds)
+    stack.push_async_callback(_close_transfers, engine, reactor, kept, config.close_seconds)
     pools = await _open_storage(stack, spec, config, memories, storage, port)
     planner = Planner(
         spec,
@@ -259,7 +259,10 @@ def open_device(config: CacheConfig) -> Device:
         ConfigError: no such kind of device.
         DeviceError: it is not there.
     """
-    kind = torch.device(config.device)
+    try:
+        kind = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {config.device!r} must be cpu, cuda or cuda:N") from error
     if kind.type == "cpu":
         return EmulatedDevice(InlineDriver() if config.inline else ThreadDriver())
     if kind.type == "cuda":
@@ -331,15 +334,16 @@ def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, s
 
 
 async def _close_transfers(
-    engine: TransferEngine, reactor: CompletionReactor, memories: Mapping[str, PoolMemory], seconds: float
+    engine: TransferEngine, reactor: CompletionReactor, kept: ExitStack, seconds: float
 ) -> None:
-    """Memory that a copy may still write to is never given back: it is leaked, deliberately."""
+    """Memory that a copy may still write to is never given back: it is leaked, deliberately, and so is
+    the device, because closing it would wait for the copy."""
+    idle = kept.pop_all()  # not closed either if this is cancelled
     await engine.aclose(seconds)
     if await reactor.aclose(seconds):
-        _log.error("closed with copies in flight; their host memory is leaked")
-        return
-    for memory in memories.values():
-        memory.host.close()
+        _log.error("closed with copies in flight; the device and the host memory are leaked")
+    else:
+        idle.close()
 
 
 async def _shielded(closing: Coroutine[object, object, None]) -> None:

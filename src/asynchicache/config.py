@@ -90,7 +90,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not 0 <= self.rank < self.ranks:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
         for name in ("close_seconds", "store_bytes", "io_threads"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
         if not 0 <= self.clean_share <= 1:
             raise ConfigError(f"clean_share {self.clean_share} must be 0 to 1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from asynchicache.controller.sequence import Sequence
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import Flight
-from asynchicache.tree.node import Node
+from asynchicache.tree.node import FULL, Node
 from asynchicache.types import PoolTransfer
 
 Transfers = list[PoolTransfer]
@@ -35,15 +35,34 @@ class Copy:
 
 
 @dataclass(slots=True, eq=False)
+class Mark:
+    """One component of one node, and of the halves that are split off the node later."""
+
+    node: Node
+    component: int
+    start: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.node.end - self.node.pages if self.component == FULL else self.node.end
+
+    def nodes(self) -> list[Node]:
+        """The node, and above it what was part of it."""
+        found = [self.node]
+        while (above := found[-1].parent) is not None and above.end > self.start:
+            found.append(above)
+        return found
+
+
+@dataclass(slots=True, eq=False)
 class Store:
-    """Host pages to write to storage; `Writer.wrote` ends it.
+    """Host pages to write to storage; `Writer.wrote` tells of the answer, `Writer.finish` ends it.
 
     Attributes:
         pages: by pool, digests and the host slots that hold their pages.
-        marks: components of nodes that count as stored from now on.
+        marks: what counts as stored from now on, so that nobody writes it twice.
         pins: what is kept meanwhile.
     """
 
     pages: dict[str, tuple[list[bytes], list[int]]] = field(default_factory=dict)
-    marks: Pins = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     pins: Pins = field(default_factory=list)

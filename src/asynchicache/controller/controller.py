@@ -18,7 +18,7 @@ from asynchicache.controller.planner import Planner
 from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.controller.stored import StoredPools, linger
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.errors import CapacityError
+from asynchicache.errors import CapacityError, ClosedError, RequestStateError
 from asynchicache.storage.pool import Batch
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
@@ -64,6 +64,7 @@ class HybridCacheController:
     Attributes:
         planner: what decides.
         failure: the device's error once it failed; everything is a miss from then on.
+        closing: requests are refused; what is under way goes on.
     """
 
     def __init__(
@@ -83,7 +84,15 @@ class HybridCacheController:
         self.traffic = Traffic()
         self.served = Served()
         self.failure: BaseException | None = None
-        self.fetcher = Fetcher(planner, stored, prefetch, carry_out=self.carry_out, spawn=self._spawn)
+        self.closing = False
+        self.fetcher = Fetcher(
+            planner,
+            stored,
+            prefetch,
+            carry_out=self.carry_out,
+            spawn=self._spawn,
+            spawn_late=self._spawn_late,
+        )
         self._device = device
         self._reactor = reactor
         self._engine = engine
@@ -91,7 +100,9 @@ class HybridCacheController:
         self._tasks = tasks
         self._store_limit = store_bytes
         self._store_bytes = 0
-        self._storing: set[Node] = set()
+        self._computing: dict[Stream, Event] = {}
+        self._reserving: set[RequestSequence] = set()
+        self._stopped = False
         self._active = 0
         self._progress = asyncio.Event()
 
@@ -124,45 +135,85 @@ class HybridCacheController:
         served.reasons[self.planner.reason(sequence)] += 1
 
     def extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+        before = len(sequence.pages)
         slots = self.planner.extend(sequence, tokens)
-        self.carry_out(self.planner.writer.clean())
+        if len(sequence.pages) > before:  # not at each token of a decode
+            self.carry_out(self.planner.writer.clean())
         return slots
 
     async def reserve(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
-        """Extend a request as soon as others have given back enough."""
+        """Extend a request as soon as others have given back enough.
+
+        The last of the requests that all wait for one another is refused, so that it can give way.
+        """
         while True:
             self._progress.clear()
+            self._check_waiting(sequence)
             try:
                 return self.extend(sequence, tokens)
             except CapacityError:
-                alone = len(self.planner.books.sequences) == 1
-                if (alone and not self._active) or self.failure is not None:
+                others = self.planner.books.sequences - self._reserving - {sequence}
+                if self.failure is not None or not (others or self._active):
                     raise
-            await self._progress.wait()
+            self._reserving.add(sequence)
+            try:
+                await self._progress.wait()
+            finally:
+                self._reserving.discard(sequence)
+
+    def _check_waiting(self, sequence: RequestSequence) -> None:
+        if sequence.closed:
+            raise RequestStateError("the request was closed while it waited for room")
+        self.check_open()
 
     def release(self, sequence: RequestSequence, after: Stream | None) -> None:
         """Give back a request's slots, once `after` is done with what is enqueued on it now."""
-        if after is None:
+        sequence.closed = True
+        if after is None or self._stopped:
             self._released(sequence, None)
             return
         self._active += 1
         self._reactor.track(self._device, after, partial(self._released_after, sequence))
 
     def _released_after(self, sequence: RequestSequence, error: BaseException | None) -> None:
-        self._released(sequence, error)
-        self._step()
+        try:
+            self._released(sequence, error)
+        finally:
+            self._step()
 
     def _released(self, sequence: RequestSequence, error: BaseException | None) -> None:
         sequence.poisoned |= error is not None
         self.planner.release(sequence)
-        self._progress.set()
+        self._moved()
 
-    def copy_states(self, copies: list[Copy], after: Stream | None) -> Ticket:
-        """Carry out a publication behind `after`; the ticket of its states' copy, done if it has none."""
-        events = []
-        if after is not None and copies:
-            events.append(self._device.event())
-            after.record(events[0])
+    def snapshot(self, sequence: RequestSequence, length: int, after: Stream | None) -> Ticket:
+        """Copy a request's working states behind `after`."""
+        events = self._behind(after)
+        return self._copy_states(self.planner.snapshot(sequence, length), events)
+
+    def publish(self, sequence: RequestSequence, length: int, after: Stream | None) -> Ticket:
+        """Publish a request's pages and states, which are written when `after` is."""
+        events = self._behind(after)
+        copies = self.planner.publish(sequence, length) if self.failure is None else []
+        return self._copy_states(copies, events)
+
+    def _behind(self, stream: Stream | None) -> list[Event]:
+        """An event for what is enqueued on `stream` now. Until it is reached every backup waits for it:
+        whoever meets the pages that are published now may have them copied to the host."""
+        if stream is None:
+            return []
+        event = self._device.event()
+        stream.record(event)
+        self._computing[stream] = event
+        self._reactor.track(self._device, stream, lambda _: self._computed(stream, event))
+        return [event]
+
+    def _computed(self, stream: Stream, event: Event) -> None:
+        if self._computing.get(stream) is event:
+            del self._computing[stream]
+
+    def _copy_states(self, copies: list[Copy], events: list[Event]) -> Ticket:
+        """Carry out a publication; the ticket of its states' copy, done if it has none."""
         ticket = self.carry_out(copies, events)
         if ticket is None or copies[-1].direction is not Direction.FORK:
             return Ticket(self.planner.books.spec.layers, ())
@@ -171,36 +222,53 @@ class HybridCacheController:
     # Copies
 
     def carry_out(self, copies: Iterable[Copy], after: Sequence[Event] = ()) -> Ticket | None:
-        """Enqueue copies behind `after`; the ticket of the last one."""
+        """Enqueue copies, those within the device behind `after`; the ticket of the last one."""
         ticket = None
         for copy in copies:
             self._active += 1
             done = partial(self._copied, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
-            ticket = self._engine.submit(operation, after=after, reads=copy.reads, done=done)
+            events = [*self._computing.values()] if copy.direction is Direction.BACKUP else after
+            ticket = self._engine.submit(operation, after=events, reads=copy.reads, done=done)
         return ticket
 
     def _copied(self, copy: Copy, error: BaseException | None) -> None:
         if error is not None:
             self.traffic.copies_failed += 1
             self.failure = self.failure or error
-        node = self.planner.copied(copy, error)
-        if node is not None and copy.direction is Direction.BACKUP:
+        try:
+            node = self.planner.copied(copy, error)
+            if node is not None and not self._stopped:
+                self._pass_on(copy, node)
+        finally:
+            self._step()
+
+    def _pass_on(self, copy: Copy, node: Node) -> None:
+        """What is on the path to `node` now is due for the next tier."""
+        if copy.direction is Direction.BACKUP:
             self._store(node)
-        elif node is not None:
+        else:
             self.carry_out(self.planner.writer.backup(node))
-        self._step()
 
     def _step(self) -> None:
-        """Something ended, and may have given back what somebody waits for."""
+        """Something ended that others wait for."""
         self._active -= 1
+        self._moved()
+
+    def _moved(self) -> None:
+        """Something may have been given back that somebody waits for."""
+        self._reserving.clear()  # they look again, and wait again if it was not enough
         self._progress.set()
-        if self.planner.writer.owed:
+        if self.planner.writer.owed and self.failure is None and not self._stopped:
             self.carry_out(self.planner.writer.retry())
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         self._active += 1
         self._tasks.spawn(work).add_done_callback(lambda _: self._step())
+
+    def _spawn_late(self, work: Coroutine[object, object, None]) -> None:
+        """Run what waits for an engine that may hang for ever: nobody may wait for it in turn."""
+        self._tasks.spawn(work).add_done_callback(lambda _: self._moved())
 
     # Writes to storage
 
@@ -214,19 +282,26 @@ class HybridCacheController:
             self.planner.writer.wrote(work, stored=False)
             return
         self._store_bytes += size
-        self._storing.update(node for node, _ in work.marks)
         self._spawn(self._write(work, size))
 
     async def _write(self, work: Store, size: int) -> None:
-        stored = False
+        stored, late = False, False
         try:
             batches = await self._stored.put(work)
             stored = self._count(batches)
+            late = any(batch.lingering is not None for batch in batches)
+        finally:
+            self.planner.writer.wrote(work, stored=stored, late=late)
+            self._store_bytes -= 0 if late else size
+        if late:
+            self._spawn_late(self._finish_late(work, size, batches))
+
+    async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
+        try:
             await linger(batches)
         finally:
             self._store_bytes -= size
-            self._storing.difference_update(node for node, _ in work.marks)
-            self.planner.writer.wrote(work, stored=stored)
+            self.planner.writer.finish(work)
 
     def _count(self, batches: Sequence[Batch]) -> bool:
         outcomes = [outcome for batch in batches for outcome in batch.outcomes]
@@ -236,6 +311,24 @@ class HybridCacheController:
         return good == len(outcomes)
 
     # Waiting
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            ClosedError: the cache is closing, or closed.
+        """
+        if self.closing:
+            raise ClosedError("the cache is closed")
+
+    def close(self) -> None:
+        """Refuse requests, those that wait for room too; what is under way goes on."""
+        self.closing = True
+        self._progress.set()
+
+    def stop(self) -> None:
+        """Let nothing follow on what is still under way; who waits for it is told."""
+        self._stopped = True
+        self._progress.set()
 
     async def idle(self) -> None:
         """Until no copy, write or read is under way."""
@@ -248,12 +341,14 @@ class HybridCacheController:
         node, tried = sequence.lease.node, False
         while not self._is_stored(node):
             if not self._active:
-                if tried or not self._stored or self.failure is not None:
+                if tried or not self._stored or self.failure is not None or self.closing:
                     return False
                 tried = True
                 self.carry_out(self.planner.writer.backup(node))
                 self._store(node)
                 continue
+            if self._stopped:
+                return False
             self._progress.clear()
             await self._progress.wait()
         return True
@@ -261,10 +356,11 @@ class HybridCacheController:
     def _is_stored(self, node: Node) -> bool:
         """Whether everything that the path to `node` has in memory is in storage as well."""
         numbers = range(len(self.planner.books.names))
+        storing = self.planner.writer.storing()
         while node.parent is not None:
             places = {n: (place(n, Tier.DEVICE), place(n, Tier.HOST)) for n in numbers}
             held = sum(1 << n for n, ats in places.items() if any(node.slots[at] for at in ats))
-            if held & ~node.stored or node in self._storing:
+            if held & ~node.stored or node in storing:
                 return False
             node = node.parent
-        return True
+        return not node.pages  # else it was evicted meanwhile, and who knows

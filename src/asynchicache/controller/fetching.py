@@ -56,13 +56,16 @@ class Fetcher:
         *,
         carry_out: Callable[[list[Copy]], object],
         spawn: Callable[[Coroutine[object, object, None]], None],
+        spawn_late: Callable[[Coroutine[object, object, None]], None],
     ) -> None:
+        """`spawn` runs a read; `spawn_late` waits for calls that have outlived theirs."""
         self._planner = planner
         self._reader = planner.reader
         self._stored = stored
         self._options = options
         self._carry_out = carry_out
         self._spawn = spawn
+        self._spawn_late = spawn_late
         self._reading: dict[bytes, asyncio.Future[None]] = {}
         self.pages_read = 0
 
@@ -83,12 +86,14 @@ class Fetcher:
         seconds = self._options.deadline((query.pages - query.base) * self._planner.books.page_size)
         try:
             async with asyncio.timeout(seconds):
-                sequence.reason = await asyncio.shield(done)
+                reason = await asyncio.shield(done)
         except TimeoutError:
-            sequence.reason = MissReason.DEADLINE
-        if sequence.users:
-            self._planner.rematch(sequence)
-            sequence.prefetched = sequence.matched_pages > before
+            reason = MissReason.DEADLINE
+        if sequence.closed or sequence.loaded:
+            return  # it went on without us, and its prefix is settled
+        sequence.reason = reason
+        self._planner.rematch(sequence)
+        sequence.prefetched = sequence.matched_pages > before
 
     async def _run(self, query: Query, done: asyncio.Future[MissReason]) -> None:
         reason = MissReason.CLOSED
@@ -170,7 +175,7 @@ class Fetcher:
             gained = self._reader.commit(read, outcomes)
             self.pages_read += gained.read
             if late:
-                self._spawn(self._finish_late(read, late))
+                self._spawn_late(self._finish_late(read, late))
             else:
                 self._reader.finish(read)
         return gained.reason

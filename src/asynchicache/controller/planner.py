@@ -251,19 +251,26 @@ class Planner:
 
     def snapshot(self, sequence: Sequence, length: int) -> list[Copy]:
         """Keep the working states of now, at `length` tokens, in slots of the request's own."""
-        forks: Transfers = []
-        for number, state in sequence.states.items():
-            at = place(number, Tier.DEVICE)
-            if number not in sequence.snapshots:
-                if not self.books.make_room(at, 1):
-                    self.books.counters.states_skipped += 1
-                    return []
-                sequence.snapshots[number] = self.books.free[at].allocate(1)[0]
-            forks += self.books.transfers(number, [state], [sequence.snapshots[number]])
+        # Also if there is no room: the working state moves on and must not pass for this length's.
         sequence.snapshot_tokens = length
+        if not self._take_snapshots(sequence):
+            self.books.counters.states_skipped += 1
+            return []
+        forks: Transfers = []
+        for number, slot in sequence.snapshots.items():
+            forks += self.books.transfers(number, [sequence.states[number]], [slot])
         if not forks:
             return []
         return [self._use(sequence, Copy(Direction.FORK, forks, self.books.begin(Tier.DEVICE, [])))]
+
+    def _take_snapshots(self, sequence: Sequence) -> bool:
+        """Slots for a snapshot of every working state, all or none."""
+        new = [number for number in sequence.states if number not in sequence.snapshots]
+        if not all(self.books.make_room(place(number, Tier.DEVICE), 1) for number in new):
+            return False
+        for number in new:
+            sequence.snapshots[number] = self.books.free[place(number, Tier.DEVICE)].allocate(1)[0]
+        return True
 
     def publish(self, sequence: Sequence, length: int) -> list[Copy]:
         """Put the whole pages up to `length` tokens into the tree, and a state if one is known there.

@@ -128,7 +128,8 @@ class Reader:
                 break
             tip = child
         digests = self._digests(tip, here, tokens, seed, pages)
-        query = Query(tokens, seed, pages, match.pages, here, digests, self._local(tip), self._ends(tip))
+        local = self._local(tip, here)
+        query = Query(tokens, seed, pages, match.pages, here, digests, local, self._ends(tip))
         self._books.keep(query.pins)
         return query
 
@@ -146,12 +147,13 @@ class Reader:
         rest = memoryview(tokens)[here * size : pages * size]
         return known + page_digests(rest, size, known[-1] if known else seed)
 
-    def _local(self, tip: Node) -> dict[int, int]:
+    def _local(self, tip: Node, here: int) -> dict[int, int]:
+        """By component, where a prefix could end; what `tip` has beyond `here` is another sequence's."""
         found = {}
         for aux in self._tree.components:
             lengths, node = 0, tip
             while node.parent is not None:
-                if aux.tier(node) is not None:
+                if node.end <= here and aux.tier(node) is not None:
                     lengths |= 1 << node.end
                 node = node.parent
             found[aux.number] = lengths
@@ -245,10 +247,10 @@ class Reader:
             gained = pages
         self._release(read, outcomes)
         self.drop(query)
-        seen = {outcome for results in outcomes.values() for _, outcome in results}
+        # A list, not a set: it compares identities in C, and an Enum's hash is Python code.
+        seen = [outcome for results in outcomes.values() for _, outcome in results]
         reason = next((why for outcome, why in _REASONS if outcome in seen), MissReason.NONE)
-        came = sum(outcome is Outcome.HIT for results in outcomes.values() for _, outcome in results)
-        return Gained(gained, came, reason)
+        return Gained(gained, seen.count(Outcome.HIT), reason)
 
     def _arrived(self, read: Read, outcomes: Outcomes) -> int:
         """Prefix lengths that are restorable with what arrived."""

@@ -55,6 +55,7 @@ class Request:
     async def __aenter__(self) -> Self:
         if self._sequence is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
+        self._controller.check_open()
         self._sequence = self._planner.open(self._tokens, self._seed)
         self._controller.open(self._sequence)
         return self
@@ -88,6 +89,18 @@ class Request:
         sequence = self._open()
         if not sequence.loaded:
             raise RequestStateError("call load() first: it says where the prefix ends")
+        return sequence
+
+    def _in_use(self) -> RequestSequence:
+        sequence = self._open()
+        self._controller.check_open()
+        return sequence
+
+    def _growing(self, verb: str, tokens: int) -> RequestSequence:
+        sequence = self._loaded()
+        self._controller.check_open()
+        if tokens < 0:
+            raise RequestStateError(f"{verb}({tokens}): a number of tokens, 0 at least")
         return sequence
 
     # What it knows
@@ -164,7 +177,7 @@ class Request:
 
         Always a cancellation point; the read goes on for others when this waiter leaves.
         """
-        sequence = self._open()
+        sequence = self._in_use()
         if sequence.loaded:
             raise RequestStateError("prefetch() comes before load()")
         await self._controller.prefetch(sequence)
@@ -175,7 +188,7 @@ class Request:
 
         Falls back to a shorter prefix if there is no room; `hit` says what it became.
         """
-        sequence = self._open()
+        sequence = self._in_use()
         if sequence.loaded:
             raise RequestStateError("load() was called already; its ticket serves every waiter")
         return self._controller.load(sequence)
@@ -189,18 +202,18 @@ class Request:
         Raises:
             CapacityError: there is not enough that may be evicted; `reserve` waits instead.
         """
-        sequence = self._loaded()
-        if tokens < 0:
-            raise RequestStateError(f"extend({tokens}): a number of tokens, 0 at least")
-        return self._controller.extend(sequence, tokens)
+        return self._controller.extend(self._growing("extend", tokens), tokens)
 
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
         """As `extend`, but waits while others hold the pages.
 
         Raises:
-            CapacityError: nothing is under way that could free any.
+            CapacityError: nothing is under way that could free any; also if all who hold pages wait
+                for room as well.
+            RequestStateError: the request was closed meanwhile.
+            ClosedError: the cache was.
         """
-        return await self._controller.reserve(self._loaded(), tokens)
+        return await self._controller.reserve(self._growing("reserve", tokens), tokens)
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -218,7 +231,7 @@ class Request:
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
         sequence = self._checked(length)
-        return self._controller.copy_states(self._planner.snapshot(sequence, length), after)
+        return self._controller.snapshot(sequence, length, after)
 
     def checkpoint(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
@@ -228,7 +241,8 @@ class Request:
 
         Args:
             length: where a forward ended; not beyond what was extended and appended.
-            after: the stream that the forward runs on; copies run behind what is enqueued there.
+            after: the stream that the forward runs on; copies run behind what is enqueued there. Other
+                requests meet the pages at once, so their forwards must run on it too, or wait for it.
 
         Returns:
             The ticket of the state's copy. The next forward overwrites the working state, so it must
@@ -239,15 +253,15 @@ class Request:
             RequestStateError: before `load`, or `length` is out of range.
         """
         sequence = self._checked(length)
-        copies = self._planner.publish(sequence, length) if self._controller.failure is None else []
-        return self._controller.copy_states(copies, after)
+        return self._controller.publish(sequence, length, after)
 
     async def durable(self) -> bool:
         """Wait until what was published is in storage; False if there is none, or it refuses."""
-        return await self._controller.durable(self._open())
+        return await self._controller.durable(self._in_use())
 
     def _checked(self, length: int) -> RequestSequence:
         sequence = self._loaded()
+        self._controller.check_open()
         known = min(len(self._tokens), sequence.reserved)
         if not 0 <= length <= known:
             raise RequestStateError(

@@ -27,6 +27,7 @@ class Sequence:
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
+        closed: the request is over; its slots may still be kept for copies.
         users: the request itself and every copy in flight for it; own slots are freed at zero.
     """
 
@@ -49,6 +50,7 @@ class Sequence:
     prefetched: bool = False
     loaded: bool = False
     poisoned: bool = False
+    closed: bool = False
     users: int = 1
 
     def own_pages(self) -> list[int]:

@@ -15,7 +15,9 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.pool import Batch, GuardedPool
 from asynchicache.types import MissReason, Outcome
 
-_WORST = (Outcome.CORRUPT, Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
+_WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
+"""Of outcomes of pools that share a slot, the first of these counts. A pool that timed out may still
+write to its part of the slot, whatever became of the others."""
 
 
 _REASONS = {

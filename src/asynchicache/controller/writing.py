@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynchicache.controller.actions import Copy, Pins, Store
+from asynchicache.controller.actions import Copy, Mark, Pins, Store
 from asynchicache.controller.books import Books
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
@@ -20,15 +20,17 @@ class Writer:
     """Plans write-through, write-back and storage writes.
 
     Attributes:
-        owed: ends of paths whose backup fell short because every host slot was in use, in order; they
-            are tried again as writes to storage end, for as long as the device still has them.
+        owed: what a backup left out because every host slot was in use, in order; tried again as
+            writes to storage end, for as long as the device still has it. Only that and not its whole
+            path: states of one path that do not fit together would take each other's slots for ever.
     """
 
     def __init__(self, books: Books, *, clean_share: float) -> None:
         """`clean_share`: under write-back, the share of device pages kept free or clean ahead of need."""
         self._books = books
         self._tree = books.tree
-        self.owed: dict[Node, None] = {}
+        self.owed: dict[Wanted, None] = {}
+        self._under_way: set[Store] = set()
         self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
 
     def due(self, node: Node) -> bool:
@@ -40,20 +42,23 @@ class Writer:
 
     def backup(self, node: Node) -> list[Copy]:
         """Copy to the host what the path to `node` has on the device only, as far as there is room."""
+        free = self._books.free
+        if not free[FULL_HOST].capacity:
+            return []  # nothing else may be there without full pages
+        missing = copies.missing_on_host(self._tree, node)
+        return self._copy(node, [want for want in missing if free[place(want.component, Tier.HOST)].capacity])
+
+    def _copy(self, node: Node, wanted: list[Wanted]) -> list[Copy]:
+        """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
         books = self._books
-        wanted = [
-            want
-            for want in copies.missing_on_host(self._tree, node)
-            if books.free[place(want.component, Tier.HOST)].capacity
-        ]
         if not wanted:
             return []
         anchor = self._host_anchor(node)
         books.keep(anchor)
         batch = self._host_slots(wanted)
         books.drop(anchor)
-        if len(batch) < len(wanted):
-            self._owe(node)
+        begun = {want for want, _ in batch}
+        self._owe([want for want in wanted if want not in begun])
         if not batch:
             return []
         transfers = [
@@ -65,15 +70,26 @@ class Writer:
         flight = books.begin(Tier.HOST, batch)
         return [Copy(Direction.BACKUP, transfers, flight, publishes=batch[-1][0].node)]
 
-    def _owe(self, node: Node) -> None:
-        self.owed[node] = None
-        if len(self.owed) > _MOST_OWED:
-            del self.owed[next(iter(self.owed))]
+    def _owe(self, wanted: list[Wanted]) -> None:
+        for want in wanted:
+            self.owed[want] = None
+            if len(self.owed) > _MOST_OWED:
+                del self.owed[next(iter(self.owed))]
 
     def retry(self) -> list[Copy]:
         """Back up what was owed, now that something may have been given back."""
         owed, self.owed = self.owed, {}
-        return [copy for node in owed if node.parent is not None for copy in self.backup(node)]
+        plan: list[Copy] = []
+        for want in owed:
+            node = want.node
+            if node.parent is None or not copies.is_unsaved(node, want.component):
+                continue
+            ground = node.parent if want.component == FULL else node
+            if ground.residency[FULL_HOST] == ABSENT:
+                self._owe([want])
+            else:
+                plan += self._copy(node, [want])
+        return plan
 
     @staticmethod
     def _host_anchor(node: Node) -> Pins:
@@ -126,6 +142,7 @@ class Writer:
         if not work.marks:
             return None
         self._books.keep(work.pins)
+        self._under_way.add(work)
         return work
 
     def _add(self, work: Store, node: Node, number: int) -> None:
@@ -136,12 +153,28 @@ class Writer:
             keys += digests if number == FULL else digests[-1:]
             slots += node.held(at)
         node.stored |= 1 << number
-        work.marks.append((node, number))
+        work.marks.append(Mark(node, number))
         work.pins += [(node, at)] if number == FULL else [(node, at), (node, FULL_HOST)]
 
-    def wrote(self, work: Store, *, stored: bool) -> None:
-        """A write to storage ended; what is not there may be tried again."""
-        if not stored:
-            for node, number in work.marks:
-                node.stored &= ~(1 << number)
+    def storing(self) -> set[Node]:
+        """The nodes that a write to storage is under way for."""
+        return {node for work in self._under_way for mark in work.marks for node in mark.nodes()}
+
+    def wrote(self, work: Store, *, stored: bool, late: bool = False) -> None:
+        """A write to storage was answered; what is not there may be tried again.
+
+        Args:
+            work: the write.
+            stored: whether all of it is there.
+            late: the engine may still read the slots; `finish` is called when it does not.
+        """
+        self._under_way.discard(work)
+        for mark in work.marks if not stored else ():
+            for node in mark.nodes():
+                node.stored &= ~(1 << mark.component)
+        if not late:
+            self.finish(work)
+
+    def finish(self, work: Store) -> None:
+        """No engine reads the write's slots any more."""
         self._books.drop(work.pins)

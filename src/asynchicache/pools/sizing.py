@@ -69,12 +69,12 @@ def _check(spec: ModelSpec, options: SizeOptions) -> None:
         for name, count in slots.items():
             if name not in names:
                 raise ConfigError(f"{option} names {name!r}; pools with slots of their own are {names}")
-            if count < (1 if option == "device_slots" else 0):
+            if type(count) is not int or count < (1 if option == "device_slots" else 0):
                 raise ConfigError(
-                    f"{option}[{name!r}] is {count}; a device pool needs 1, a host pool 0 or more"
+                    f"{option}[{name!r}] is {count!r}; a whole number, for a device pool 1 at least"
                 )
-    if options.host_ratio < 0:
-        raise ConfigError(f"host_ratio {options.host_ratio} must be 0 or more")
+    if not 0 <= options.host_ratio < float("inf"):
+        raise ConfigError(f"host_ratio {options.host_ratio} must be 0 or more, and finite")
     for option in ("device_bytes", "host_bytes"):
         value = getattr(options, option)
         if value is not None and value < 0:

@@ -91,11 +91,12 @@ def missing_on_host(tree: NodeStore, node: Node) -> list[Wanted]:
             if below.residency[FULL_DEVICE] != RESIDENT:
                 break
             wanted.append(Wanted(below, FULL))
-        wanted.extend(Wanted(below, number) for number in range(1, tree.width) if _unsaved(below, number))
+        wanted.extend(Wanted(below, number) for number in range(1, tree.width) if is_unsaved(below, number))
     return wanted
 
 
-def _unsaved(node: Node, number: int) -> bool:
+def is_unsaved(node: Node, number: int) -> bool:
+    """Whether a component of a node is on the device only."""
     device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
     return node.residency[device] == RESIDENT and node.residency[host] == ABSENT
 

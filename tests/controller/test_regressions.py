@@ -1,0 +1,182 @@
+"""Faults of the planner that were found by hand, one test each."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from simulation import Simulation
+
+from asynchicache.controller.stored import _worst
+from asynchicache.tree.node import FULL_HOST
+from asynchicache.types import MissReason, Outcome, WritePolicy
+
+ROOMY = {"kv": (64, 64), "mamba": (16, 16)}
+
+
+def _publish(sim: Simulation, tokens: list[int], *lengths: int) -> None:
+    sequence = sim.open(tokens)
+    sim.load(sequence)
+    for length in lengths or (len(tokens),):
+        assert sim.compute(sequence, length)
+    sim.close(sequence)
+
+
+def _settle(sim: Simulation) -> None:
+    """As `Simulation.settle`, with the retries that a controller adds; bounded."""
+    for _ in range(200):
+        if sim.flying:
+            sim.end(0)
+        elif sim.writing:
+            sim.end_write(0)
+        else:
+            return
+        sim.start(sim.planner.writer.retry())
+    raise AssertionError("copies follow on copies for ever")
+
+
+@pytest.mark.parametrize("host_states", [1, 2, 3])
+def test_states_of_one_path_do_not_chase_each_other_off_the_host(host_states: int):
+    """Five states are on the device and fewer fit on the host: each retry used to evict another."""
+    sim = Simulation(random.Random(0), slots={"kv": (64, 64), "mamba": (16, host_states)})
+    _publish(sim, list(range(10)), 2, 4, 6, 8, 10)
+    _settle(sim)
+    sim.verify()
+    assert sum(pool == "mamba" for pool, _ in sim.storage) == 5
+
+
+def test_what_is_owed_waits_for_what_it_stands_on():
+    """Pages of a child must not come to the host before the pages of their parent."""
+    sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 4)})
+    _publish(sim, [9] * 8)
+    while sim.flying:
+        sim.end(0)  # all four host slots are being written to storage
+    _publish(sim, [1, 2, 3, 4], 2, 4)
+    assert len(sim.planner.writer.owed) == 2
+    assert not sim.planner.writer.retry()
+    assert len(sim.planner.writer.owed) == 2
+    _settle(sim)
+    sim.verify()
+    assert len(sim.storage) == 6
+
+
+def test_states_stay_off_a_host_without_pages():
+    sim = Simulation(random.Random(0), slots={"kv": (64, 0), "mamba": (16, 16)})
+    _publish(sim, [1, 2, 3, 4])
+    sim.settle()
+    sim.verify()
+
+
+def test_a_snapshot_that_found_no_slot_is_not_the_working_state():
+    """The working state has moved on by the time the length is published."""
+    sim = Simulation(random.Random(0), slots={"kv": (64, 64), "mamba": (2, 8)})
+    other = sim.open([7, 7])
+    sim.load(other)
+    sequence = sim.open([1, 2, 3, 4, 5, 6])
+    sim.load(sequence)
+    sim.planner.extend(sequence, 6)
+    assert sim.planner.snapshot(sequence, 4) == []
+    sim.close(other)  # now there would be a slot
+    copies = sim.planner.publish(sequence, 4)
+    assert sequence.borrowed == 2
+    assert {transfer.pool for copy in copies for transfer in copy.transfers} == {"kv"}
+    sim.close(sequence)
+
+
+def test_a_state_beyond_the_shared_pages_is_another_sequences():
+    """The tree has [1, 2, 9, 9] with its state, storage has [1, 2, 3, 4] with another one."""
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    _publish(sim, [1, 2, 3, 4])
+    sim.settle()
+    sim.planner.flush()
+    _publish(sim, [1, 2, 9, 9])
+    sim.settle()
+    sequence = sim.open([1, 2, 3, 4, 5])
+    sim.prefetch(sequence)
+    sim.load(sequence)
+    assert sequence.hit_pages == 2
+    sim.close(sequence)
+    sim.verify()
+
+
+def test_a_write_that_failed_is_undone_for_both_halves_of_a_split_node():
+    sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 64)})
+    _publish(sim, [1, 2, 3, 4, 5, 6, 7, 8])
+    while sim.flying:
+        sim.end(0)
+    tree = sim.planner.books.tree
+    (node,) = tree.nodes()
+    upper = tree.split(node, 2)
+    assert sim.planner.writer.storing() == {upper, node}
+    sim.end_write(0, stored=False)
+    assert not sim.planner.writer.storing()
+    assert (upper.stored, node.stored) == (0, 0)
+    work = sim.planner.writer.store(node)
+    assert work is not None
+    assert len(work.pages["kv"][0]) == 4
+    sim.planner.writer.wrote(work, stored=True)
+
+
+def test_a_state_under_way_is_not_hidden_by_the_pages_before_it():
+    """Two writes of one node: the end of the first says nothing about the second."""
+    sim = Simulation(random.Random(0), slots={"kv": (64, 64), "mamba": (16, 1)})
+    _publish(sim, [8, 8])
+    while sim.flying:
+        sim.end(0)  # the only host slot for a state is being written to storage
+    _publish(sim, [1, 2])
+    while sim.flying:
+        sim.end(0)
+    sim.end_write(0)
+    sim.start(sim.planner.writer.retry())
+    sim.end(0)
+    pages, state = sim.writing
+    assert [*pages.pages] == ["kv"]
+    assert [*state.pages] == ["mamba"]
+    sim.end_write(0)
+    assert sim.planner.writer.storing() == {mark.node for mark in state.marks}
+    sim.settle()
+    sim.verify()
+
+
+def test_slots_of_a_late_write_are_kept():
+    sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 64)})
+    _publish(sim, [1, 2])
+    sim.end(0)
+    work = sim.writing.pop()
+    sim.planner.writer.wrote(work, stored=False, late=True)
+    (node,) = sim.planner.books.tree.nodes()
+    assert node.stored == 0
+    assert node.pins[FULL_HOST]
+    sim.planner.writer.finish(work)
+    assert not node.pins[FULL_HOST]
+    sim.verify()
+
+
+def test_a_pool_that_timed_out_keeps_the_slot_that_it_shares():
+    """Its engine may still write there, whatever the other pool's page was worth."""
+    assert _worst([[Outcome.CORRUPT], [Outcome.TIMEOUT]]) == [Outcome.TIMEOUT]
+    assert _worst([[Outcome.HIT], [Outcome.MISS]]) == [Outcome.MISS]
+
+
+def test_a_partial_backup_before_a_read_is_carried_out():
+    """Room for some of the path only: the copies that were begun must not be forgotten."""
+    slots = {"kv": (64, 2)}
+    sim = Simulation(random.Random(0), states=False, slots=slots, policy=WritePolicy.WRITE_BACK)
+    _publish(sim, [1, 2, 3, 4, 5, 6], 2, 6)
+    query = sim.planner.reader.ask(sim.open([*range(1, 9), 9]).tokens, b"")
+    assert query is not None
+    choice = sim.planner.reader.choose(query, {0: (1 << 4) - 1})
+    assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
+    sim.start(choice.backups)
+    sim.planner.reader.drop(query)
+    sim.close(sim.live[0])
+    sim.settle()
+    sim.verify()
+    books = sim.planner.books
+    assert not books.flights
+    assert books.free[FULL_HOST].held == sum(len(node.held(FULL_HOST)) for node in books.tree.nodes())
