@@ -6,7 +6,7 @@ VENV    ?= .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
-BENCHES ?= multiturn shared-prefix storage transfer overlap bridge tree
+BENCHES ?= multiturn shared-prefix tree stall
 ARGS    ?=
 
 .DEFAULT_GOAL := help
@@ -63,7 +63,7 @@ soak: $(STAMP)  ## the long tests, with fresh random seeds
 gpu:  ## the tests that need an NVIDIA GPU, with $PYTHON as it is
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
 
-bench: $(STAMP)  ## the benchmarks; BENCHES="tree bridge" picks some
+bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done
 
 clean:  ## remove what was made here, but for .venv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +26,19 @@ BACKEND_GROUP = "asynchicache.backends"
 
 _OWN_BACKENDS = {name: f"asynchicache.backends.{name}:open_backend" for name in ("memory", "file")}
 """Found without installed metadata too: a source tree on the path has none."""
+
+
+_KINDS: Mapping[str, type] = {
+    "device": str,
+    "device_slots": dict,
+    "host_slots": dict,
+    "write_policy": WritePolicy,
+    "eviction": str,
+    "prefetch": PrefetchOptions,
+    "storage_options": dict,
+    "storage_limits": PoolLimits,
+}
+_TABLES = {"prefetch": PrefetchOptions, "storage_limits": PoolLimits}
 
 
 class OpenBackend(Protocol):
@@ -82,6 +96,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():  # msgspec checks what it reads, not what code passes
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} {getattr(self, name)!r} must be a {kind.__name__}")
         policy(self.eviction)
         if self.storage is not None and not self.weight_version:
             raise ConfigError(
@@ -112,6 +129,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             for name, text in (os.environ if environ is None else environ).items():
                 if name.startswith(ENVIRONMENT_PREFIX) and _is_option(name):
                     values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = _value(text)
+            _check_tables(values)
             return msgspec.convert(values, cls, strict=False)
         except (msgspec.MsgspecError, OSError) as error:
             raise ConfigError(f"the configuration does not fit: {error}") from error
@@ -124,6 +142,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             host_bytes=self.host_bytes,
             host_ratio=self.host_ratio,
         )
+
+
+def _check_tables(values: Mapping[str, object]) -> None:
+    """Refuse unknown names inside tables: msgspec forbids them for its own structs only."""
+    for name, kind in _TABLES.items():
+        table = values.get(name)
+        known = {option.name for option in fields(kind)}
+        if isinstance(table, dict) and not known.issuperset(table):
+            raise ConfigError(f"[{name}] has {sorted(set(table) - known)}; its options are {sorted(known)}")
 
 
 def _is_option(name: str) -> bool:

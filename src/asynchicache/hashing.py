@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asynchicache.errors import ConfigError
+
 _NARROW = 0xFFFFFFFF
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
 
@@ -43,6 +45,9 @@ def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
     Args:
         extra_key: LoRA id, tenant or any other name that isolates prefixes.
         salt: the request's cache salt.
+
+    Raises:
+        ConfigError: one of them is neither a string nor None.
     """
     if extra_key is None and salt is None:
         return b""
@@ -50,6 +55,8 @@ def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
     for part in (extra_key, salt):
         if part is None:
             digest.update(b"\x00")
+        elif not isinstance(part, str):
+            raise ConfigError(f"namespace or salt {part!r} must be a string, or None")
         else:
             text = part.encode()
             digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)

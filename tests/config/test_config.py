@@ -47,6 +47,9 @@ def test_toml_then_environment(tmp_path: Path):
         ('write_policy = "sometimes"', "sometimes"),
         ('host_ratio = "much"', "host_ratio"),
         ("host_ratio = ", "configuration does not fit"),
+        ("[prefetch]\nbase_second = 1", r"\[prefetch\] has \['base_second'\]; its options are"),
+        ("[prefetch]\nmax_seconds = -1", "max_seconds -1.0 must be 0 or more"),
+        ("[storage_limits]\npatience = 1", r"\[storage_limits\] has \['patience'\]"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, text: str, words: str):
@@ -70,6 +73,8 @@ def test_a_missing_file_is_named(tmp_path: Path):
         ({"rank": 2, "ranks": 2}, "rank 2 of 2"),
         ({"io_threads": 0}, "io_threads 0 must be above 0"),
         ({"clean_share": 1.5}, "clean_share 1.5"),
+        ({"write_policy": "write_through"}, "write_policy 'write_through' must be a WritePolicy"),
+        ({"prefetch": "best_effort"}, "prefetch 'best_effort' must be a PrefetchOptions"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], words: str):

@@ -114,3 +114,12 @@ def test_bad_numbers_are_named(options: SizeOptions, words: str):
 def test_too_few_bytes_for_one_slot_of_each():
     with pytest.raises(CapacityError, match=r"device_bytes leaves 100 bytes .* needs 768"):
         plan_slots(SPEC, SizeOptions(device_bytes=100), PLENTY)
+
+
+def test_there_are_no_more_states_than_pages():
+    tiny = PoolSpec(
+        "mamba", (TensorSpec("conv", (1,), (8,), "uint8"),), coverage=trailing_pages(1), per_token=False
+    )
+    slots = plan_slots(ModelSpec("m", 16, 2, (KV, tiny)), SizeOptions(device_slots={"kv": 16}), PLENTY)
+
+    assert slots["mamba"][0] == 16

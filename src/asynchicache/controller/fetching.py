@@ -12,6 +12,7 @@ from asynchicache.controller.planner import Planner
 from asynchicache.controller.reading import Outcomes, Query, Read
 from asynchicache.controller.sequence import Sequence
 from asynchicache.controller.stored import StoredPools, linger
+from asynchicache.errors import ConfigError
 from asynchicache.storage.pool import Batch
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy
@@ -37,6 +38,13 @@ class PrefetchOptions:
     base_seconds: float = 2.0
     seconds_per_ki_token: float = 0.1
     max_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, PrefetchPolicy):
+            raise ConfigError(f"prefetch policy {self.policy!r} must be a PrefetchPolicy")
+        for name in ("base_seconds", "seconds_per_ki_token", "max_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"prefetch {name} {getattr(self, name)} must be 0 or more")
 
     def deadline(self, tokens: int) -> float:
         """Seconds that a request for `tokens` more tokens waits."""

@@ -167,7 +167,7 @@ class Request:
             raise KeyError(f"{pool!r} is none of the pools with states: {names[1:]}")
         number = names.index(pool)
         if number not in sequence.states:
-            raise RequestStateError(f"no {pool!r} state slot was free at load(); extend() takes one")
+            raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
         return sequence.states[number]
 
     # What it does

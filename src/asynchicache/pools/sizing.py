@@ -90,7 +90,8 @@ def _device_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict
         if budget is None:
             budget = int(memory.device * _AUTO_DEVICE_SHARE)
         slots |= _divide(spec, rest, budget - named, "device_bytes")
-    return {pool.name: slots[pool.name] for pool in spec.owners}
+    chosen = {pool.name: slots[pool.name] for pool in spec.owners}
+    return _no_more_states_than_pages(spec, chosen) | dict(options.device_slots)
 
 
 def _host_slots(
@@ -124,6 +125,12 @@ def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, option: str) ->
             f"{option} leaves {max(budget, 0)} bytes for {list(weights)}; one slot of each needs {least}"
         )
     return {name: max(1, int(budget / unit * weight)) for name, weight in weights.items()}
+
+
+def _no_more_states_than_pages(spec: ModelSpec, slots: Mapping[str, int]) -> dict[str, int]:
+    """A state stands at the end of a page, so more of them than pages would never be used."""
+    pages = slots[spec.owners[0].name]
+    return {n: count if spec.pool(n).per_token else min(count, pages) for n, count in slots.items()}
 
 
 def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:

@@ -1,0 +1,195 @@
+"""The documentation says nothing that does not run: examples, what they print, snippets, links, names."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import pytest
+
+import asynchicache
+from asynchicache.bench.options import settings
+from asynchicache.cli.commands import COMMANDS
+from asynchicache.cli.main import build_parser
+from asynchicache.config import CacheConfig
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+_BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+_ELLIPSIS = "..."
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        first = next(iter(self.text.strip().splitlines()), "")
+        return f"{self.page.relative_to(ROOT)}: {first.strip()[:50]}"
+
+
+def blocks(kind: str) -> list[Block]:
+    return [
+        Block(page, kind, text)
+        for page in PAGES
+        for found, text in _BLOCK.findall(page.read_text("utf-8"))
+        if found == kind
+    ]
+
+
+def run(example: Path) -> subprocess.CompletedProcess[str]:
+    """Tests are run by pytest, the other examples as a user runs them."""
+    as_test = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if example.name.startswith("test_") else []
+    return subprocess.run(
+        [sys.executable, *as_test, example.name],
+        cwd=example.parent,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@cache
+def runs() -> dict[Path, Future[subprocess.CompletedProcess[str]]]:
+    """All examples, two at a time."""
+    pool = ThreadPoolExecutor(2)
+    started = {example: pool.submit(run, example) for example in EXAMPLES}
+    pool.shutdown(wait=False)
+    return started
+
+
+def output(example: Path) -> str:
+    """What an example prints."""
+    done = runs()[example].result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def passages(block: Block) -> Iterator[str]:
+    """A block's runs of lines: `...` on a line of its own stands for lines left out."""
+    passage: list[str] = []
+    for line in [*block.text.splitlines(), _ELLIPSIS]:
+        if line.strip() != _ELLIPSIS:
+            passage.append(line)
+        elif passage:
+            yield "\n".join(passage).strip("\n")
+            passage = []
+
+
+def undented(text: str) -> str:
+    """Lines without their common indentation, and without blank lines around them."""
+    return dedent(text).strip("\n")
+
+
+def is_part(passage: str, source: str) -> bool:
+    """Whether `source` has these lines one after the other, at whatever depth."""
+    wanted = undented(passage).splitlines()
+    lines = source.splitlines()
+    return any(
+        undented("\n".join(lines[start : start + len(wanted)])).splitlines() == wanted
+        for start in range(len(lines) - len(wanted) + 1)
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_runs(example: Path) -> None:
+    output(example)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_in_pages_is_part_of_an_example(block: Block) -> None:
+    for passage in passages(block):
+        assert any(is_part(passage, path.read_text("utf-8")) for path in EXAMPLES), passage
+
+
+@pytest.mark.parametrize("block", blocks("text"), ids=str)
+def test_output_in_pages_is_what_an_example_prints(block: Block) -> None:
+    for passage in passages(block):
+        assert any(is_part(passage, output(path)) for path in EXAMPLES), passage
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_configuration_in_pages_is_accepted(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text(block.text, "utf-8")
+    assert CacheConfig.load(file, {}) != CacheConfig()
+
+
+def test_commands_in_pages_exist() -> None:
+    pattern = re.compile(r"^\$ asynchicache (.*?)(?:\s+#.*)?$", re.MULTILINE)
+    commands = [line for block in blocks("console") for line in pattern.findall(block.text)]
+    assert commands
+    for line in commands:
+        build_parser().parse_args(line.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target, _ in _LINK.findall(page.read_text("utf-8"))]
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert missing == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    text = PAGES[0].read_text("utf-8")
+    assert [page for page in PAGES[1:] if str(page.relative_to(ROOT)) not in text] == []
+
+
+# Reference pages name everything that there is.
+
+
+def missing(page: str, names: list[str]) -> list[str]:
+    text = (DOCS / page).read_text("utf-8")
+    return [name for name in names if f"`{name}" not in text and f".{name}" not in text]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert missing("reference/api.md", asynchicache.__all__) == []
+
+
+def test_every_option_is_in_the_reference() -> None:
+    assert missing("reference/configuration.md", list(CacheConfig.__struct_fields__)) == []
+
+
+def test_every_command_and_flag_is_in_the_reference() -> None:
+    words = [" ".join(command.path) for command in COMMANDS]
+    flags = [setting.flag for command in COMMANDS for setting in settings(command.options)]
+    assert missing("reference/cli.md", words + flags) == []
+
+
+def test_every_room_is_in_the_architecture() -> None:
+    package = Path(asynchicache.__path__[0])
+    rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
+    shown = sorted(room for room in rooms if not room.startswith("__"))
+    assert missing("explanation/architecture.md", shown) == []
+
+
+# The checks above can fail.
+
+
+def test_a_passage_must_be_whole_and_in_order() -> None:
+    source = "def f():\n    a = 1\n    b = 2\n    c = 3\n"
+    assert is_part("a = 1\nb = 2", source)
+    assert not is_part("a = 1\nc = 3", source)
+    assert not is_part("b = 2\na = 1", source)
+    assert not is_part("a = 1\n    b = 2", source)
+
+
+def test_an_ellipsis_parts_passages() -> None:
+    assert list(passages(Block(ROOT, "python", "a\n...\nb\nc\n"))) == ["a", "b\nc"]
