@@ -139,6 +139,52 @@ async def test_the_state_of_a_snapshot_is_published():
         assert (await engine.serve([*PROMPT, 1])).tokens == 16
 
 
+async def test_a_final_checkpoint_needs_no_second_state_slot():
+    async with HybridCache.open(SPEC, config(device_slots={"kv": 32, "mamba": 2})) as cache:
+        engine = Engine(cache)
+        async with cache.request([9, 9, 9, 9]) as holder, cache.request(PROMPT) as request:
+            await holder.load()
+            await request.load()  # both state slots are working states now
+            request.extend(20)
+            digests = engine.digests(request, None)
+            engine.oracle.write("kv", request.pages("kv"), digests)
+            engine.oracle.write("mamba", [request.state("mamba")], digests[-1:])
+            await request.checkpoint(20, final=True)
+            assert cache.verify() == []
+            with pytest.raises(RequestStateError, match="finished"):
+                request.extend(4)
+            with pytest.raises(RequestStateError, match="finished"):
+                request.checkpoint(20)
+        await cache.drain()
+        async with cache.request([*PROMPT, 1]) as request:
+            await request.load()
+            engine.check(request)
+            assert request.hit.tokens == 20
+        assert cache.verify() == []
+
+
+async def test_admit_waits_for_a_state_slot_that_load_would_do_without():
+    async with HybridCache.open(SPEC, config(device_slots={"kv": 32, "mamba": 2})) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT)
+        async with cache.request([9, 9, 9, 9]) as holder:
+            await holder.load()
+            async with cache.request([8, 8, 8, 8]) as other:
+                await other.load()  # both state slots are working states now
+                async with cache.request([*PROMPT, 1]) as request:
+                    waiting = asyncio.create_task(request.admit())
+                    await asyncio.sleep(0)
+                    assert not waiting.done()
+                    holder.close()
+                    assert (await waiting).tokens == 20
+                    await request.load()
+                    engine.check(request)
+                    assert request.hit.tokens == 20
+                    with pytest.raises(RequestStateError, match="before load"):
+                        await request.admit()
+        assert cache.verify() == []
+
+
 async def test_many_requests_at_once():
     """Shared and diverging prefixes, aborted requests, tiny pools: every byte is checked."""
     rng = random.Random(7)

@@ -157,8 +157,10 @@ class Simulation:
             got = self.memory["mamba", Tier.DEVICE][sequence.states[1]]
             assert got == self.stamp("mamba", digests[sequence.hit_pages - 1])
 
-    def compute(self, sequence: Sequence, length: int) -> bool:
+    def compute(self, sequence: Sequence, length: int, *, final: bool = False) -> bool:
         """Run a forward up to `length` tokens and publish it; False if there is no room."""
+        if sequence.finished:
+            return False
         try:
             self.planner.extend(sequence, max(length - sequence.reserved, 0))
         except CapacityError:
@@ -170,7 +172,7 @@ class Simulation:
         whole = length // self.spec.page_size
         if sequence.states and whole and length % self.spec.page_size == 0:
             self.memory["mamba", Tier.DEVICE][sequence.states[1]] = self.stamp("mamba", digests[whole - 1])
-        copies = self.planner.publish(sequence, length)
+        copies = self.planner.publish(sequence, length, final=final)
         self.start(copies)
         for copy in copies:
             # The working state is overwritten by the next forward: its copy runs in stream order.

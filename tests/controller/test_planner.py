@@ -203,7 +203,7 @@ def _step(sim: Simulation, rng: random.Random, histories: list[list[int]]) -> No
         sequence = rng.choice(sim.live)
         start = sequence.borrowed * 2
         length = rng.randint(start, len(sequence.tokens))
-        if length >= start and sim.compute(sequence, length):
+        if sim.compute(sequence, length, final=rng.random() < 0.3):
             histories.append(list(sequence.tokens))
     elif choice < 0.65 and sim.live:
         sim.close(rng.choice(sim.live))

@@ -8,9 +8,10 @@ costs a hit, never a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from asynchicache.controller.actions import Copy, Store
 from asynchicache.controller.fetching import Fetcher, PrefetchOptions
@@ -27,6 +28,8 @@ from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import Node, place
 from asynchicache.types import MissReason, Outcome, Tier
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -141,8 +144,16 @@ class HybridCacheController:
             self.carry_out(self.planner.writer.clean())
         return slots
 
+    async def admit(self, sequence: RequestSequence) -> None:
+        """Have what `load` takes of the device as soon as others have given back enough."""
+        await self._when_possible(sequence, partial(self.planner.admit, sequence))
+
     async def reserve(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
-        """Extend a request as soon as others have given back enough.
+        """Extend a request as soon as others have given back enough."""
+        return await self._when_possible(sequence, partial(self.extend, sequence, tokens))
+
+    async def _when_possible(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
+        """Try again whenever something was given back.
 
         The last of the requests that all wait for one another is refused, so that it can give way.
         """
@@ -150,7 +161,7 @@ class HybridCacheController:
             self._progress.clear()
             self._check_waiting(sequence)
             try:
-                return self.extend(sequence, tokens)
+                return attempt()
             except CapacityError:
                 others = self.planner.books.sequences - self._reserving - {sequence}
                 if self.failure is not None or not (others or self._active):
@@ -191,10 +202,10 @@ class HybridCacheController:
         events = self._behind(after)
         return self._copy_states(self.planner.snapshot(sequence, length), events)
 
-    def publish(self, sequence: RequestSequence, length: int, after: Stream | None) -> Ticket:
+    def publish(self, sequence: RequestSequence, length: int, after: Stream | None, *, final: bool) -> Ticket:
         """Publish a request's pages and states, which are written when `after` is."""
         events = self._behind(after)
-        copies = self.planner.publish(sequence, length) if self.failure is None else []
+        copies = self.planner.publish(sequence, length, final=final) if self.failure is None else []
         return self._copy_states(copies, events)
 
     def _behind(self, stream: Stream | None) -> list[Event]:

@@ -221,15 +221,27 @@ class Planner:
         books = self.books
         target = sequence.reserved + tokens
         count = max(-(-target // books.page_size) - len(sequence.pages), 0)
-        if not self._take_states(sequence):
-            missing = next(number for number in self._states if number not in sequence.states)
-            raise self._short(1, place(missing, Tier.DEVICE))
-        if not books.make_room(FULL_DEVICE, count):
-            raise self._short(count, FULL_DEVICE)
+        self._need(sequence, count)
         slots = books.free[FULL_DEVICE].allocate(count)
         sequence.pages += slots
         sequence.reserved = target
         return {name: list(slots) for name in books.sharing(FULL)}
+
+    def admit(self, sequence: Sequence) -> None:
+        """Have what `load` takes of the device: working states, and room for the pages that are not there.
+
+        Raises:
+            CapacityError: there is not enough that may be evicted.
+        """
+        wanted = copies.missing_on_device(sequence.lease.node)
+        self._need(sequence, sum(want.size for want in wanted))
+
+    def _need(self, sequence: Sequence, pages: int) -> None:
+        if not self._take_states(sequence):
+            missing = next(number for number in self._states if number not in sequence.states)
+            raise self._short(1, place(missing, Tier.DEVICE))
+        if not self.books.make_room(FULL_DEVICE, pages):
+            raise self._short(pages, FULL_DEVICE)
 
     def _short(self, count: int, at: int) -> CapacityError:
         free = self.books.free[at]
@@ -272,11 +284,12 @@ class Planner:
             sequence.snapshots[number] = self.books.free[place(number, Tier.DEVICE)].allocate(1)[0]
         return True
 
-    def publish(self, sequence: Sequence, length: int) -> list[Copy]:
+    def publish(self, sequence: Sequence, length: int, *, final: bool = False) -> list[Copy]:
         """Put the whole pages up to `length` tokens into the tree, and a state if one is known there.
 
         The state is the snapshot taken at that length, or the working state if `length` is a whole
-        number of pages: it is the caller's word that a forward ended there.
+        number of pages: it is the caller's word that a forward ended there. `final`: the request computes
+        nothing more, so the tree takes the working state itself, and no copy or further slot is needed.
         """
         if sequence.lease.node.residency[FULL_DEVICE] == ABSENT:
             return []  # a failed load took the prefix away
@@ -288,10 +301,23 @@ class Planner:
         sequence.borrowed = pages
         for node in result.fresh:
             node.hits = 1
-        copy = self._publish_states(sequence, result.node, length)
-        if copy is not None:
+        sequence.finished = final
+        if final and sequence.snapshot_tokens != length:
+            self._give_states(sequence, result.node, length)
+        elif (copy := self._publish_states(sequence, result.node, length)) is not None:
             return [copy]
         return self.writer.backup(result.node) if self.writer.due(result.node) else []
+
+    def _give_states(self, sequence: Sequence, node: Node, length: int) -> None:
+        """Hand the working states over to `node`, where it has none yet."""
+        if length % self.books.page_size or node.parent is None:
+            return
+        for number, slot in list(sequence.states.items()):
+            if self._tree.take_state(node, number, Tier.DEVICE, slot):
+                del sequence.states[number]
+                self._tree.supersede(node, number)
+            else:
+                self._tree.touch(node, number)
 
     def _publish_states(self, sequence: Sequence, node: Node, length: int) -> Copy | None:
         kept = sequence.snapshots if sequence.snapshot_tokens == length else sequence.states

@@ -37,7 +37,7 @@ class Hit:
 class Request:
     """One prompt and what is generated for it; an async context manager, used once.
 
-    Order: enter (match and pin), `prefetch` (optional), `load`, then `extend`, `append` and
+    Order: enter (match and pin), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
     `checkpoint` as often as there are forwards. Leaving gives back every slot that was not published.
     """
 
@@ -96,8 +96,14 @@ class Request:
         self._controller.check_open()
         return sequence
 
-    def _growing(self, verb: str, tokens: int) -> RequestSequence:
+    def _unfinished(self) -> RequestSequence:
         sequence = self._loaded()
+        if sequence.finished:
+            raise RequestStateError("the request is finished: its last checkpoint was final")
+        return sequence
+
+    def _growing(self, verb: str, tokens: int) -> RequestSequence:
+        sequence = self._unfinished()
         self._controller.check_open()
         if tokens < 0:
             raise RequestStateError(f"{verb}({tokens}): a number of tokens, 0 at least")
@@ -183,6 +189,23 @@ class Request:
         await self._controller.prefetch(sequence)
         return self.hit
 
+    async def admit(self) -> Hit:
+        """Wait until `load` can have what it takes of the device, so that no hit is lost to room.
+
+        Without it, `load` makes do with what is free or evictable at once. Call `load` next, with nothing
+        awaited in between.
+
+        Raises:
+            CapacityError: nothing is under way that could free enough.
+            RequestStateError: after `load`, or the request was closed meanwhile.
+            ClosedError: the cache was.
+        """
+        sequence = self._in_use()
+        if sequence.loaded:
+            raise RequestStateError("admit() comes before load()")
+        await self._controller.admit(sequence)
+        return self.hit
+
     def load(self) -> Ticket:
         """Enqueue the copies that put the prefix and its states on the device.
 
@@ -233,7 +256,7 @@ class Request:
         sequence = self._checked(length)
         return self._controller.snapshot(sequence, length, after)
 
-    def checkpoint(self, length: int, *, after: Stream | None = None) -> Ticket:
+    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
         The state is that of the snapshot taken at `length`; without one, the working state, if `length`
@@ -243,6 +266,8 @@ class Request:
             length: where a forward ended; not beyond what was extended and appended.
             after: the stream that the forward runs on; copies run behind what is enqueued there. Other
                 requests meet the pages at once, so their forwards must run on it too, or wait for it.
+            final: the request computes nothing more. Its working state is handed over as it is: no copy,
+                and no second state slot that might not be free.
 
         Returns:
             The ticket of the state's copy. The next forward overwrites the working state, so it must
@@ -253,14 +278,14 @@ class Request:
             RequestStateError: before `load`, or `length` is out of range.
         """
         sequence = self._checked(length)
-        return self._controller.publish(sequence, length, after)
+        return self._controller.publish(sequence, length, after, final=final)
 
     async def durable(self) -> bool:
         """Wait until what was published is in storage; False if there is none, or it refuses."""
         return await self._controller.durable(self._in_use())
 
     def _checked(self, length: int) -> RequestSequence:
-        sequence = self._loaded()
+        sequence = self._unfinished()
         self._controller.check_open()
         known = min(len(self._tokens), sequence.reserved)
         if not 0 <= length <= known:

@@ -28,6 +28,7 @@ class Sequence:
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
         closed: the request is over; its slots may still be kept for copies.
+        finished: its working states are the tree's; it computes nothing more.
         users: the request itself and every copy in flight for it; own slots are freed at zero.
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     prefetched: bool = False
     loaded: bool = False
     poisoned: bool = False
+    finished: bool = False
     closed: bool = False
     users: int = 1
 

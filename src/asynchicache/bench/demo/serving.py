@@ -12,6 +12,7 @@ import time
 from asyncio import get_running_loop
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
@@ -108,7 +109,7 @@ class ServingEngine:
                     at = cut
             first = await self._prefill(memory, prompt, at, len(prompt))
             ttft_ms = _milliseconds_since(arrived)
-            await self._store.publish(request, memory, len(prompt))
+            await self._store.publish(request, memory, len(prompt), final=True)
             return _Running([*prompt, first], len(prompt), memory, request.hit, ttft_ms)
 
     async def _admit_uncached(self, prompt: list[int]) -> _Running:
@@ -151,7 +152,7 @@ class ServingEngine:
         for row, running in enumerate(batch):
             async with store.request(running.tokens) as request:
                 await store.load(request)
-                await store.publish(request, memory, length, row=row)
+                await store.publish(request, memory, length, row=row, final=True)
 
 
 class PrefixStore:
@@ -179,6 +180,8 @@ class PrefixStore:
     async def load(self, request: Request) -> None:
         """Bring what the cache knows to device pages, from wherever it is."""
         await request.prefetch()
+        with suppress(CapacityError):  # then `load` makes do with what there is
+            await request.admit()
         await request.load()
 
     async def restore(self, request: Request) -> DynamicCache:
@@ -191,7 +194,9 @@ class PrefixStore:
             partial(restore, self._thread.config, self._pools, slots, tokens, state)
         )
 
-    async def publish(self, request: Request, memory: DynamicCache, length: int, *, row: int = 0) -> None:
+    async def publish(
+        self, request: Request, memory: DynamicCache, length: int, *, row: int = 0, final: bool = False
+    ) -> None:
         """Copy from the model's memory what the request has no pages for yet, and hand it to the cache.
 
         Args:
@@ -199,6 +204,7 @@ class PrefixStore:
             memory: holds `length` tokens.
             length: if it is whole pages, the states are published too; if not, this is the last time.
             row: which sequence of `memory`.
+            final: whether the request publishes nothing more; its state then needs no second slot.
         """
         first = len(request.pages(self._pages))
         missing = length - first * self._page_size
@@ -210,7 +216,7 @@ class PrefixStore:
             return  # a cache that is full costs later hits, not this request
         whole = slots[: missing // self._page_size]
         await self._thread.run(partial(self._write, request, memory, first, whole, row))
-        await request.checkpoint(length)  # the working state may be overwritten after that
+        await request.checkpoint(length, final=final)  # the working state may be overwritten after that
 
     def _write(
         self, request: Request, memory: DynamicCache, first_page: int, slots: list[int], row: int
