@@ -1,4 +1,7 @@
-"""What is particular to the file engine: what survives, what damage does, what happens when it is full."""
+"""What is particular to the file engine: what survives, what damage does, what happens when it is full.
+
+More than 400 lines: one store is built once and damaged in every way, and the cases share its parts.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Random operations on a tree that is always short of room, each of them on a model as well.
 
 After every operation the tree must be well, hold exactly what the model holds, slot for slot, and
-every slot must have one owner.
+every slot must have one owner. More than 400 lines: the operations and their counterparts on the
+model are read side by side.
 """
 
 from __future__ import annotations

@@ -1,0 +1,113 @@
+"""Bad input and misuse: each gets an error that names the value and the rule, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine import SPEC, Engine, config
+
+from asynchicache import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    HybridCache,
+    InvalidTokensError,
+    RequestStateError,
+)
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.ports import AsyncioPort
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = list(range(100, 120))
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1.5], ["a"], [[1, 2]], [1 << 63], None])
+async def test_bad_tokens_are_refused(tokens: object):
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises((InvalidTokensError, TypeError)):
+            cache.request(tokens)
+
+
+async def test_too_long_a_prompt_is_refused_at_once():
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises(CapacityError, match="132 tokens need 33 pages of 4; the device holds 32"):
+            async with cache.request(list(range(132))):
+                raise AssertionError("entered")
+
+
+async def test_a_request_is_used_once():
+    async with HybridCache.open(SPEC, config()) as cache:
+        request = cache.request(PROMPT)
+        async with request:
+            with pytest.raises(RequestStateError, match="used once"):
+                await request.__aenter__()
+        with pytest.raises(RequestStateError, match="used once"):
+            await request.__aenter__()
+        with pytest.raises(RequestStateError, match="closed"):
+            await request.prefetch()
+        assert cache.verify() == []
+
+
+async def test_order_is_enforced():
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises(RequestStateError, match="not entered"):
+            cache.request(PROMPT).load()
+        async with cache.request(PROMPT) as request:
+            with pytest.raises(RequestStateError, match=r"load\(\) first"):
+                request.extend(1)
+            await request.load()
+            with pytest.raises(RequestStateError, match="called already"):
+                request.load()
+            with pytest.raises(RequestStateError, match="comes before load"):
+                await request.prefetch()
+            with pytest.raises(RequestStateError, match=r"length 4 is outside 0\.\.0"):
+                request.checkpoint(4)
+            with pytest.raises(RequestStateError, match=r"extend\(-1\)"):
+                request.extend(-1)
+            with pytest.raises(KeyError, match="swa"):
+                request.pages("swa")
+            with pytest.raises(KeyError, match="kv"):
+                request.state("kv")
+
+
+async def test_a_closed_cache_says_so():
+    async with HybridCache.open(SPEC, config()) as cache:
+        pass
+    with pytest.raises(ClosedError):
+        cache.request(PROMPT)
+    with pytest.raises(ClosedError):
+        await cache.flush()
+
+
+async def test_what_the_caller_raises_comes_out_as_it_is():
+    with pytest.raises(ValueError, match="mine"):
+        async with HybridCache.open(SPEC, config()):
+            raise ValueError("mine")
+
+
+async def test_storage_needs_a_weight_version():
+    with pytest.raises(ConfigError, match="weight_version"):
+        async with HybridCache.open(SPEC, config(weight_version=None), storage=MemoryBackend(MemoryStore())):
+            raise AssertionError("opened")
+
+
+async def test_nothing_is_left_behind():
+    before = len(asyncio.all_tasks())
+    async with HybridCache.open(SPEC, config(storage="memory")) as cache:
+        await Engine(cache).serve(PROMPT)
+    assert len(asyncio.all_tasks()) == before
+
+
+async def test_the_port_stays_the_callers():
+    port = AsyncioPort()
+    async with HybridCache.open(SPEC, config(), port=port) as cache:
+        await Engine(cache).serve(PROMPT)
+    assert await port.run_blocking(lambda: 1) == 1
+    await port.aclose()
