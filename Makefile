@@ -58,10 +58,10 @@ wheel: $(STAMP)
 soak: $(STAMP)  ## the long tests, with fresh random seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3500 $(ARGS)
 
-# No setup: a GPU machine has its own torch. Beside torch, triton and the package's small dependencies it
+# No setup: a GPU machine has its own torch, unless `make setup` ran there. Beside torch, triton and the package's small dependencies it
 # needs pytest, pytest-asyncio, pytest-timeout and hypothesis.
-gpu:  ## the tests that need an NVIDIA GPU, with $PYTHON as it is
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+gpu:  ## the tests that need an NVIDIA GPU
+	PYTHONPATH=src $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m pytest -m gpu $(ARGS)
 
 bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done
