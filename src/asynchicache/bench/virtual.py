@@ -71,7 +71,10 @@ class VirtualCache:
         query = reader.ask(sequence.tokens, sequence.seed)
         if query is None:
             return
-        present = {number: self._present(names[number], query.digests) for number in self._asked()}
+        present = {
+            number: self._present(names[number], query.digests, query.base if number else query.here)
+            for number in self._asked()
+        }
         choice = reader.choose(query, present)
         self.carry_out(choice.backups)
         if choice.read is None:
@@ -91,8 +94,10 @@ class VirtualCache:
     def _asked(self) -> list[int]:
         return [n for n in range(len(self.planner.books.names)) if self.planner.reader.asks(n)]
 
-    def _present(self, pool: str, digests: Sequence[bytes]) -> int:
-        return hits.bitmap(bytes([digest in self._storage[pool] for digest in digests]))
+    def _present(self, pool: str, digests: Sequence[bytes], first: int) -> int:
+        """Bit p set if storage has page p, of those from number `first` on."""
+        stored = self._storage[pool]
+        return hits.bitmap(bytes([digest in stored for digest in digests[first:]])) << first
 
 
 class VirtualRunner:
@@ -152,7 +157,10 @@ class VirtualRunner:
     def _count_wrong(self, sequence: RequestSequence, digests: list[bytes]) -> int:
         pages = sequence.hit_pages
         kv = self._cache.memory["kv", Tier.DEVICE]
-        wrong = sum(kv[slot] != digests[page] for page, slot in enumerate(sequence.pages))
+        held = [kv[slot] for slot in sequence.pages]
+        wrong = 0
+        if held != digests[:pages]:
+            wrong = sum(stamp != digest for stamp, digest in zip(held, digests, strict=False))
         if pages:
             wrong += self._cache.memory["mamba", Tier.DEVICE][sequence.states[1]] != digests[pages - 1]
         return wrong
