@@ -125,6 +125,31 @@ async def test_pages_are_not_backed_up_before_they_are_computed():
             assert engine.oracle.count_wrong("kv", again.pages("kv"), digests) == 0
 
 
+async def test_a_state_handed_over_is_not_read_before_it_is_computed():
+    """Another request restores the state while the forward that writes it is still enqueued."""
+    gate = threading.Event()
+    async with HybridCache.open(SPEC, config()) as cache:
+        engine = Engine(cache)
+        compute = cache.device.stream("compute")
+        request = await _opened(cache, PROMPT[:20], 20)
+        pages, digests = request.pages("kv"), engine.digests(request, None)
+        state = request.state("mamba")
+        compute.launch(gate.wait)
+        compute.launch(lambda: engine.oracle.write("kv", pages, digests))
+        compute.launch(lambda: engine.oracle.write("mamba", [state], digests[-1:]))
+        request.checkpoint(20, after=compute, final=True)
+        request.close(after=compute)
+        async with cache.request(PROMPT[:21]) as other:
+            ticket = other.load()
+            await ticket.submitted()
+            for _ in range(5000):  # every chance for a copy that does not wait
+                await asyncio.sleep(0)
+            gate.set()
+            await ticket
+            assert other.hit.tokens == 20
+            assert engine.oracle.count_wrong("mamba", [other.state("mamba")], digests[-1:]) == 0
+
+
 # Slots
 
 

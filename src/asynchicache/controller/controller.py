@@ -199,47 +199,46 @@ class HybridCacheController:
 
     def snapshot(self, sequence: RequestSequence, length: int, after: Stream | None) -> Ticket:
         """Copy a request's working states behind `after`."""
-        events = self._behind(after)
-        return self._copy_states(self.planner.snapshot(sequence, length), events)
+        self._behind(after)
+        return self._copy_states(self.planner.snapshot(sequence, length))
 
     def publish(self, sequence: RequestSequence, length: int, after: Stream | None, *, final: bool) -> Ticket:
         """Publish a request's pages and states, which are written when `after` is."""
-        events = self._behind(after)
+        self._behind(after)
         copies = self.planner.publish(sequence, length, final=final) if self.failure is None else []
-        return self._copy_states(copies, events)
+        return self._copy_states(copies)
 
-    def _behind(self, stream: Stream | None) -> list[Event]:
-        """An event for what is enqueued on `stream` now. Until it is reached every backup waits for it:
-        whoever meets the pages that are published now may have them copied to the host."""
+    def _behind(self, stream: Stream | None) -> None:
+        """Let every copy that reads device memory wait for what is enqueued on `stream` now: whoever
+        meets what is published now may copy its pages to the host, or its state to a slot of their own."""
         if stream is None:
-            return []
+            return
         event = self._device.event()
         stream.record(event)
         self._computing[stream] = event
         self._reactor.track(self._device, stream, lambda _: self._computed(stream, event))
-        return [event]
 
     def _computed(self, stream: Stream, event: Event) -> None:
         if self._computing.get(stream) is event:
             del self._computing[stream]
 
-    def _copy_states(self, copies: list[Copy], events: list[Event]) -> Ticket:
+    def _copy_states(self, copies: list[Copy]) -> Ticket:
         """Carry out a publication; the ticket of its states' copy, done if it has none."""
-        ticket = self.carry_out(copies, events)
+        ticket = self.carry_out(copies)
         if ticket is None or copies[-1].direction is not Direction.FORK:
             return Ticket(self.planner.books.spec.layers, ())
         return ticket
 
     # Copies
 
-    def carry_out(self, copies: Iterable[Copy], after: Sequence[Event] = ()) -> Ticket | None:
-        """Enqueue copies, those within the device behind `after`; the ticket of the last one."""
+    def carry_out(self, copies: Iterable[Copy]) -> Ticket | None:
+        """Enqueue copies, those from the device behind the forwards that still run; the last one's ticket."""
         ticket = None
         for copy in copies:
             self._active += 1
             done = partial(self._copied, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
-            events = [*self._computing.values()] if copy.direction is Direction.BACKUP else after
+            events = () if copy.direction is Direction.LOAD else tuple(self._computing.values())
             ticket = self._engine.submit(operation, after=events, reads=copy.reads, done=done)
         return ticket
 
