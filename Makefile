@@ -10,7 +10,7 @@ BENCHES ?= multiturn shared-prefix tree stall
 ARGS    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types floors wheel soak gpu bench clean
+.PHONY: help setup engines demo test check lint types floors wheel soak gpu bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt torch
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+engines:  ## install servers that tests of storage engines run (apt, as root); they skip without
+	scripts/install_engines.sh
 
 demo: $(STAMP)  ## a hybrid model served with and without the cache, and a report
 	$(BIN)/asynchicache demo $(ARGS)

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Installs what the tests of storage engines need beside `make setup`: servers, and libraries that clients
+# link to. Needs root and apt; elsewhere it says what to install. Doing it twice is harmless.
+set -euo pipefail
+
+packages=(
+    libibverbs1 libnuma1 libcurl4  # Mooncake's client, master and nodes link to them
+    redis-server
+)
+
+installed() {
+    dpkg-query --show --showformat '${db:Status-Status}' "$1" 2>/dev/null | grep --quiet '^installed$'
+}
+
+missing=()
+if command -v dpkg-query >/dev/null; then
+    for package in "${packages[@]}"; do
+        installed "$package" || missing+=("$package")
+    done
+else
+    missing=("${packages[@]}")
+fi
+
+if [ ${#missing[@]} -eq 0 ]; then
+    echo "engines: everything is installed"
+elif [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    echo "engines: installing ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get -o DPkg::Lock::Timeout=120 update --quiet --quiet
+    apt-get -o DPkg::Lock::Timeout=120 install --yes --quiet --quiet --no-install-recommends "${missing[@]}"
+else
+    echo "engines: install ${missing[*]} by hand; tests of their engines are skipped until then" >&2
+fi

@@ -1,0 +1,188 @@
+"""Servers that tests of storage engines start: real programs on 127.0.0.1, gone when the test is.
+
+    with Server([executable("redis-server"), "--port", str(port)], ready="Ready to accept") as server:
+        ...
+        server.kill()   # as a machine dies
+        server.start()  # it comes back: same command, same port
+
+Mark such tests `@pytest.mark.engine("redis")`, and ask for programs and modules here, in the test or in a
+fixture: what is missing skips the test, or fails it where engines are required (`conftest.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+import pytest
+
+INSTALL = "scripts/install_engines.sh installs it"
+
+
+def executable(name: str) -> str:
+    """The path of a program, beside this Python or on the PATH; skips the test if there is none."""
+    beside = Path(sys.executable).parent
+    found = shutil.which(name, path=os.pathsep.join((str(beside), os.environ.get("PATH", ""))))
+    if found is None:
+        pytest.skip(f"{name} is not installed; {INSTALL}")
+    return found
+
+
+def module(name: str) -> ModuleType:
+    """An imported module; skips the test if it, or a system library that it needs, is missing."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        pytest.skip(f"{name} cannot be imported ({error}); {INSTALL}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of 127.0.0.1 on which nobody listens now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:  # all are bound before one is let go, so that none comes twice
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 on which nobody listens now."""
+    return free_ports(1)[0]
+
+
+class Server:
+    """A program that serves until the block ends, or this process does, however it ends.
+
+    Args:
+        command: the program and its arguments.
+        ready: a regular expression; the program is ready once a line of its output matches.
+        timeout: seconds to wait for that line.
+        env: variables on top of this process's own.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        ready: str,
+        timeout: float = 30.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.command = [str(word) for word in command]
+        self._ready = re.compile(ready)
+        self._timeout = timeout
+        self._env = {**os.environ, **(env or {})}
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._lines: list[str] = []
+        self._settled = threading.Event()
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def output(self) -> str:
+        """What it printed, errors too, since its last start."""
+        return "".join(self._lines)
+
+    def start(self) -> None:
+        """Start it, and return when it is ready.
+
+        Raises:
+            RuntimeError: it ended, or said nothing of being ready; with what it did say.
+        """
+        assert not self.running, f"{self.command[0]} runs already"
+        self._lines, self._is_ready = [], False
+        self._settled.clear()
+        self._process = subprocess.Popen(
+            [*_dying_with_us(), *self.command],
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+        self._settled.wait(self._timeout)
+        if not self._is_ready:
+            self.kill()
+            raise RuntimeError(f"{' '.join(self.command)} did not become ready:\n{self.output}")
+
+    def stop(self) -> None:
+        """Ask it to end, and wait; kill it if it does not."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+            self._collect()
+
+    def kill(self) -> None:
+        """End it at once, as a power cut does; twice is harmless."""
+        if self._process is not None:
+            self._process.kill()
+            self._collect()
+
+    def pause(self) -> None:
+        """Stop it where it is: it holds its sockets and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after `pause`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def _collect(self) -> None:
+        assert self._process is not None
+        assert self._reader is not None
+        self._process.wait()
+        self._reader.join(5.0)  # a child of the program may still hold the pipe
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        """Keep its pipe empty, so that it never waits for us, and look for the word."""
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self._lines.append(line)
+                if not self._is_ready and self._ready.search(line):
+                    self._is_ready = True
+                    self._settled.set()
+        self._settled.set()
+
+
+def _dying_with_us() -> list[str]:
+    """A prefix by which the kernel kills a program when the thread that started it ends (Linux)."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
