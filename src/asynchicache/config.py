@@ -128,7 +128,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 values = msgspec.toml.decode(path.read_bytes())
             for name, text in (os.environ if environ is None else environ).items():
                 if name.startswith(ENVIRONMENT_PREFIX) and _is_option(name):
-                    values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = _value(text)
+                    values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = parse_value(text)
             _check_tables(values)
             return msgspec.convert(values, cls, strict=False)
         except (msgspec.MsgspecError, OSError) as error:
@@ -158,7 +158,8 @@ def _is_option(name: str) -> bool:
     return name.removeprefix(ENVIRONMENT_PREFIX).lower() in CacheConfig.__struct_fields__
 
 
-def _value(text: str) -> object:
+def parse_value(text: str) -> object:
+    """What a word means as TOML (`3`, `true`, `{kv = 1024}`); the word itself where it is none."""
     try:
         return cast("dict[str, object]", msgspec.toml.decode(f"value = {text}"))["value"]
     except msgspec.DecodeError:

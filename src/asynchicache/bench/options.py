@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from asynchicache.errors import ConfigError
 
-T = TypeVar("T", bool, int, float, str)
-Value: TypeAlias = bool | int | float | str
+T = TypeVar("T", bool, int, float, str, tuple[str, ...])
+Value: TypeAlias = bool | int | float | str | tuple[str, ...]
 
 
 class Options(Protocol):
@@ -24,7 +24,8 @@ class Setting(NamedTuple):
 
     Attributes:
         name: of the field; `flag` is its name on the command line.
-        default: its value if nobody says otherwise; its type is the field's.
+        default: its value if nobody says otherwise; its type is the field's. A tuple is a flag that may
+            be given again and again.
         help: one line for people.
         minimum: the least value that means something, or None.
         choices: the values that there are; empty if the type alone decides.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.ticker import longest_gap
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
-_TICK_SECONDS = 0.001
 _PAGE_TOKENS = 16
 
 
@@ -73,10 +72,10 @@ async def run_stall(options: StallOptions) -> StallReport:
     async with HybridCache.open(spec, config) as cache:
         before = await _publish(cache, tokens)
         started = time.perf_counter()
-        gap = await _longest_gap(lambda: _there_and_back(cache, tokens))
+        gap = await longest_gap(lambda: _there_and_back(cache, tokens))
         seconds = time.perf_counter() - started
         moved = _moved(cache) - before
-        idle = await _longest_gap(lambda: asyncio.sleep(seconds))
+        idle = await longest_gap(lambda: asyncio.sleep(seconds))
     return StallReport(moved, seconds, idle * 1e3, gap * 1e3)
 
 
@@ -106,16 +105,3 @@ async def _there_and_back(cache: HybridCache, tokens: list[int]) -> None:
     await _publish(cache, [token + len(tokens) for token in tokens])
     async with cache.request(tokens) as request:
         await request.load()
-
-
-async def _longest_gap(work: Callable[[], Awaitable[object]]) -> float:
-    """The longest time between two ticks while `work` runs, in seconds."""
-    longest = 0.0
-    running = asyncio.ensure_future(work())
-    last = time.perf_counter()
-    while not running.done():
-        await asyncio.sleep(_TICK_SECONDS)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    await running
-    return longest

@@ -13,6 +13,8 @@ from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
 from asynchicache.bench.options import Options, option
 from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
 from asynchicache.bench.stall import StallOptions, run_stall
+from asynchicache.bench.storage.options import StorageBenchOptions
+from asynchicache.bench.storage.run import run_storage
 from asynchicache.cli import demo, doctor
 from asynchicache.cli.output import Outcome, Output
 
@@ -99,6 +101,12 @@ def _stall(options: StallOptions, output: Output) -> Outcome:
     return Outcome(report.as_json(), report.present())
 
 
+def _storage(options: StorageBenchOptions, output: Output) -> Outcome:
+    with output.bar("rounds") as advance:
+        report = asyncio.run(run_storage(options, advance))
+    return Outcome(report.as_json(), report.present(), report.ok)
+
+
 def _doctor(options: DoctorOptions, output: Output) -> Outcome:
     checks = doctor.checks()
     return Outcome({"checks": [check._asdict() for check in checks]}, doctor.present(checks))
@@ -134,6 +142,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "how long the event loop stands still while pages move between the tiers",
         StallOptions,
         _stall,
+    ),
+    Command[StorageBenchOptions](
+        ("bench", "storage"),
+        "pages to a storage engine and back, beside the plainest client of the same medium",
+        StorageBenchOptions,
+        _storage,
     ),
     Command[DoctorOptions](
         ("doctor",),

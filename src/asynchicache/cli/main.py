@@ -83,12 +83,16 @@ def _add_command(parser: argparse.ArgumentParser, command: AnyCommand) -> None:
 
 def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     text = f"{setting.help} (default: {setting.default})"
+    kind = type(setting.default)
     if isinstance(setting.default, bool):
         parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=setting.help)
+    elif isinstance(setting.default, tuple):
+        again = f"{setting.help}; may be given again"
+        parser.add_argument(setting.flag, action="append", metavar="TEXT", help=again)
     elif setting.choices:
         parser.add_argument(setting.flag, choices=setting.choices, help=text)
     else:
-        parser.add_argument(setting.flag, type=type(setting.default), metavar="N", help=text)
+        parser.add_argument(setting.flag, type=kind, metavar="TEXT" if kind is str else "N", help=text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""The pages of `bench storage`: bytes in host slots, a name in each round, and whether they came back."""
+
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+from xxhash import xxh3_64_intdigest
+
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.testing.backends import fingerprint_of, slab_of
+
+
+class BenchPages:
+    """Host slots full of random bytes; slot `i` holds page `i`.
+
+    Args:
+        page_bytes, pages: size and number.
+        seed: of the bytes.
+    """
+
+    def __init__(self, page_bytes: int, pages: int, seed: int) -> None:
+        self._slab = slab_of("bench", page_bytes, pages)
+        self.binding = SlotBinding(self._slab, fingerprint_of(f"bench storage {seed}"))
+        self.memory = self._slab.page
+        self.count = pages
+        chance = random.Random(seed)
+        for index in range(pages):
+            self.memory(index)[:] = chance.randbytes(page_bytes)
+        self._sums = [xxh3_64_intdigest(self.memory(index)) for index in range(pages)]
+
+    def keys(self, round_number: int, indices: range | list[int]) -> list[ObjectKey]:
+        """Names that no other round has, so that every put is one of a new page."""
+        return [self.binding.key(sha256(b"%d %d" % (round_number, index)).digest()) for index in indices]
+
+    def erase(self) -> None:
+        """Overwrite every slot, so that only a read brings the pages back."""
+        for index in range(self.count):
+            self.memory(index)[:] = bytes(len(self.memory(index)))
+
+    def wrong(self) -> int:
+        """How many slots do not hold their page."""
+        return sum(xxh3_64_intdigest(self.memory(i)) != total for i, total in enumerate(self._sums))

@@ -1,0 +1,12 @@
+"""Every engine that has a limit to be measured against."""
+
+from __future__ import annotations
+
+from asynchicache.bench.storage import file, memory
+from asynchicache.bench.storage.limits import Peer
+
+LIMITS: dict[str, Peer] = {
+    "file": file.PEER,
+    "memory": memory.PEER,
+}
+"""By the engine's name; an engine that is not here is measured without one."""

@@ -1,0 +1,129 @@
+"""What `bench storage` found: medians of its rounds, and of the ratios within a round."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from asynchicache.bench.storage.limits import Peer
+from asynchicache.bench.storage.options import StorageBenchOptions
+
+
+class Sample(NamedTuple):
+    """All pages, moved once."""
+
+    seconds: float
+    cpu_seconds: float
+    nbytes: int
+
+    @property
+    def mb_s(self) -> float:
+        """10^6 bytes a second."""
+        return self.nbytes / self.seconds / 1e6
+
+
+@dataclass(slots=True)
+class StorageReport:
+    """One run.
+
+    Attributes:
+        samples: by what was done, `engine put` or `limit get scattered`, one a round.
+        exists: keys a second, asked of the engine alone, and through what the core wraps around it.
+        stall_ms, idle_stall_ms: the longest stop of the event loop, and in an idle run as long.
+        wrong_pages: read back with other bytes.
+    """
+
+    options: StorageBenchOptions
+    limit_title: str
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    exists: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stall_ms: float = 0.0
+    idle_stall_ms: float = 0.0
+    wrong_pages: int = 0
+
+    @classmethod
+    def of(cls, options: StorageBenchOptions, peer: Peer | None) -> StorageReport:
+        return cls(options, peer.title if peer else "none")
+
+    @property
+    def ok(self) -> bool:
+        return self.wrong_pages == 0
+
+    def add(self, samples: Mapping[str, Sample]) -> None:
+        """A round's."""
+        for name, sample in samples.items():
+            self.samples[name].append(sample)
+
+    def mb_s(self, name: str) -> float | None:
+        """Median, None if it was not measured."""
+        return median(sample.mb_s for sample in self.samples[name]) if self.samples[name] else None
+
+    def ratio(self, what: str) -> float | None:
+        """Median of engine by limit, both of the same round."""
+        pairs = zip(self.samples[f"engine {what}"], self.samples[f"limit {what}"], strict=False)
+        ratios = [ours.mb_s / theirs.mb_s for ours, theirs in pairs]
+        return median(ratios) if ratios else None
+
+    def cpu_us(self, what: str, unit: int) -> float:
+        """Median CPU time of this process, all threads, in microseconds for `unit` bytes."""
+        return median(s.cpu_seconds / s.nbytes * unit * 1e6 for s in self.samples[what])
+
+    def as_json(self) -> dict[str, object]:
+        options = self.options
+        page, mib = options.page_bytes, 1 << 20
+        return {
+            "engine": options.engine,
+            "page_bytes": page,
+            "pages": options.pages,
+            "batch_pages": options.batch_pages,
+            "depth": options.depth,
+            "rounds": options.rounds,
+            **self._speeds("engine"),
+            "limit": {"title": self.limit_title, **self._speeds("limit")},
+            "put_ratio": self.ratio("put"),
+            "get_ratio": self.ratio("get"),
+            "scattered": {
+                "get_mb_s": self.mb_s("engine get scattered"),
+                "limit_get_mb_s": self.mb_s("limit get scattered"),
+                "get_ratio": self.ratio("get scattered"),
+            },
+            "exists_keys_s": median(self.exists["engine"]),
+            "exists_pool_keys_s": median(self.exists["pool"]),
+            "cpu_us_per_page": (self.cpu_us("engine put", page) + self.cpu_us("engine get", page)) / 2,
+            "cpu_us_per_mib": {name: self.cpu_us(f"engine {name}", mib) for name in ("put", "get")},
+            "loop_stall_ms": self.stall_ms,
+            "idle_stall_ms": self.idle_stall_ms,
+            "wrong_pages": self.wrong_pages,
+        }
+
+    def _speeds(self, side: str) -> dict[str, float | None]:
+        return {f"{name}_mb_s": self.mb_s(f"{side} {name}") for name in ("put", "get")}
+
+    def present(self) -> RenderableType:
+        options = self.options
+        table = Table(
+            title=f"{options.engine}: {options.pages} pages of {options.page_bytes:,} bytes, "
+            f"{options.batch_pages} a call, {options.depth} calls in flight",
+            caption=f"limit: {self.limit_title}; medians of {options.rounds} rounds",
+        )
+        for heading in ("", "MB/s", "limit, MB/s", "share of it", "CPU us/MiB"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for what in ("put", "get", "get scattered"):
+            cpu = self.cpu_us(f"engine {what}", 1 << 20)
+            speeds = [self.mb_s(f"{side} {what}") for side in ("engine", "limit")]
+            table.add_row(what, *map(_number, speeds), _number(self.ratio(what), ".2f"), _number(cpu))
+        table.add_section()
+        table.add_row("exists, keys/s", f"{median(self.exists['engine']):,.0f}")
+        table.add_row("longest stop, ms", f"{self.stall_ms:.1f}", f"idle: {self.idle_stall_ms:.1f}")
+        table.add_row("wrong pages", str(self.wrong_pages))
+        return table
+
+
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return "-" if value is None else format(value, form)

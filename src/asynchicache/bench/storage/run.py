@@ -1,0 +1,193 @@
+"""Storage as the cache calls it, and its limit, in turns: a round writes and reads every page with both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
+from asynchicache.bench.storage.options import StorageBenchOptions
+from asynchicache.bench.storage.pages import BenchPages
+from asynchicache.bench.storage.registry import LIMITS
+from asynchicache.bench.storage.report import Sample, StorageReport
+from asynchicache.bench.ticker import longest_gap
+from asynchicache.config import open_backend
+from asynchicache.errors import StorageError
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.pool import GuardedPool, PoolLimits
+from asynchicache.storage.protocol import PoolEngine
+from asynchicache.types import Outcome
+
+_PATIENCE = PoolLimits(deadline=120.0)
+_EXISTS_KEYS = 100_000
+_EXISTS_BATCH = 1000
+
+Move = Callable[[Sequence[int]], Awaitable[object]]
+Advance = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Bench:
+    """Everything that is open during a run."""
+
+    options: StorageBenchOptions
+    pages: BenchPages
+    engine: PoolEngine
+    pool: GuardedPool
+    limit: Limit | None
+    report: StorageReport
+    round: int = 0
+    order: list[int] = field(default_factory=list)
+
+    async def put(self, indices: Sequence[int]) -> None:
+        """Store pages under this round's names.
+
+        Raises:
+            StorageError: one was not stored.
+        """
+        keys = self.pages.keys(self.round, list(indices))
+        _expect(Outcome.STORED, (await self.pool.put(keys, indices)).outcomes)
+
+    async def get(self, indices: Sequence[int]) -> None:
+        """Read pages of this round.
+
+        Raises:
+            StorageError: one was not a hit.
+        """
+        keys = self.pages.keys(self.round, list(indices))
+        _expect(Outcome.HIT, (await self.pool.get(keys, indices)).outcomes)
+
+    async def sweep(self, move: Move, order: Sequence[int]) -> Sample:
+        """Move every page once, in batches, so many of them in flight."""
+        step = self.options.batch_pages
+        batches = iter([order[start : start + step] for start in range(0, len(order), step)])
+        started, cpu = time.perf_counter(), time.process_time()
+        workers = [_drain(move, batches) for _ in range(self.options.depth)]
+        failures = [error for error in await asyncio.gather(*workers, return_exceptions=True) if error]
+        if failures:
+            raise failures[0]
+        seconds = time.perf_counter() - started
+        return Sample(seconds, time.process_time() - cpu, len(order) * self.options.page_bytes)
+
+
+async def _drain(move: Move, batches: Iterator[Sequence[int]]) -> None:
+    for batch in batches:
+        await move(batch)
+
+
+def _expect(wanted: Outcome, outcomes: Sequence[Outcome]) -> None:
+    wrong = [outcome for outcome in outcomes if outcome is not wanted]
+    if wrong:
+        raise StorageError(f"{len(wrong)} of {len(outcomes)} pages were {wrong[0].value}, not {wanted.value}")
+
+
+async def run_storage(options: StorageBenchOptions, advance: Advance) -> StorageReport:
+    """Warm up, then measure the rounds.
+
+    Args:
+        options: what is measured.
+        advance: told the rounds that are done, and how many there are.
+
+    Raises:
+        ConfigError: there is no such engine, or it refuses its options.
+        StorageError: the engine cannot be opened, or does not keep what it is given.
+    """
+    async with _open(options) as bench:
+        for number in range(options.rounds + 1):
+            bench.round = number
+            await _round(bench, measured=number > 0)
+            advance(number + 1, options.rounds + 2)
+        bench.round += 1
+        await _stall(bench)
+        advance(options.rounds + 2, options.rounds + 2)
+        return bench.report
+
+
+async def _round(bench: Bench, *, measured: bool) -> None:
+    """Every page down and up again, neighbours together, then up in random order."""
+    in_order = range(bench.options.pages)
+    samples = {}
+    for name, move in _moves(bench):
+        order = bench.order if name.endswith("scattered") else in_order
+        if "get" in name:
+            bench.pages.erase()
+        samples[name] = await bench.sweep(move, order)
+        bench.report.wrong_pages += bench.pages.wrong() if "get" in name else 0
+    if measured:
+        bench.report.add(samples)
+        await _exists(bench)
+    await bench.pool.delete(bench.pages.keys(bench.round, in_order))
+
+
+def _moves(bench: Bench) -> list[tuple[str, Move]]:
+    """What a round does; engine and limit take turns in going first."""
+    sides: list[tuple[str, Bench | Limit]] = [("engine", bench)]
+    if bench.limit is not None:
+        sides.insert(bench.round % 2, ("limit", bench.limit))
+    puts: list[tuple[str, Move]] = [(f"{side} put", mover.put) for side, mover in sides]
+    gets: list[tuple[str, Move]] = [(f"{side} get", mover.get) for side, mover in sides]
+    return [*puts, *gets, *((f"{name} scattered", move) for name, move in gets)]
+
+
+async def _exists(bench: Bench) -> None:
+    """Names that are there and names that are not, in batches of the size of a long prompt."""
+    known = bench.pages.keys(bench.round, range(bench.options.pages))
+    unknown = bench.pages.keys(-1, range(_EXISTS_BATCH))
+    keys = (known + unknown)[:_EXISTS_BATCH]
+    calls = _EXISTS_KEYS // _EXISTS_BATCH
+    for name, ask in (("engine", bench.engine.exists), ("pool", bench.pool.exists)):
+        started = time.perf_counter()
+        for _ in range(calls):
+            await ask(keys)
+        bench.report.exists[name].append(calls * len(keys) / (time.perf_counter() - started))
+
+
+async def _stall(bench: Bench) -> None:
+    """The longest stop of the loop while pages move, and in an idle run as long; not timed otherwise."""
+    in_order = range(bench.options.pages)
+    started = time.perf_counter()
+    moving = await longest_gap(partial(_there_and_back, bench, in_order))
+    seconds = time.perf_counter() - started
+    bench.report.stall_ms = moving * 1e3
+    bench.report.idle_stall_ms = await longest_gap(partial(asyncio.sleep, seconds)) * 1e3
+
+
+async def _there_and_back(bench: Bench, order: Sequence[int]) -> None:
+    await bench.sweep(bench.put, order)
+    await bench.sweep(bench.get, order)
+
+
+@asynccontextmanager
+async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as stack:
+        scratch = TemporaryDirectory(prefix="asynchicache-bench-", dir=options.folder or None)
+        folder = Path(stack.enter_context(scratch))
+        port = AsyncioPort(threads=max(8, 2 * options.depth), seed=options.seed)
+        stack.push_async_callback(port.aclose)
+        pages = BenchPages(options.page_bytes, options.pages, options.seed)
+        setup = Setup(options.page_bytes, options.pages, pages.memory, options.engine_options(), folder, port)
+        peer = LIMITS.get(options.engine)
+        engine = await _open_engine(stack, options.engine, peer, setup, pages)
+        pool = GuardedPool(engine, pages.binding, port, _PATIENCE)
+        stack.push_async_callback(pool.aclose)
+        limit = None
+        if peer is not None:
+            limit = await peer.open(setup)
+            stack.push_async_callback(limit.aclose)
+        order = port.random.sample(range(options.pages), options.pages)
+        yield Bench(options, pages, engine, pool, limit, StorageReport.of(options, peer), order=order)
+
+
+async def _open_engine(
+    stack: AsyncExitStack, name: str, peer: Peer | None, setup: Setup, pages: BenchPages
+) -> PoolEngine:
+    own = peer.engine_options if peer is not None else as_given
+    backend = open_backend(name, own(setup.options, setup.folder), setup.port)
+    stack.push_async_callback(backend.aclose)
+    return await backend.open_pool(pages.binding)

@@ -1,0 +1,126 @@
+"""`bench storage`: what it says of an engine and of the limit beside it, and that it looks at bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asynchicache.bench.storage import run
+from asynchicache.bench.storage.file import neighbours, open_limit
+from asynchicache.bench.storage.limits import Setup
+from asynchicache.bench.storage.options import StorageBenchOptions
+from asynchicache.bench.storage.pages import BenchPages
+from asynchicache.bench.storage.registry import LIMITS
+from asynchicache.bench.storage.run import run_storage
+from asynchicache.cli.main import main
+from asynchicache.errors import ConfigError, StorageError
+from asynchicache.ports import AsyncioPort
+
+SMALL = ["--page-bytes", "8192", "--pages", "12", "--batch-bytes", "32768", "--depth", "2", "--rounds", "2"]
+KEYS = {
+    "engine",
+    "page_bytes",
+    "put_mb_s",
+    "get_mb_s",
+    "exists_keys_s",
+    "limit",
+    "cpu_us_per_page",
+    "loop_stall_ms",
+}
+
+
+@pytest.fixture(autouse=True)
+def few_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_EXISTS_KEYS", 1000)
+
+
+@pytest.mark.parametrize("engine", sorted({"file", "memory"} & LIMITS.keys()))
+def test_an_engine_is_measured_beside_its_limit(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["bench", "storage", "--engine", engine, *SMALL, "--folder", str(tmp_path), "--json", "-"])
+
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert result.keys() >= KEYS
+    assert (result["engine"], result["page_bytes"], result["batch_pages"]) == (engine, 8192, 4)
+    assert result["wrong_pages"] == 0
+    for speeds in (result, result["limit"]):
+        assert speeds["put_mb_s"] > 0
+        assert speeds["get_mb_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_reaches_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--folder", str(tmp_path), "--option", "direct=false", "--option", "speed=9"]
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "storage", *SMALL, *arguments])
+
+    assert caught.value.code == 2
+    assert "no option ['speed']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"page_bytes": 5000}, "--page-bytes 5000: must be a multiple of 4096"),
+        ({"pages": 0}, "--pages 0"),
+        ({"option": ("direct",)}, "--option direct: must be name=value"),
+        ({"option": ("=3",)}, "--option =3: must be name=value"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StorageBenchOptions(**options)  # type: ignore[arg-type]
+
+
+def test_the_place_of_the_store_is_the_benchs_own(tmp_path: Path) -> None:
+    options = StorageBenchOptions(pages=1, folder=str(tmp_path), option=(f"path={tmp_path}",))
+    with pytest.raises(ConfigError, match="say --folder"):
+        asyncio.run(run_storage(options, lambda done, total: None))
+
+
+def test_an_engine_that_keeps_too_little_is_told_so(tmp_path: Path) -> None:
+    options = StorageBenchOptions(
+        page_bytes=8192, pages=4, folder=str(tmp_path), option=("capacity_bytes=20000",)
+    )
+    with pytest.raises(StorageError, match="of 4 pages were rejected, not stored"):
+        asyncio.run(run_storage(options, lambda done, total: None))
+
+
+def test_wrong_bytes_are_counted() -> None:
+    pages = BenchPages(4096, 5, seed=1)
+    assert pages.wrong() == 0
+    pages.memory(3)[17] ^= 1
+    assert pages.wrong() == 1
+    pages.erase()
+    assert pages.wrong() == 5
+
+
+@pytest.mark.asyncio
+async def test_the_raw_file_brings_pages_back(tmp_path: Path) -> None:
+    pages = BenchPages(8192, 6, seed=2)
+    port = AsyncioPort(threads=1)
+    limit = await open_limit(Setup(8192, 6, pages.memory, {}, tmp_path, port))
+    try:
+        await limit.put([0, 1, 2, 3, 4, 5])
+        pages.erase()
+        await limit.get([5, 0, 1, 3])
+        assert pages.wrong() == 2
+        await limit.get([2, 4])
+        assert pages.wrong() == 0
+    finally:
+        await limit.aclose()
+        await port.aclose()
+
+
+@pytest.mark.parametrize(
+    ("indices", "runs"),
+    [([], []), ([3], [[3]]), ([0, 1, 2, 5, 7, 8], [[0, 1, 2], [5], [7, 8]])],
+)
+def test_neighbours_go_in_one_call(indices: Sequence[int], runs: list[list[int]]) -> None:
+    assert list(neighbours(indices)) == runs
