@@ -12,6 +12,7 @@ import torch
 
 from asynchicache.config import CacheConfig, open_backend
 from asynchicache.controller.books import Counters
+from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.controller import HybridCacheController, Served, Traffic
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.request import Hit, Request
@@ -234,6 +235,7 @@ async def _open_rooms(
         write_policy=config.write_policy,
         eviction_policy=config.eviction,
         clean_share=config.clean_share,
+        checkpoints=CheckpointPolicy.parse(config.checkpoints),
     )
     tasks = OwnedTasks()
     stack.push_async_callback(tasks.aclose)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.fetching import PrefetchOptions
 from asynchicache.errors import ConfigError
 from asynchicache.pools.sizing import SizeOptions
@@ -34,6 +35,7 @@ _KINDS: Mapping[str, type] = {
     "host_slots": dict,
     "write_policy": WritePolicy,
     "eviction": str,
+    "checkpoints": str,
     "prefetch": PrefetchOptions,
     "storage_options": dict,
     "storage_limits": PoolLimits,
@@ -58,6 +60,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         write_policy: when pages go down. Default: `write_through`.
         clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
         eviction: `lru`, `lfu`, `slru` or `fifo`, for attention pages. Default: `lru`.
+        checkpoints: where recurrent states are kept: `prompt`, `output`, `branch` and a spacing in tokens,
+            joined by `+`, or `none`; see `controller.checkpoints`. Default: `prompt+output+branch`.
         prefetch: how long a request waits for storage, see `controller.fetching.PrefetchOptions`.
         storage: name of a backend, or None for two tiers. Default: None.
         storage_options: the backend's own.
@@ -82,6 +86,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     clean_share: float = 0.125
     eviction: str = "lru"
+    checkpoints: str = "prompt+output+branch"
     prefetch: PrefetchOptions = PrefetchOptions()
     storage: str | None = None
     storage_options: dict[str, Any] = {}
@@ -100,6 +105,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} {getattr(self, name)!r} must be a {kind.__name__}")
         policy(self.eviction)
+        CheckpointPolicy.parse(self.checkpoints)
         if self.storage is not None and not self.weight_version:
             raise ConfigError(
                 "storage needs weight_version: a name that changes with the weights, such as a commit hash"

@@ -118,6 +118,17 @@ async def test_a_turn_resumes_inside_the_last_output():
         assert (await engine.serve([*PROMPT, 1, 2, 7])).tokens == 20
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "cuts", "output"),
+    [("prompt+output+branch", (20,), True), ("8", (8, 16), False), ("none", (), False)],
+)
+async def test_checkpoints_say_where_states_are_wanted(checkpoints: str, cuts: tuple[int, ...], output: bool):
+    async with HybridCache.open(SPEC, config(checkpoints=checkpoints)) as cache:
+        async with cache.request(PROMPT) as request:
+            assert request.cuts == cuts
+            assert request.keeps_output is output
+
+
 async def test_the_state_of_a_snapshot_is_published():
     async with HybridCache.open(SPEC, config()) as cache:
         engine = Engine(cache)

@@ -27,6 +27,7 @@ def test_toml_then_environment(tmp_path: Path):
         "ASYNCHICACHE_HOST_RATIO": "4",
         "ASYNCHICACHE_DEVICE_SLOTS": "{kv = 64}",
         "ASYNCHICACHE_EVICTION": "slru",
+        "ASYNCHICACHE_CHECKPOINTS": "prompt+2048",
         "ASYNCHICACHE_TEST_SWITCH": "1",
         "PATH": "/bin",
     }
@@ -35,6 +36,7 @@ def test_toml_then_environment(tmp_path: Path):
     assert config.host_ratio == 4.0
     assert config.device_slots == {"kv": 64}
     assert config.eviction == "slru"
+    assert config.checkpoints == "prompt+2048"
     assert config.write_policy is WritePolicy.WRITE_BACK
     assert config.prefetch.policy is PrefetchPolicy.BEST_EFFORT
     assert config.storage_options == {"path": "pages"}
@@ -46,6 +48,7 @@ def test_toml_then_environment(tmp_path: Path):
         ("host_ration = 2", "host_ration"),
         ('write_policy = "sometimes"', "sometimes"),
         ('host_ratio = "much"', "host_ratio"),
+        ('checkpoints = "prompts"', "checkpoints 'prompts': must be prompt"),
         ("host_ratio = ", "configuration does not fit"),
         ("[prefetch]\nbase_second = 1", r"\[prefetch\] has \['base_second'\]; its options are"),
         ("[prefetch]\nmax_seconds = -1", "max_seconds -1.0 must be 0 or more"),

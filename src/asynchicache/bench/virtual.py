@@ -125,7 +125,7 @@ class VirtualRunner:
         self._cache.carry_out(self._planner.load(sequence))
         hit = sequence.hit_pages * self._page_size
         wrong = self._count_wrong(sequence, history.digests)
-        cuts = {self._branch(sequence), *marks, length}
+        cuts = {*self._planner.cuts(sequence), *marks, length}
         history.extend(output)
         sequence.tokens.extend(output)
         computed = len(history.tokens) - 1
@@ -136,9 +136,6 @@ class VirtualRunner:
         verified = sequence.hit_pages + (hit > 0)
         self._planner.release(sequence)
         return Turn(length, hit, {sequence.tier: hit} if hit else {}, verified, wrong)
-
-    def _branch(self, sequence: RequestSequence) -> int:
-        return (sequence.branching_pages or 0) * self._page_size
 
     def _on_grid(self, length: int) -> int:
         return length // self._interval * self._interval

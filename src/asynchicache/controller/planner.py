@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from asynchicache.controller.actions import Copy, Transfers
 from asynchicache.controller.books import Books
+from asynchicache.controller.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.controller.reading import Reader
 from asynchicache.controller.sequence import Sequence
 from asynchicache.controller.writing import Writer
@@ -31,6 +32,7 @@ class Planner:
     Attributes:
         books: who holds which slot.
         reader, writer: what comes from storage, what goes down.
+        checkpoints: where states are worth keeping.
     """
 
     def __init__(
@@ -41,8 +43,11 @@ class Planner:
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         eviction_policy: str = "lru",
         clean_share: float = 0.125,
+        checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
     ) -> None:
         """`slots`: device and host slots of each pool that owns slots; 0 on the host keeps a pool off it."""
+        checkpoints.check(spec.page_size)
+        self.checkpoints = checkpoints
         self.books = Books(spec, slots, write_policy=write_policy, eviction_policy=eviction_policy)
         self.writer = Writer(self.books, clean_share=clean_share)
         self.reader = Reader(self.books, self.writer)
@@ -118,6 +123,15 @@ class Planner:
         if sequence.reason is not MissReason.NONE:
             return sequence.reason
         return MissReason.STATE if sequence.branching_pages else MissReason.COLD
+
+    def cuts(self, sequence: Sequence) -> tuple[int, ...]:
+        """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
+        if len(self.books.names) == 1:
+            return ()
+        size = self.books.page_size
+        start = sequence.hit_pages if sequence.loaded else sequence.matched_pages
+        branch = (sequence.branching_pages or 0) * size
+        return self.checkpoints.cuts(start * size, sequence.prompt // size * size, branch)
 
     def load(self, sequence: Sequence) -> list[Copy]:
         """Bring the matched prefix to the device, with working states of the request's own.

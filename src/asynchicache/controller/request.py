@@ -136,16 +136,16 @@ class Request:
     def cuts(self) -> tuple[int, ...]:
         """Lengths at which a prefill of the prompt should stop, so that a state can be published there.
 
-        The branch point, where other prompts left this one's path (`mamba_branching_seqlen`), and the
-        end of the prompt in whole pages. Empty for models without states: no cut is needed.
+        As the option `checkpoints` says: the branch point, where other prompts left this one's path
+        (`mamba_branching_seqlen`), the end of the prompt in whole pages, and multiples of a spacing.
+        Empty for models without states: no cut is needed.
         """
-        sequence = self._open()
-        if len(self._planner.books.names) == 1:
-            return ()
-        size = self._planner.books.page_size
-        start = (sequence.hit_pages if sequence.loaded else sequence.matched_pages) * size
-        ends = {(sequence.branching_pages or 0) * size, self._prompt // size * size}
-        return tuple(sorted(end for end in ends if end > start))
+        return self._planner.cuts(self._open())
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the end of what is generated is worth a state, as the option `checkpoints` says."""
+        return self._planner.checkpoints.output
 
     def pages(self, pool: str) -> list[int]:
         """Device slots of the request's pages of a pool, in order: the restored ones first.

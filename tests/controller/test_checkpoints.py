@@ -1,0 +1,97 @@
+"""Where a prefill is cut, by what the option `checkpoints` says."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.controller.checkpoints import CheckpointPolicy
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.sequence import Sequence
+from asynchicache.errors import ConfigError
+
+PAGE = 4
+SLOTS = {"kv": (64, 0), "mamba": (16, 0)}
+
+
+def serve(planner: Planner, tokens: list[int]) -> tuple[int, tuple[int, ...]]:
+    """Prefill one prompt and publish it at every cut; pages restored, and the cuts."""
+    sequence = planner.open(array("q", tokens), b"")
+    settle(planner, sequence, None)
+    planner.extend(sequence, len(tokens) - sequence.reserved)
+    cuts = planner.cuts(sequence)
+    for cut in cuts:
+        settle(planner, sequence, cut)
+    planner.release(sequence)
+    return sequence.hit_pages, cuts
+
+
+def settle(planner: Planner, sequence: Sequence, length: int | None) -> None:
+    copies = planner.load(sequence) if length is None else planner.publish(sequence, length)
+    for copy in copies:
+        planner.copied(copy, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("prompt+output+branch", CheckpointPolicy()),
+        ("none", CheckpointPolicy(prompt=False, output=False, branch=False)),
+        ("2048", CheckpointPolicy(prompt=False, output=False, branch=False, spacing=2048)),
+        ("branch+512+prompt", CheckpointPolicy(output=False, spacing=512)),
+    ],
+)
+def test_words_make_a_policy(text: str, policy: CheckpointPolicy):
+    assert CheckpointPolicy.parse(text) == policy
+
+
+@pytest.mark.parametrize(
+    "text", ["", "prompts", "prompt+prompt", "0", "-4", "64+128", "none+prompt", "prompt+"]
+)
+def test_other_words_are_refused(text: str):
+    with pytest.raises(ConfigError, match=r"checkpoints '.*': must be prompt, output, branch and a number"):
+        CheckpointPolicy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "cuts"),
+    [
+        ("prompt", (40,)),
+        ("branch", (24,)),
+        ("prompt+branch", (24, 40)),
+        ("8", (16, 24, 32, 40)),
+        ("prompt+16", (16, 32, 40)),
+        ("output", ()),
+        ("none", ()),
+    ],
+)
+def test_cuts_lie_behind_what_is_restored(text: str, cuts: tuple[int, ...]):
+    assert CheckpointPolicy.parse(text).cuts(12, 40, 24) == cuts
+
+
+def test_a_spacing_is_a_multiple_of_the_page_size():
+    with pytest.raises(ConfigError, match="spacing 6 must be a multiple of the page size, 4"):
+        Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy(spacing=6))
+
+
+def test_prompts_with_a_common_beginning_hit_from_the_third_on():
+    planner = Planner(synthetic_spec(PAGE), SLOTS)
+    system = list(range(10))  # two pages and a half
+    served = [serve(planner, [*system, *range(first, first + 7)]) for first in (100, 200, 300)]
+    assert served == [(0, (16,)), (0, (8, 16)), (2, (16,))]
+    assert planner.books.verify() == []
+
+
+def test_without_branch_points_they_never_hit():
+    planner = Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy(branch=False))
+    system = list(range(10))
+    served = [serve(planner, [*system, *range(first, first + 7)]) for first in (100, 200, 300)]
+    assert [pages for pages, _ in served] == [0, 0, 0]
+
+
+def test_a_spacing_serves_the_second_prompt_already():
+    planner = Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy.parse("8"))
+    assert serve(planner, list(range(20))) == (0, (8, 16))
+    assert serve(planner, [*range(10), *range(100, 110)]) == (2, (16,))
