@@ -94,6 +94,7 @@ class HybridCache:
         *,
         storage: StorageBackend | None = None,
         port: Port | None = None,
+        device: Device | None = None,
     ) -> AsyncIterator[HybridCache]:
         """A cache for the duration of an `async with`.
 
@@ -102,6 +103,7 @@ class HybridCache:
             config: options; the defaults if None.
             storage: an open backend to use instead of the configured one; it stays the caller's.
             port: clock and threads; the real ones if None.
+            device: an open device to use instead of the configured one; it stays the caller's.
 
         Raises:
             ConfigError: options contradict each other or the model.
@@ -110,7 +112,7 @@ class HybridCache:
         """
         config = config or CacheConfig()
         async with AsyncExitStack() as stack:
-            rooms = await _open_rooms(stack, spec, config, storage, port)
+            rooms = await _open_rooms(stack, spec, config, storage, port, device)
             cache = cls(spec, config, rooms)
             try:
                 yield cache
@@ -213,14 +215,16 @@ async def _open_rooms(
     config: CacheConfig,
     storage: StorageBackend | None,
     port: Port | None,
+    device: Device | None,
 ) -> Rooms:
     """Open from the bottom up; the stack closes in the opposite order."""
     if port is None:
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
         stack.push_async_callback(port.aclose)
-    device = open_device(config)
     kept = stack.enter_context(ExitStack())
-    kept.callback(device.close)
+    if device is None:
+        device = open_device(config)
+        kept.callback(device.close)
     slots = plan_slots(spec, config.sizes(), _memory(device))
     memories = await port.run_blocking(lambda: _allocate(spec, slots, device))
     for memory in memories.values():

@@ -9,6 +9,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
+    "DeadlockError",
     "DeviceError",
     "InternalError",
     "InvalidTokensError",
@@ -67,6 +68,10 @@ class DeviceError(CacheError, RuntimeError):
 
 class TransferError(CacheError, RuntimeError):
     """Raised to waiters of a transfer that failed or was given up."""
+
+
+class DeadlockError(CacheError, RuntimeError):
+    """Raised when a run in virtual time can never go on, or never ends; lists the tasks that wait."""
 
 
 # The storage's fault.

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Worker(Protocol):
+    """Runs calls off the loop, one after another, in the order in which they were given."""
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Run `call` later. What it raises would end the worker, so it must not."""
+        ...
+
+    def close(self) -> None:
+        """Wait until everything submitted has run; it may block, so not on the loop. Twice is harmless."""
+        ...
+
+    def abandon(self) -> None:
+        """Run nothing more than what runs now, and do not wait for that."""
+        ...
 
 
 class Port(Protocol):
@@ -27,6 +45,10 @@ class Port(Protocol):
         """Run `call` off the loop. Cancelling the waiter does not stop the call."""
         ...
 
+    def worker(self, name: str) -> Worker:
+        """A worker of its own, for calls that need an order."""
+        ...
+
     def post(self, call: Callable[[], object]) -> None:
         """Run `call` on the loop soon; from any thread. Dropped once the loop is closed."""
         ...
@@ -34,6 +56,37 @@ class Port(Protocol):
     async def aclose(self) -> None:
         """Join the threads; blocking calls that still run are waited for."""
         ...
+
+
+class ThreadWorker:
+    """A daemon thread, started with the first call. `submit` is for one thread at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._abandoned = False
+
+    def submit(self, call: Callable[[], object]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._inbox.put(call)
+
+    def _serve(self) -> None:
+        while (call := self._inbox.get()) is not None and not self._abandoned:
+            call()
+            del call  # an idle thread must not keep alive what its last call held, tensors say
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._inbox.put(None)
+            thread.join()
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self._inbox.put(None)
 
 
 class AsyncioPort:
@@ -52,6 +105,9 @@ class AsyncioPort:
 
     async def run_blocking(self, call: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._pool, call)
+
+    def worker(self, name: str) -> ThreadWorker:
+        return ThreadWorker(name)
 
     def post(self, call: Callable[[], object]) -> None:
         if not self._loop.is_closed():

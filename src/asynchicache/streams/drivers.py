@@ -8,10 +8,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from queue import SimpleQueue
 from typing import Protocol
 
 from asynchicache.errors import ConfigError, InternalError
+from asynchicache.ports import ThreadWorker
 
 Run = Callable[[], None]
 """One piece of work, with what it starts next; a driver calls it once and never holds a lock then."""
@@ -39,46 +39,20 @@ class ThreadDriver:
     """
 
     def __init__(self) -> None:
-        self._lanes: list[_ThreadLane] = []
+        self._threads: list[ThreadWorker] = []
 
     def lane(self, name: str) -> Callable[[Run], None]:
-        lane = _ThreadLane(name)
-        self._lanes.append(lane)
-        return lane.hand_over
+        # A stream hands over a piece only after the last one has run: one thread at a time, as it must be.
+        thread = ThreadWorker(f"stream-{name}")
+        self._threads.append(thread)
+        return thread.submit
 
     def wait(self, reached: threading.Event) -> None:
         reached.wait()
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
-
-
-class _ThreadLane:
-    """The thread of one stream, and what it is to run next."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._inbox: SimpleQueue[Run | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def hand_over(self, run: Run) -> None:
-        # No race to start it: a stream hands over a piece only after the last one has run.
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"stream-{self._name}", daemon=True)
-            self._thread.start()
-        self._inbox.put(run)
-
-    def _serve(self) -> None:
-        while (run := self._inbox.get()) is not None:
-            run()
-            del run  # an idle stream must not keep the tensors of its last work alive
-
-    def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._inbox.put(None)
-            thread.join()
+        for thread in self._threads:
+            thread.close()
 
 
 class InlineDriver:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,7 +88,7 @@ class TransferEngine:
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
         # One thread: what is submitted first is enqueued first, so every event that a transfer
         # waits for has been recorded by then.
-        self._submitter = None if submit_inline else ThreadPoolExecutor(1, "asynchicache-submit")
+        self._submitter = None if submit_inline else port.worker("asynchicache-submit")
         self._pending: dict[Direction, TransferRecord] = {}
         self._live: dict[int, TransferRecord] = {}
         self._idle = asyncio.Event()
@@ -164,10 +163,10 @@ class TransferEngine:
         given_up = self.statistics().in_flight
         for record in list(self._live.values()):
             self._fail(record, TransferError(f"given up after {deadline_seconds} s: the engine closed"))
-        if self._submitter is not None:
-            # A thread that hangs in the driver is left behind: nobody could join it.
-            join = partial(self._submitter.shutdown, wait=not given_up, cancel_futures=True)
-            await self._port.run_blocking(join)
+        if self._submitter is not None and given_up:
+            self._submitter.abandon()  # it may hang in the driver: nobody could join it
+        elif self._submitter is not None:
+            await self._port.run_blocking(self._submitter.close)
         return given_up
 
     # Before the copies, on the loop.
@@ -234,7 +233,7 @@ class TransferEngine:
         if self._submitter is None:
             self._enqueue(record)
         else:
-            self._submitter.submit(self._enqueue, record)
+            self._submitter.submit(partial(self._enqueue, record))
 
     # The copies, on the submit thread.
 
