@@ -113,9 +113,7 @@ class SeededLoop(asyncio.BaseEventLoop):
         heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
-    def run_in_executor(
-        self, executor: object, func: Callable[[*Ts], T], *args: *Ts
-    ) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Run `func(*args)` on the loop, later; who waits is told later still. `executor` is ignored.
 
         Cancelled before it has begun, it never begins; as with a pool of threads.
