@@ -43,7 +43,8 @@ def test_a_latent_cache_is_the_same_on_every_rank() -> None:
     spec = ModelSpec.from_config(transformers.DeepseekV3Config(), dtype="bfloat16")
     (kv,) = spec.pools
     assert kv.replicated
-    assert [(t.name, t.shape) for t in kv.tensors] == [("latent", (1, 512)), ("rope_keys", (1, 64))]
+    (latent,) = kv.tensors
+    assert (latent.name, latent.shape, latent.sections) == ("latent", (1, 576), (512, 64))
     assert kv.slot_bytes(1) == 61 * 1152
 
 
@@ -69,34 +70,127 @@ def test_the_model_may_be_named() -> None:
     assert ModelSpec.from_config(tiny_config("llama"), model="acme-1b").model == "acme-1b"
 
 
-SLIDING = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
+@pytest.mark.parametrize(
+    ("window", "pages"), [(2, 1), (17, 1), (18, 2), (33, 2), (34, 3), (128, 8), (129, 8), (130, 9)]
+)
+def test_a_window_is_the_pages_of_all_but_its_last_token(window: int, pages: int) -> None:
+    config = transformers.Gemma3TextConfig(sliding_window=window)
+    spec = ModelSpec.from_config(config, page_size=16)
+    assert [(pool.name, pool.coverage) for pool in spec.pools] == [
+        ("kv", ALL_PAGES),
+        ("swa", trailing_pages(pages)),
+    ]
+    assert spec.owners == spec.pools
+    assert not set(spec.pool("kv").tensors[0].layers) & set(spec.pool("swa").tensors[0].layers)
+
+
+def test_a_chunk_is_a_window() -> None:
+    spec = ModelSpec.from_config(transformers.Llama4TextConfig(), page_size=64)
+    assert spec.pool("swa").coverage == trailing_pages(128)
+    assert spec.pool("kv").tensors[0].layers == tuple(range(3, 48, 4))
+
+
+def test_windows_of_two_widths_are_covered_by_the_wider() -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=32)
+    config.per_layer_config = {1: {"sliding_window": 100}}
+    assert ModelSpec.from_config(config, page_size=16).pool("swa").coverage == trailing_pages(7)
+
+
+def test_a_model_of_windows_only_keeps_every_page() -> None:
+    (kv,) = ModelSpec.from_config(transformers.MistralConfig(sliding_window=4096)).pools
+    assert (kv.name, kv.coverage, len(kv.tensors[0].layers)) == ("kv", ALL_PAGES, 32)
+
+
+def test_index_keys_share_the_slots_of_attention_pages() -> None:
+    """DeepSeek-V3.2: 256 more bytes a token and layer, the same on every rank."""
+    spec = ModelSpec.from_config(transformers.DeepseekV32Config(), dtype="bfloat16")
+    kv, dsa = spec.pools
+    assert spec.owners == (kv,)
+    assert (dsa.name, dsa.slots_of, dsa.coverage, dsa.replicated) == ("dsa", "kv", ALL_PAGES, True)
+    assert dsa.slot_bytes(1) == 61 * 256
+
+
+def test_layers_without_an_indexer_have_no_index_keys() -> None:
+    kv, dsa = ModelSpec.from_config(tiny_config("glm_moe_dsa")).pools
+    assert kv.tensors[0].layers == (0, 1, 2, 3)
+    assert dsa.tensors[0].layers == (0, 2)
+
+
+def test_layers_that_read_anothers_cache_have_none() -> None:
+    spec = ModelSpec.from_config(tiny_config("gemma4"))
+    assert spec.layers == 6
+    assert [(p.name, p.tensors[0].layers, p.tensors[0].shape) for p in spec.pools] == [
+        ("kv", (2,), (2, 32)),
+        ("swa", (0, 1), (2, 16)),
+    ]
+
+
+def test_a_model_of_three_pools_and_five_kinds_of_tensor() -> None:
+    """Qwen4-Exp: index keys, their positions, and in some layers what n-grams look back on."""
+    kv, dsa, mamba = ModelSpec.from_config(tiny_config("qwen4_exp")).pools
+    assert [(t.name, t.layers, t.shape, t.dtype) for t in (*dsa.tensors, *mamba.tensors)] == [
+        ("index_keys", (3,), (16,), "float32"),
+        ("index_positions", (3,), (3,), "int64"),
+        ("conv", (0, 1, 2), (96, 4), "float32"),
+        ("recurrent", (0, 1, 2), (4, 16, 8), "float32"),
+        ("ngram_conv", (1,), (128, 9), "float32"),
+        ("ngram_tokens", (1,), (2,), "int64"),
+    ]
+    assert not kv.replicated
+
+
+def test_windows_and_states_in_one_model() -> None:
+    spec = ModelSpec.from_config(transformers.Lfm3Config(), page_size=64)
+    assert [(pool.name, pool.coverage.pages, pool.per_token) for pool in spec.pools] == [
+        ("kv", None, True),
+        ("swa", 4, True),
+        ("mamba", 1, False),
+    ]
+
+
+SPARSE = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "words"),
     [
-        ("MistralConfig", {}, "mistral layer 0 is 'sliding_attention'"),
-        ("Gemma3TextConfig", SLIDING, "gemma3_text layer 3 is 'sliding_attention'"),
-        ("GptOssConfig", {}, "gpt_oss layer 0 is 'sliding_attention'"),
-        ("Llama4TextConfig", {}, "llama4_text layer 0 is 'chunked_attention'"),
-        ("Gemma4TextConfig", {}, "gemma4_text sets kv_sharing_modes"),
-        ("DeepseekV32Config", {}, "deepseek_v32 layer 0 is 'indexed_attention'"),
-        ("GlmMoeDsaConfig", {}, "glm_moe_dsa layer 0 is 'indexed_attention'"),
-        ("JambaConfig", {}, "jamba layer 0 is 'linear_attention': no recipe"),
+        ("LlamaConfig", SPARSE, "llama layer 1 is 'minimax_m3_sparse': only full_attention, sliding"),
+        ("ZayaConfig", {}, "zaya layer 0 is 'hybrid"),
+        ("DeepseekV4Config", {}, "deepseek_v4 layer 0 is"),
+        ("AXK2Config", {}, "axk2 layer 0 is 'indexed_attention': whether"),
+        ("MistralLarge4Config", {}, "mistral_large4"),
+        ("EmbeddingGemma2Config", {"text_config": {"use_bidirectional_attention": "all"}}, "tokens after it"),
+        ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
         ("FalconMambaConfig", {}, "falcon_mamba layer 0 is 'linear_attention': no recipe"),
         ("Mamba2Config", {}, "mamba2 layer 0 is 'linear_attention': no recipe"),
         ("MiniMaxConfig", {}, "minimax layer 1 is 'linear_attention': no recipe"),
-        ("Qwen4ExpTextConfig", {}, "qwen4_exp_text layer 0 is 'linear_attention': no recipe"),
         ("LongcatFlashConfig", {}, "longcat_flash layer 0 is 'full_attention': whether"),
         ("FalconConfig", {}, "falcon layer 0 is 'full_attention': its head counts"),
         ("T5Config", {}, "t5 sets is_encoder_decoder"),
         ("MllamaConfig", {}, "mllama_text_model sets cross_attention_layers"),
-        ("GraniteMoeHybridConfig", {}, "granitemoehybrid has no attention layer"),
+        ("GraniteMoeHybridConfig", {}, "granitemoehybrid has 0 attention layers; it needs 1"),
     ],
 )
 def test_models_without_pools_are_refused_by_name(name: str, sizes: dict[str, object], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         ModelSpec.from_config(getattr(transformers, name)(**sizes))
+
+
+def test_an_unknown_indexer_is_refused() -> None:
+    config = Changed(tiny_config("glm_moe_dsa"), {"indexer_types": ["full", "half", "full", "full"]})
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .* indexer type 'half' is neither"):
+        ModelSpec.from_config(config)
+
+
+def test_layers_that_share_what_nobody_keeps_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gemma4_unified\w*: The set of layer types"):
+        ModelSpec.from_config(transformers.Gemma4UnifiedAssistantConfig())
+
+
+@pytest.mark.parametrize("size", [0, -16])
+def test_pages_of_no_tokens_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"page_size {size} must be 1 at least"):
+        ModelSpec.from_config(tiny_config("gemma3"), page_size=size)
 
 
 def test_several_convolution_states_are_refused() -> None:
@@ -126,6 +220,16 @@ def test_layers_of_different_shapes_are_refused() -> None:
         ("falcon_h1", {"mamba_d_ssm": 64}, "mamba_n_heads 8 x mamba_d_head 12 .* width, 64"),
         ("zamba2", {"mamba_headdim": 8}, "width, 128"),
         ("lfm2", {"conv_L_cache": -1}, "conv_L_cache is -1"),
+        ("gemma3", {"sliding_window": 0}, "sliding_window is 0; it must be an integer of at least 2"),
+        ("gemma3", {"sliding_window": -8}, "sliding_window is -8"),
+        ("gemma3", {"sliding_window": None}, "layer 0 is 'sliding_attention', but sliding_window is None"),
+        ("gemma3", {"sliding_window": 1}, "sliding_window is 1; it must be an integer of at least 2"),
+        ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
+        ("deepseek_v32", {"index_head_dim": 0}, "index_head_dim is 0"),
+        ("deepseek_v32", {"qk_rope_head_dim": -1}, "qk_rope_head_dim is -1; it must be an integer of at"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "1 indexer_types, but there is layer 1"),
+        ("qwen4_exp", {"ngram_size": 1}, "ngram_size is 1"),
+        ("jamba", {"mamba_d_state": 0}, "mamba_d_state is 0"),
     ],
 )
 def test_configurations_that_contradict_themselves(name: str, changes: dict[str, object], words: str) -> None:

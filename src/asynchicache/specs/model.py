@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from asynchicache.errors import ConfigError
-from asynchicache.specs.huggingface import HuggingFaceConfig, describe
+from asynchicache.specs.huggingface import describe
+from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
 
 
@@ -30,8 +31,7 @@ class ModelSpec:
     _by_name: dict[str, PoolSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ConfigError(f"page_size {self.page_size} must be 1 at least")
+        _check_page_size(self.page_size)
         if not self.pools or self.pools[0].coverage.trailing:
             raise ConfigError(f"model {self.model!r}: the first pool must cover every page")
         by_name = {pool.name: pool for pool in self.pools}
@@ -64,7 +64,8 @@ class ModelSpec:
             UnsupportedModelError: a layer leaves something that no pool describes; names both.
             ConfigError: the configuration contradicts itself.
         """
-        found = describe(config, dtype=dtype)
+        _check_page_size(page_size)
+        found = describe(config, page_size, dtype=dtype)
         return cls(model or found.model, page_size, found.layers, found.pools, found.identity)
 
     def pool(self, name: str) -> PoolSpec:
@@ -84,8 +85,17 @@ class ModelSpec:
         if pool.slots_of is None:
             return
         owner = self._by_name.get(pool.slots_of)
-        if owner is None or owner.slots_of is not None or owner.coverage != pool.coverage:
+        if owner is None or owner.slots_of is not None or not _same_slots(owner, pool):
             raise ConfigError(
                 f"pool {pool.name!r} shares slots of {pool.slots_of!r}, which must own slots "
                 "and cover the same pages"
             )
+
+
+def _same_slots(owner: PoolSpec, pool: PoolSpec) -> bool:
+    return owner.coverage == pool.coverage and owner.per_token == pool.per_token
+
+
+def _check_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise ConfigError(f"page_size {page_size} must be 1 at least")

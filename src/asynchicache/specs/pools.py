@@ -33,12 +33,15 @@ class TensorSpec:
         layers: global layer numbers that have this tensor, ascending.
         shape: of one token (`[kv_heads, head_dim]`), or of one whole state (`[heads, k, v]`).
         dtype: a key of `DTYPE_BYTES`.
+        sections: widths along the last dimension that model code keeps apart, as latent and RoPE key of
+            MLA; they add up to it, and one may be 0. Empty: the tensor is one.
     """
 
     name: str
     layers: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -47,6 +50,8 @@ class TensorSpec:
             raise ConfigError(f"tensor {self.name!r}: layers {self.layers} must be ascending, from 0")
         if min(self.shape, default=1) < 1:
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has an empty dimension")
+        if self.sections and (min(self.sections) < 0 or self.shape[-1:] != (sum(self.sections),)):
+            raise ConfigError(f"tensor {self.name!r}: sections {self.sections} must add up to {self.shape}")
 
     @property
     def unit_bytes(self) -> int:

@@ -1,0 +1,138 @@
+"""What attention layers leave in a cache: keys and values, latents, windows of them, index keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asynchicache.errors import ConfigError
+from asynchicache.specs.parts import INDEX, KV, WINDOW, Layer, Part, PoolKind, Recipe
+
+_LATENT_MODELS = frozenset(
+    {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "kimi_linear"}
+)
+"""Models that cache the latent itself; others with a `kv_lora_rank` cache keys and values."""
+
+LEAST_WINDOW = 2
+"""A window of one token sees nothing that was computed before."""
+
+
+def full_attention(layer: Layer) -> tuple[Part, ...]:
+    """Keys (after RoPE) and values of every token, or their latent."""
+    if layer.has("kv_lora_rank"):
+        return _latent_attention(layer)
+    return _keys_and_values(layer, KV)
+
+
+def sliding_attention(layer: Layer) -> tuple[Part, ...]:
+    """Keys and values of the last `sliding_window` tokens."""
+    return _windowed(layer, layer.size("sliding_window", least=LEAST_WINDOW))
+
+
+def chunked_attention(layer: Layer) -> tuple[Part, ...]:
+    """Keys and values of the current chunk (Llama 4).
+
+    Transformers keeps the last `attention_chunk_size - 1` tokens whatever the chunk's begin is, and so do
+    pages here: at the begin of a chunk they are more than the model looks at, never fewer.
+    """
+    return _windowed(layer, layer.size("attention_chunk_size", least=LEAST_WINDOW))
+
+
+def indexed_attention(layer: Layer) -> tuple[Part, ...]:
+    """Attention whose tokens are picked by an indexer (DSA, DeepSeek-V3.2), and the indexer's keys."""
+    return full_attention(layer) + _index_keys(layer)
+
+
+def _windowed(layer: Layer, window: int) -> tuple[Part, ...]:
+    if layer.has("kv_lora_rank"):
+        raise layer.unsupported("windows over latents have no pool")
+    return tuple(part._replace(window=window) for part in _keys_and_values(layer, WINDOW))
+
+
+def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[Part, ...]:
+    """MHA and GQA."""
+    if layer.has("multi_query") and not layer.has("num_key_value_heads"):
+        raise layer.unsupported("its head counts are not named num_key_value_heads")
+    heads = layer.size("num_key_value_heads" if layer.has("num_key_value_heads") else "num_attention_heads")
+    shape = (heads, _head_dim(layer))
+    return Part(pool, "keys", shape, layer.dtype), Part(pool, "values", shape, layer.dtype)
+
+
+def _head_dim(layer: Layer) -> int:
+    if layer.has("head_dim"):
+        return layer.size("head_dim")
+    hidden, heads = layer.size("hidden_size"), layer.size("num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(f"{layer.model_type}: {heads} heads do not divide hidden_size {hidden}")
+    return hidden // heads
+
+
+def _latent_attention(layer: Layer) -> tuple[Part, ...]:
+    """The compressed latent, and the RoPE key behind it, of every token (MLA, DeepSeek-V2).
+
+    One tensor, as serving engines have it. All heads read the same latent, so every tensor-parallel rank
+    holds all of it. GLM-5 has no RoPE key: its width is 0.
+    """
+    if layer.model_type not in _LATENT_MODELS:
+        raise layer.unsupported("whether this model caches its latent, or keys and values, is not known here")
+    sections = (layer.size("kv_lora_rank"), layer.size("qk_rope_head_dim", least=0))
+    return (Part(KV, "latent", (1, sum(sections)), layer.dtype, sections=sections, replicated=True),)
+
+
+# Indexers. Which layers have one is data: others use the choice of the layer before.
+
+
+def _index_keys(layer: Layer) -> tuple[Part, ...]:
+    indexer = _INDEXERS.get(layer.model_type)
+    if indexer is None:
+        raise layer.unsupported("no recipe for this model's index keys")
+    return indexer(layer)
+
+
+def _keys_of_own_indexer(layer: Layer) -> tuple[Part, ...]:
+    return _index_part(layer, layer.size("index_head_dim")) if _has_indexer(layer) else ()
+
+
+def _pooled_keys(layer: Layer) -> tuple[Part, ...]:
+    """A key, the gate's score of each channel, and whether the token counts."""
+    return _index_part(layer, 2 * layer.size("index_head_dim") + 1) if _has_indexer(layer) else ()
+
+
+def _has_indexer(layer: Layer) -> bool:
+    """
+    Raises:
+        ConfigError: `indexer_types` says nothing of the layer.
+        UnsupportedModelError: it says something unknown.
+    """
+    kinds: Sequence[str] | None = getattr(layer.config, "indexer_types", None)
+    if kinds is None:
+        return True
+    if len(kinds) <= layer.index:
+        raise ConfigError(f"{layer.model_type}: {len(kinds)} indexer_types, but there is layer {layer.index}")
+    if kinds[layer.index] not in ("full", "shared"):
+        raise layer.unsupported(f"indexer type {kinds[layer.index]!r} is neither 'full' nor 'shared'")
+    return kinds[layer.index] == "full"
+
+
+def _keys_and_positions(layer: Layer) -> tuple[Part, ...]:
+    """Index keys (Qwen4-Exp), and, with the first layer that has them, all tokens' positions.
+
+    Three numbers a token: time, height and width of multimodal RoPE.
+    """
+    keys = _index_part(layer, layer.size("indexer_head_dim")) if layer.has("indexer_n_heads") else ()
+    kinds: Sequence[str] = getattr(layer.config, "layer_types", ())
+    if list(kinds).index(layer.kind) != layer.index:
+        return keys
+    return (*keys, Part(INDEX, "index_positions", (3,), "int64", replicated=True))
+
+
+def _index_part(layer: Layer, width: int) -> tuple[Part, ...]:
+    return (Part(INDEX, "index_keys", (width,), layer.dtype, replicated=True),)
+
+
+_INDEXERS: Mapping[str, Recipe] = {
+    "deepseek_v32": _keys_of_own_indexer,
+    "glm_moe_dsa": _keys_of_own_indexer,
+    "glm5_next_text": _pooled_keys,
+    "qwen4_exp_text": _keys_and_positions,
+}
+"""By model, because the layer type `indexed_attention` stands for all of them."""

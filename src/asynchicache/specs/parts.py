@@ -1,0 +1,81 @@
+"""The words of a recipe: one layer of a model, and the tensors that it leaves in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asynchicache.errors import ConfigError, UnsupportedModelError
+
+
+class PoolKind(NamedTuple):
+    """The pool that a tensor belongs to; `PoolSpec` without its tensors and its coverage."""
+
+    name: str
+    per_token: bool = True
+    slots_of: str | None = None
+
+
+KV = PoolKind("kv")
+WINDOW = PoolKind("swa")
+INDEX = PoolKind("dsa", slots_of="kv")
+STATE = PoolKind("mamba", per_token=False)
+
+
+class Part(NamedTuple):
+    """One tensor that one layer leaves in the cache.
+
+    Attributes:
+        pool: where it belongs.
+        tensor: its name in the pool.
+        shape: of one token, or of one whole state.
+        dtype: a key of `DTYPE_BYTES`.
+        sections: widths along the last dimension that model code keeps apart; empty: one.
+        replicated: every tensor-parallel rank holds the same bytes.
+        window: tokens that the layer sees, the current one included; None: all of them.
+    """
+
+    pool: PoolKind
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    sections: tuple[int, ...] = ()
+    replicated: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a model, and the configuration that says how large it is."""
+
+    model_type: str
+    index: int
+    kind: str
+    config: object
+    dtype: str
+
+    def has(self, name: str) -> bool:
+        return getattr(self.config, name, None) is not None
+
+    def size(self, name: str, *, least: int = 1) -> int:
+        """The configuration's size `name`.
+
+        Raises:
+            ConfigError: it is not there, no integer, or below `least`.
+        """
+        value = getattr(self.config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            rule = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ConfigError(
+                f"{self.model_type} layer {self.index} is {self.kind!r}, "
+                f"but {name} is {value!r}; it must be {rule}"
+            )
+        return value
+
+    def unsupported(self, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.model_type} layer {self.index} is {self.kind!r}: {why}")
+
+
+Recipe = Callable[[Layer], tuple[Part, ...]]
+"""What a kind of layer leaves in the cache."""
