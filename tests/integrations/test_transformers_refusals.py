@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3TextConfig
+from transformers import DynamicCache, InklingTextConfig
 
 from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
+from asynchicache.integrations.transformers.batches import stack
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import (
     new_cache,
     restore,
-    stack,
     write_pages,
     write_states,
 )
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
-from asynchicache.types import ALL_PAGES
+from asynchicache.types import ALL_PAGES, trailing_pages
 from integrations.zoo import PAGE, pool_map, random_tokens, tiny_config, tiny_model, tiny_spec
 
 
@@ -27,9 +29,10 @@ def filled(name: str, stop: int) -> DynamicCache:
     return cache
 
 
-def test_cache_with_a_sliding_window() -> None:
-    with pytest.raises(UnsupportedModelError, match="layer 0 is a DynamicSlidingWindowLayer"):
-        new_cache(Gemma3TextConfig(num_hidden_layers=2))
+def test_a_cache_of_another_kind() -> None:
+    config = InklingTextConfig(num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match="layer 0 is a LinearAttentionAndSlidingWindow"):
+        new_cache(config)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +40,8 @@ def test_cache_with_a_sliding_window() -> None:
     [
         (0, [0, 1], 0, r"tokens 0 to 32 .* cache's 24"),
         (-1, [0], 0, "tokens -16 to 0"),
-        (0, [8], 0, r"page slots 8 to 8 .* pool's 8"),
-        (0, [-1], 0, "page slots -1"),
+        (0, [8], 0, r"kv slots 8 to 8 .* pool's 8"),
+        (0, [-1], 0, "kv slots -1"),
         (0, [0], 1, "row 1 .* 1 sequences"),
         (0, [0], -1, "row -1"),
     ],
@@ -50,9 +53,9 @@ def test_pages_that_are_not_there(first: int, slots: list[int], row: int, words:
 
 
 def test_state_slots_that_are_not_there() -> None:
-    with pytest.raises(UsageError, match=r"state slots 8 to 8 .* pool's 8"):
+    with pytest.raises(UsageError, match=r"mamba slots 8 to 8 .* pool's 8"):
         write_states(filled("qwen3_5", PAGE), pool_map(tiny_spec("qwen3_5"), 8), 8)
-    with pytest.raises(UsageError, match="pool's 0"):
+    with pytest.raises(UsageError, match="'llama' has no states"):
         write_states(filled("llama", PAGE), pool_map(tiny_spec("llama"), 8), 0)
 
 
@@ -73,8 +76,8 @@ def test_a_cache_of_another_dtype_is_not_converted() -> None:
         ([0], -PAGE, 0, "-16 tokens"),
         ([0], PAGE, None, "no state slot for 16 tokens .* 3 recurrent layers"),
         ([0], 0, 2, "state slot 2 for 0 tokens"),
-        ([9], PAGE, 0, "page slots 9"),
-        ([0], PAGE, 9, "state slots 9"),
+        ([9], PAGE, 0, "kv slots 9"),
+        ([0], PAGE, 9, "mamba slots 9"),
     ],
 )
 def test_restores_that_cannot_be(slots: list[int], tokens: int, state: int | None, words: str) -> None:
@@ -130,8 +133,73 @@ def test_memory_that_is_not_the_spec(pools: dict[str, dict[str, torch.Tensor]], 
         PoolMap(tiny_spec("llama"), pools)
 
 
-def test_pools_that_no_layer_keeps() -> None:
-    index = TensorSpec("index_keys", (0,), (2, 16), "float32")
-    spec = ModelSpec("other", PAGE, 1, (PoolSpec("dsa", (index,), ALL_PAGES),))
-    with pytest.raises(UnsupportedModelError, match="'dsa' has no tensor named keys or latent"):
-        PoolMap(spec, {"dsa": {"index_keys": memory(layers=1)}})
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (TensorSpec("keys_scale", (0,), (2, 16), "float32"), "'other': .* keep no keys_scale"),
+        (TensorSpec("latent", (0,), (2, 16), "float32"), "keep no latent of 1 sections"),
+        (TensorSpec("keys", (0,), (2, 16), "float32", sections=(8, 8)), "keep no keys of 2 sections"),
+    ],
+)
+def test_pools_that_no_layer_keeps(tensor: TensorSpec, words: str) -> None:
+    spec = ModelSpec("other", PAGE, 1, (PoolSpec("other", (tensor,), ALL_PAGES),))
+    with pytest.raises(UnsupportedModelError, match=words):
+        PoolMap(spec, {"other": {tensor.name: memory(layers=1)}})
+
+
+def test_states_that_no_layer_keeps() -> None:
+    pages = tiny_spec("llama").pools[0]
+    state = PoolSpec(
+        "other", (TensorSpec("memory", (0,), (4,), "float32"),), trailing_pages(1), per_token=False
+    )
+    spec = ModelSpec("other", PAGE, 4, (pages, state))
+    given = {"kv": {"keys": memory(), "values": memory()}, "other": {"memory": torch.zeros(1, 8, 4)}}
+    with pytest.raises(UnsupportedModelError, match=r"'other': .* keep no memory"):
+        PoolMap(spec, given)
+
+
+def test_followers_have_as_many_slots_as_their_owner() -> None:
+    spec = tiny_spec("deepseek_v32")
+    pools = {p.name: {t.name: _zeros(t, 8 if p.name == "kv" else 9) for t in p.tensors} for p in spec.pools}
+    with pytest.raises(ConfigError, match="pool 'dsa' has 9 slots, 'kv' 8"):
+        PoolMap(spec, pools)
+
+
+def _zeros(tensor: TensorSpec, slots: int) -> torch.Tensor:
+    return torch.zeros(len(tensor.layers), slots, PAGE, *tensor.shape, dtype=getattr(torch, tensor.dtype))
+
+
+def test_rows_that_left_their_window() -> None:
+    """A cache that was not made here drops rows before their pages can be written."""
+    cache, pools = DynamicCache(config=tiny_config("gemma3")), pool_map(tiny_spec("gemma3"), 8)
+    prefill(tiny_model("gemma3"), cache, random_tokens(4 * PAGE), 0, 4 * PAGE)
+    with pytest.raises(UsageError, match="layer 0 dropped the tokens before 25, so those from 16"):
+        write_pages(cache, pools, 1, [0], pool="swa")
+    write_pages(cache, pools, 2, [0, 1], pool="swa")
+
+
+@pytest.mark.parametrize("windows", [(), (0, 1), (0, 1, 2, 3)])
+def test_windows_of_another_length(windows: tuple[int, ...]) -> None:
+    pools = pool_map(tiny_spec("gemma3"), 8)
+    with pytest.raises(UsageError, match=f"{len(windows)} slots of 'swa' .* whose last 3 are needed"):
+        restore(tiny_config("gemma3"), pools, range(4), 4 * PAGE, None, window_slots=windows)
+
+
+def test_pages_of_a_pool_without_pages() -> None:
+    cache, pools = filled("qwen3_5", PAGE), pool_map(tiny_spec("qwen3_5"), 8)
+    with pytest.raises(UsageError, match=r"'mamba' is none of the pools with pages: \['kv'\]"):
+        write_pages(cache, pools, 0, [0], pool="mamba")
+
+
+def test_index_keys_and_states_that_the_spec_does_not_know() -> None:
+    """A spec made for the model's sibling would leave them out in silence."""
+    spec = tiny_spec("deepseek_v32")
+    pools = pool_map(ModelSpec("other", PAGE, 3, spec.pools[:1]), 8)
+    with pytest.raises(UsageError, match=r"layer 0 keeps .*indexer_keys.*another model"):
+        write_pages(filled("deepseek_v32", PAGE), pools, 0, [0])
+    spec = tiny_spec("qwen4_exp")
+    state = spec.pool("mamba")
+    known = tuple(tensor for tensor in state.tensors if not tensor.name.startswith("ngram"))
+    pools = pool_map(ModelSpec("other", PAGE, 4, (spec.pools[0], replace(state, tensors=known))), 8)
+    with pytest.raises(UsageError, match=r"layer 1 keeps states \[0, 1, 2\] and \[0\], its pool \[0\]"):
+        write_states(filled("qwen4_exp", PAGE), pools, 0)

@@ -22,12 +22,12 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from asynchicache.bench.demo.results import Served
 from asynchicache.cache import Hit, HybridCache, Request
 from asynchicache.errors import CapacityError
+from asynchicache.integrations.transformers.batches import stack
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import (
     new_cache,
     restore,
-    stack,
     write_pages,
     write_states,
 )

@@ -9,11 +9,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from asynchicache.errors import UsageError
 
+_FED_ONE_BY_ONE = frozenset({"jamba"})
+"""Mamba-1: its scan of several tokens begins at zero, whatever state it is given."""
+
 
 def prefill(
     model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int, stop: int
 ) -> torch.Tensor:
     """Run `tokens[start:stop]` of one sequence on a cache that holds `tokens[:start]`.
+
+    One forward; behind a prefix, one for each token where the model would drop its state otherwise (Jamba).
 
     Args:
         model: whose cache it is.
@@ -30,8 +35,16 @@ def prefill(
     """
     if not 0 <= start < stop <= len(tokens):
         raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
-    ids = torch.tensor([tokens[start:stop]], dtype=torch.int64, device=model.device)
-    return _forward(model, cache, ids, start)[0]
+    step = 1 if start and _model_type(model) in _FED_ONE_BY_ONE else stop - start
+    for begin in range(start, stop, step):
+        ids = torch.tensor([tokens[begin : begin + step]], dtype=torch.int64, device=model.device)
+        logits = _forward(model, cache, ids, begin)
+    return logits[0]
+
+
+def _model_type(model: PreTrainedModel) -> str:
+    name: str = model.config.get_text_config(decoder=True).model_type
+    return name
 
 
 def decode(

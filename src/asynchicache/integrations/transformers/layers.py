@@ -1,8 +1,7 @@
 """Pool memory, layer by layer, as the cache layers of transformers see it.
 
-A `PoolMap` binds a `ModelSpec` to the tensors of its device pools. What a cache layer keeps per token
-(`DynamicLayer`) is mapped to `TokenMemory`, what it keeps per sequence (`LinearAttentionLayer`) to
-`StateMemory`; a hybrid layer has both, an MLP neither.
+A `PoolMap` binds a `ModelSpec` to the tensors of its device pools. What a cache layer keeps per token is
+mapped to `PageMemory`, what it keeps per sequence to `StateMemory`; a hybrid layer has both, an MLP neither.
 """
 
 from __future__ import annotations
@@ -15,27 +14,38 @@ import torch
 from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
-_SIDES: Mapping[str, tuple[str, ...]] = {"keys": ("keys", "latent"), "values": ("values", "rope_keys")}
-"""Which tensors transformers keeps as a layer's `keys` and `values`; of MLA, latent and RoPE key."""
+PageMemory = dict[str, torch.Tensor]
+"""One layer of a pool of pages: by what transformers' cache layer calls it (`keys`, `values`,
+`indexer_keys`, `indexer_position_ids`), memory `[slots, page_size, *shape]`."""
 
+_PAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "keys": ("keys",),
+    "values": ("values",),
+    "latent": ("keys", "values"),
+    "index_keys": ("indexer_keys",),
+    "index_positions": ("indexer_position_ids",),
+}
+"""By tensor, the fields of a cache layer that it holds; the latent's sections are two of them."""
 
-class TokenMemory(NamedTuple):
-    """One layer of a pool of pages; each tensor is `[slots, page_size, heads, dim]`."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
+_STATE_FIELDS: Mapping[str, tuple[str, int]] = {
+    "conv": ("conv", 0),
+    "recurrent": ("recurrent", 0),
+    "ngram_conv": ("conv", 1),
+    "ngram_tokens": ("conv", 2),
+}
+"""By tensor, the kind of state and its number in the cache layer."""
 
 
 class StateMemory(NamedTuple):
-    """One layer of a pool of states.
+    """One layer of a pool of states, by the number that transformers gives a layer's states.
 
     Attributes:
-        conv: `[slots, channels, kernel]`.
-        recurrent: `[slots, heads, ...]`, or None where a layer keeps a convolution only.
+        conv: `[slots, channels, kernel]`, or `[slots, kernel]` of token ids.
+        recurrent: `[slots, heads, ...]`; empty where a layer keeps convolutions only.
     """
 
-    conv: torch.Tensor
-    recurrent: torch.Tensor | None
+    conv: dict[int, torch.Tensor]
+    recurrent: dict[int, torch.Tensor]
 
 
 class PoolMap:
@@ -48,10 +58,9 @@ class PoolMap:
 
     Attributes:
         spec: as given.
-        tokens: layer -> memory of its pages.
+        pages: by pool that owns slots, layer -> memory of its pages, of pools that share them too.
         states: layer -> memory of its states; empty for a model without recurrence.
-        page_slots: slots of pages.
-        state_slots: slots of states.
+        slots: by pool that owns slots, how many it has.
 
     Raises:
         ConfigError: memory is missing, or its shape or dtype is not the spec's.
@@ -60,31 +69,34 @@ class PoolMap:
 
     def __init__(self, spec: ModelSpec, pools: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.spec = spec
-        self.tokens: dict[int, TokenMemory] = {}
+        self.pages: dict[str, dict[int, PageMemory]] = {}
         self.states: dict[int, StateMemory] = {}
-        self.page_slots = self.state_slots = 0
+        self.slots: dict[str, int] = {}
         for pool in spec.pools:
+            owner = pool.slots_of or pool.name
             memory = _checked_pool(pool, spec.page_size, pools)
             slots = next(iter(memory.values())).shape[1]
+            if self.slots.setdefault(owner, slots) != slots:
+                raise ConfigError(f"pool {pool.name!r} has {slots} slots, {owner!r} {self.slots[owner]}")
             if pool.per_token:
-                self.page_slots = slots
-                self.tokens.update(_token_layers(pool, memory))
+                _add_pages(self.pages.setdefault(owner, {}), pool, memory)
             else:
-                self.state_slots = slots
-                self.states.update(_state_layers(pool, memory))
+                _add_states(self.states, pool, memory)
 
-    def check_pages(self, slots: Sequence[int]) -> None:
-        """Raise `UsageError` if a slot is not one of the page pool's."""
-        _check_slots(slots, self.page_slots, "page")
+    def check_slots(self, pool: str, slots: Sequence[int]) -> None:
+        """Raise `UsageError` if a slot is not one of the pool's."""
+        count = self.slots[pool]
+        if slots and not 0 <= min(slots) <= max(slots) < count:
+            raise UsageError(
+                f"{pool} slots {min(slots)} to {max(slots)} are not all among the pool's {count}"
+            )
 
     def check_state(self, slot: int) -> None:
         """Raise `UsageError` if `slot` is not one of the state pool's, or there is no such pool."""
-        _check_slots((slot,), self.state_slots, "state")
-
-
-def _check_slots(slots: Sequence[int], count: int, what: str) -> None:
-    if slots and not 0 <= min(slots) <= max(slots) < count:
-        raise UsageError(f"{what} slots {min(slots)} to {max(slots)} are not all among the pool's {count}")
+        states = next((pool.name for pool in self.spec.owners if not pool.per_token), None)
+        if states is None:
+            raise UsageError(f"state slot {slot}: model {self.spec.model!r} has no states")
+        self.check_slots(states, (slot,))
 
 
 def _checked_pool(
@@ -113,29 +125,25 @@ def _check_tensor(pool: PoolSpec, spec: TensorSpec, page_size: int, memory: torc
         )
 
 
-def _token_layers(pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> dict[int, TokenMemory]:
-    keys, values = (_one_of(pool, names) for names in _SIDES.values())
-    if len(pool.tensors) != len(_SIDES) or keys.layers != values.layers:
-        raise UnsupportedModelError(f"pool {pool.name!r} is not one key and one value tensor a layer")
-    return {
-        layer: TokenMemory(memory[keys.name][index], memory[values.name][index])
-        for index, layer in enumerate(keys.layers)
-    }
+def _add_pages(layers: dict[int, PageMemory], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
+    """Views of every layer's part of the memory; of sections, one view each."""
+    for spec in pool.tensors:
+        fields = _PAGE_FIELDS.get(spec.name, ())
+        if len(fields) != max(len(spec.sections), 1):
+            raise UnsupportedModelError(
+                f"pool {pool.name!r}: transformers' cache layers keep no {spec.name} "
+                f"of {max(len(spec.sections), 1)} sections"
+            )
+        for index, layer in enumerate(spec.layers):
+            parts = torch.split(memory[spec.name][index], list(spec.sections or spec.shape[-1:]), dim=-1)
+            layers.setdefault(layer, {}).update(zip(fields, parts, strict=True))
 
 
-def _one_of(pool: PoolSpec, names: Sequence[str]) -> TensorSpec:
-    for tensor in pool.tensors:
-        if tensor.name in names:
-            return tensor
-    raise UnsupportedModelError(f"pool {pool.name!r} has no tensor named {' or '.join(names)}")
-
-
-def _state_layers(pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> dict[int, StateMemory]:
-    names = [tensor.name for tensor in pool.tensors]
-    if names not in (["conv"], ["conv", "recurrent"]) or len({t.layers for t in pool.tensors}) != 1:
-        raise UnsupportedModelError(f"pool {pool.name!r} is not conv, or conv and recurrent, a layer")
-    recurrent = memory.get("recurrent")
-    return {
-        layer: StateMemory(memory["conv"][index], None if recurrent is None else recurrent[index])
-        for index, layer in enumerate(pool.tensors[0].layers)
-    }
+def _add_states(states: dict[int, StateMemory], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
+    for spec in pool.tensors:
+        if spec.name not in _STATE_FIELDS:
+            raise UnsupportedModelError(f"pool {pool.name!r}: transformers' cache layers keep no {spec.name}")
+        kind, number = _STATE_FIELDS[spec.name]
+        for index, layer in enumerate(spec.layers):
+            held = states.setdefault(layer, StateMemory({}, {}))
+            (held.conv if kind == "conv" else held.recurrent)[number] = memory[spec.name][index]

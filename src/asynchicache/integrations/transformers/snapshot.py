@@ -1,4 +1,4 @@
-"""Bytes between a `transformers.DynamicCache` and pool memory, and caches joined into a batch.
+"""Bytes between a `transformers.DynamicCache` and pool memory.
 
 Only copies are made in either direction. Transformers updates recurrent states in place, so memory
 that was shared with a cache would be overwritten by that cache's next decode step.
@@ -6,40 +6,79 @@ that was shared with a cache would be overwritten by that cache's next decode st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from asynchicache.errors import UnsupportedModelError, UsageError
-from asynchicache.integrations.transformers.layers import PoolMap, StateMemory
-
-_Layer: TypeAlias = DynamicLayer | LinearAttentionLayer | DummyLayer
-
-_KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
-"""Exactly these: a subclass (sliding window, sparse attention) keeps more than is copied here."""
+from asynchicache.integrations.transformers.layers import PageMemory, PoolMap
+from asynchicache.integrations.transformers.rows import (
+    KINDS,
+    check_states,
+    fill_rows,
+    fill_states,
+    first_held,
+    held_fields,
+    rows_of,
+)
 
 
 def new_cache(config: PreTrainedConfig) -> DynamicCache:
     """An empty cache with the layers that `config` asks for.
 
+    Layers with a window keep what left it, until `trim_windows`: a forward of many tokens would drop
+    rows before their pages could be copied. What the model computes is the same.
+
     Raises:
         UnsupportedModelError: a layer is of a kind whose content is not copied here.
     """
     cache = DynamicCache(config=config)
-    _check_kinds(cache)
+    check_kinds(cache)
+    for layer in _windows(cache):
+        layer.activate_past_recording()
     return cache
 
 
+def check_kinds(cache: DynamicCache) -> None:
+    """
+    Raises:
+        UnsupportedModelError: a layer is of a kind whose content is not copied here.
+    """
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in KINDS:
+            raise UnsupportedModelError(
+                f"cache layer {index} is a {type(layer).__name__}; what it keeps is not copied here"
+            )
+
+
+def trim_windows(cache: DynamicCache, page_size: int) -> None:
+    """Let layers with a window drop the rows that no later forward sees and that are whole pages.
+
+    Call it when the pages so far were written; without it memory grows as with full attention.
+    """
+    for layer in _windows(cache):
+        if layer.is_initialized:
+            keep = max(layer.sliding_window - 1, layer.cumulative_length % page_size)
+            layer.keys, layer.values = (held[:, :, -keep:].clone() for held in (layer.keys, layer.values))
+
+
+def _windows(cache: DynamicCache) -> list[DynamicSlidingWindowLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+
+
+# From a cache
+
+
 def write_pages(
-    cache: DynamicCache, pools: PoolMap, first_page: int, slots: Sequence[int], *, row: int = 0
+    cache: DynamicCache,
+    pools: PoolMap,
+    first_page: int,
+    slots: Sequence[int],
+    *,
+    pool: str | None = None,
+    row: int = 0,
 ) -> None:
     """Copy whole pages of one sequence from `cache` to pool memory.
 
@@ -48,22 +87,42 @@ def write_pages(
         pools: where to.
         first_page: index of the first page to copy; it begins at token `first_page * page_size`.
         slots: where the pages go, in order; as many pages as slots are copied.
+        pool: whose slots these are; by default those of the pool that covers every page.
         row: which sequence of the batch.
 
     Raises:
-        UsageError: the cache does not hold these pages, or a slot is not the pool's.
+        UsageError: the cache does not hold these pages, or a slot or the pool is not there.
     """
-    pools.check_pages(slots)
+    name = pools.spec.pools[0].name if pool is None else pool
+    if name not in pools.pages:
+        raise UsageError(f"{name!r} is none of the pools with pages: {list(pools.pages)}")
+    pools.check_slots(name, slots)
     _check_row(cache, row)
     size = pools.spec.page_size
     start, stop = first_page * size, (first_page + len(slots)) * size
     if first_page < 0 or stop > cache.get_seq_length():
         raise UsageError(f"tokens {start} to {stop} are not all among the cache's {cache.get_seq_length()}")
     with torch.no_grad():
-        for layer, memory in pools.tokens.items():
-            held = cache.layers[layer]
-            _scatter(memory.keys, slots, held.keys[row, :, start:stop])
-            _scatter(memory.values, slots, held.values[row, :, start:stop])
+        for index, memory in pools.pages[name].items():
+            _write_layer(cache.layers[index], index, memory, slots, start, row)
+
+
+def _write_layer(
+    layer: DynamicLayer, index: int, memory: PageMemory, slots: Sequence[int], start: int, row: int
+) -> None:
+    fields, first = held_fields(layer), first_held(layer)
+    if fields != set(memory):
+        raise UsageError(
+            f"layer {index} keeps {sorted(fields)}, its pool {sorted(memory)}; "
+            "the spec was made for another model"
+        )
+    if start < first:
+        raise UsageError(
+            f"layer {index} dropped the tokens before {first}, so those from {start} cannot be written: "
+            "make the cache with new_cache or restore, and write pages before trim_windows"
+        )
+    for name, target in memory.items():
+        _scatter(target, slots, rows_of(layer, name, row)[start - first :])
 
 
 def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0) -> None:
@@ -79,18 +138,27 @@ def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0
         row: which sequence of the batch.
 
     Raises:
-        UsageError: the cache has no states yet, or the slot is not the pool's.
+        UsageError: the cache has no states yet, or others than the pool, or the slot is not the pool's.
     """
     pools.check_state(slot)
     _check_row(cache, row)
     with torch.no_grad():
-        for layer, memory in pools.states.items():
-            held = cache.layers[layer]
-            if not held.has_previous_state[0]:
-                raise UsageError(f"layer {layer} has no state yet; run a forward first")
-            memory.conv[slot].copy_(_fitting(held.conv_states[0][row], memory.conv))
-            if memory.recurrent is not None:
-                memory.recurrent[slot].copy_(_fitting(held.recurrent_states[0][row], memory.recurrent))
+        for index, memory in pools.states.items():
+            layer = cache.layers[index]
+            check_states(layer, index, memory)
+            for number, conv in memory.conv.items():
+                conv[slot].copy_(_fitting(layer.conv_states[number][row], conv))
+            for number, recurrent in memory.recurrent.items():
+                recurrent[slot].copy_(_fitting(layer.recurrent_states[number][row], recurrent))
+
+
+def _check_row(cache: DynamicCache, row: int) -> None:
+    batch = next((len(x.keys) for x in cache.layers if isinstance(x, DynamicLayer) and x.is_initialized), 0)
+    if not 0 <= row < batch:
+        raise UsageError(f"row {row} is not among the cache's {batch} sequences")
+
+
+# To a cache
 
 
 def restore(
@@ -99,6 +167,8 @@ def restore(
     kv_slots: Sequence[int],
     tokens: int,
     state_slot: int | None,
+    *,
+    window_slots: Sequence[int] = (),
 ) -> DynamicCache:
     """A new cache of one sequence that holds exactly the first `tokens` tokens.
 
@@ -109,6 +179,8 @@ def restore(
         tokens: whole pages; 0 gives an empty cache.
         state_slot: the states after `tokens` tokens; None exactly if the model has none, or
             `tokens` is 0.
+        window_slots: of the pool of windows, if the model has one: the last pages before `tokens`, in
+            order, as many as the pool's coverage asks, or all if there are fewer.
 
     Raises:
         UsageError: tokens are no whole pages, slots are too few or not the pool's, a state is
@@ -118,16 +190,16 @@ def restore(
     if tokens < 0 or rest or pages > len(kv_slots):
         raise UsageError(f"{tokens} tokens are not whole pages within {len(kv_slots)} slots")
     _check_state_slot(pools, tokens, state_slot)
-    pools.check_pages(kv_slots[:pages])
     cache = new_cache(config)
     if len(cache) != pools.spec.layers:
         raise UsageError(f"the config has {len(cache)} layers, the spec {pools.spec.layers}")
+    slots = _page_slots(pools, kv_slots[:pages], window_slots)
     with torch.no_grad():
         if pages:
-            _restore_pages(cache, pools, kv_slots[:pages])
+            _restore_pages(cache, pools, slots, tokens)
         if state_slot is not None:
             for layer, memory in pools.states.items():
-                _restore_state(cache.layers[layer], memory, state_slot)
+                fill_states(cache.layers[layer], memory, state_slot)
     return cache
 
 
@@ -139,29 +211,45 @@ def _check_state_slot(pools: PoolMap, tokens: int, state_slot: int | None) -> No
         pools.check_state(state_slot)
 
 
-def _restore_pages(cache: DynamicCache, pools: PoolMap, slots: Sequence[int]) -> None:
-    for layer, memory in pools.tokens.items():
-        cache.layers[layer].update(_gather(memory.keys, slots), _gather(memory.values, slots))
+def _page_slots(
+    pools: PoolMap, kv_slots: Sequence[int], window_slots: Sequence[int]
+) -> Mapping[str, Sequence[int]]:
+    """By pool, the slots of the last pages of the prefix."""
+    slots: dict[str, Sequence[int]] = {}
+    for name in pools.pages:
+        needed = pools.spec.pool(name).coverage.pages
+        slots[name] = kv_slots if needed is None else window_slots
+        if needed is not None and len(window_slots) != min(needed, len(kv_slots)):
+            raise UsageError(
+                f"{len(window_slots)} slots of {name!r} for a prefix of {len(kv_slots)} pages, whose last "
+                f"{min(needed, len(kv_slots))} are needed"
+            )
+        pools.check_slots(name, slots[name])
+    return slots
 
 
-def _restore_state(layer: LinearAttentionLayer, memory: StateMemory, slot: int) -> None:
-    """Fill an empty layer through its own methods: they copy, and mark the state as present."""
-    layer.update_conv_state(memory.conv[slot : slot + 1])
-    if memory.recurrent is not None:
-        layer.update_recurrent_state(memory.recurrent[slot : slot + 1])
+def _restore_pages(
+    cache: DynamicCache, pools: PoolMap, slots: Mapping[str, Sequence[int]], tokens: int
+) -> None:
+    for name, layers in pools.pages.items():
+        for index, memory in layers.items():
+            rows = {field: _gather(held, slots[name]) for field, held in memory.items()}
+            fill_rows(cache.layers[index], rows, tokens)
+
+
+# Copies
 
 
 def _scatter(memory: torch.Tensor, slots: Sequence[int], rows: torch.Tensor) -> None:
-    """`rows` `[heads, pages * page_size, dim]` to `slots` of `memory` `[slots, page_size, heads, dim]`."""
-    heads, _, dim = rows.shape
-    pages = rows.reshape(heads, len(slots), memory.shape[1], dim).permute(1, 2, 0, 3)
-    memory.index_copy_(0, _index(memory, slots), _fitting(pages, memory).to(memory.device))
+    """The first rows of `[tokens, *shape]` to `slots` of `memory` `[slots, page_size, *shape]`."""
+    rows = _fitting(rows[: len(slots) * memory.shape[1]], memory[:, 0])
+    pages = rows.reshape(len(slots), *memory.shape[1:])
+    memory.index_copy_(0, _index(memory, slots), pages.to(memory.device))
 
 
 def _gather(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """Pages as transformers keeps them, `[1, heads, tokens, dim]`."""
-    pages = memory.index_select(0, _index(memory, slots))
-    return pages.permute(2, 0, 1, 3).flatten(1, 2).unsqueeze(0)
+    """The rows of some pages, `[tokens, *shape]`."""
+    return memory.index_select(0, _index(memory, slots)).flatten(0, 1)
 
 
 def _index(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
@@ -177,53 +265,3 @@ def _fitting(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
             f"is {memory.dtype} {list(item)}; the spec was made for another model or dtype"
         )
     return source
-
-
-# Batches.
-
-
-def stack(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Caches of equal length as one batch, their rows in order; nothing is shared with them.
-
-    Raises:
-        UsageError: there are none, or their lengths or layers differ.
-        UnsupportedModelError: a layer is of a kind whose content is not copied here.
-    """
-    lengths = {cache.get_seq_length() for cache in caches}
-    if len(lengths) != 1 or len({len(cache) for cache in caches}) != 1:
-        raise UsageError(f"caches of lengths {sorted(lengths)} cannot be one batch")
-    for cache in caches:
-        _check_kinds(cache)
-    joined = DynamicCache()
-    joined.layer_class_to_replicate = None  # every layer is given; none is to be made on demand
-    with torch.no_grad():
-        joined.layers = [_join(layers) for layers in zip(*(c.layers for c in caches), strict=True)]
-    return joined
-
-
-def _join(layers: Sequence[_Layer]) -> _Layer:
-    kinds = {type(layer) for layer in layers}
-    if len(kinds) != 1:
-        raise UsageError(f"layers of kinds {sorted(k.__name__ for k in kinds)} cannot be one batch")
-    joined: _Layer = kinds.pop()()
-    if isinstance(joined, DynamicLayer) and layers[0].is_initialized:
-        joined.update(torch.cat([x.keys for x in layers]), torch.cat([x.values for x in layers]))
-    if isinstance(joined, LinearAttentionLayer) and layers[0].has_previous_state[0]:
-        joined.update_conv_state(torch.cat([x.conv_states[0] for x in layers]))
-        if layers[0].is_recurrent_states_initialized[0]:
-            joined.update_recurrent_state(torch.cat([x.recurrent_states[0] for x in layers]))
-    return joined
-
-
-def _check_row(cache: DynamicCache, row: int) -> None:
-    batch = next((len(x.keys) for x in cache.layers if isinstance(x, DynamicLayer) and x.is_initialized), 0)
-    if not 0 <= row < batch:
-        raise UsageError(f"row {row} is not among the cache's {batch} sequences")
-
-
-def _check_kinds(cache: DynamicCache) -> None:
-    for index, layer in enumerate(cache.layers):
-        if type(layer) not in _KINDS or getattr(layer, "number_of_states", 1) != 1:
-            raise UnsupportedModelError(
-                f"cache layer {index} is a {type(layer).__name__}; what it keeps is not copied here"
-            )

@@ -1,0 +1,102 @@
+"""One cache layer of transformers: the rows of its tokens, and its states, in one form for all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from asynchicache.errors import UsageError
+from asynchicache.integrations.transformers.layers import StateMemory
+
+KINDS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    DummyLayer,
+)
+"""Exactly these: a subclass may keep more than is copied here."""
+
+CacheLayer = DynamicLayer | LinearAttentionLayer | DummyLayer
+
+
+def held_fields(layer: DynamicLayer) -> set[str]:
+    """What a layer keeps of each token, by the names of `layers.PageMemory`."""
+    names = {"keys", "values"} if layer.is_initialized else set()
+    if isinstance(layer, DynamicIndexedLayer):
+        names |= {"indexer_keys"} if layer.is_indexer_initialized else set()
+        names |= {"indexer_position_ids"} if layer.indexer_position_ids is not None else set()
+    return names
+
+
+def first_held(layer: DynamicLayer) -> int:
+    """The first token whose keys a layer still has; 0 unless it has a window."""
+    held: int = layer.keys.shape[-2] if layer.is_initialized else 0
+    return int(layer.get_seq_length()) - held
+
+
+def rows_of(layer: DynamicLayer, field: str, row: int) -> torch.Tensor:
+    """One field of all tokens that a layer holds, of one sequence: `[tokens, *shape]`."""
+    held: torch.Tensor = getattr(layer, field)
+    if field == "indexer_keys":  # [batch, tokens, width]
+        return held[row]
+    if field == "indexer_position_ids":  # [3, batch, tokens]
+        return held[:, row].T
+    return held[row].transpose(0, 1)  # [batch, heads, tokens, dim]
+
+
+def fill_rows(layer: DynamicLayer, rows: Mapping[str, torch.Tensor], tokens: int) -> None:
+    """Give an empty layer the last rows of a sequence of `tokens` tokens; it keeps copies.
+
+    Args:
+        layer: empty.
+        rows: by field, `[at most tokens, *shape]`; of a window, all that it sees at least.
+        tokens: the length of the sequence.
+    """
+    fields = {name: rows[name].transpose(0, 1).contiguous()[None] for name in ("keys", "values")}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        fields = {name: held[:, :, -min(tokens, layer.sliding_window - 1) :] for name, held in fields.items()}
+    layer.update(fields["keys"], fields["values"])
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = tokens
+    if "indexer_keys" in rows:
+        layer.update_indexer(rows["indexer_keys"][None])
+    if "indexer_position_ids" in rows:
+        layer.indexer_position_ids = rows["indexer_position_ids"].T[:, None].clone()
+
+
+# States
+
+
+def check_states(layer: LinearAttentionLayer, index: int, memory: StateMemory) -> None:
+    """
+    Raises:
+        UsageError: the layer keeps other states than the pool, or none yet.
+    """
+    conv = {number for number, known in layer.is_conv_states_initialized.items() if known}
+    recurrent = {number for number, known in layer.is_recurrent_states_initialized.items() if known}
+    if not conv:
+        raise UsageError(f"layer {index} has no state yet; run a forward first")
+    if (conv, recurrent) != (set(memory.conv), set(memory.recurrent)):
+        raise UsageError(
+            f"layer {index} keeps states {sorted(conv)} and {sorted(recurrent)}, its pool "
+            f"{sorted(memory.conv)} and {sorted(memory.recurrent)}; the spec was made for another model"
+        )
+
+
+def fill_states(layer: LinearAttentionLayer, memory: StateMemory, slot: int) -> None:
+    """Fill an empty layer through its own methods: they copy, and mark the state as present."""
+    for number, conv in memory.conv.items():
+        layer.update_conv_state(conv[slot : slot + 1], state_idx=number)
+    for number, recurrent in memory.recurrent.items():
+        layer.update_recurrent_state(recurrent[slot : slot + 1], state_idx=number)
