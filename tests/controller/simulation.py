@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Mapping
 
 from asynchicache.controller.actions import Copy, Store
 from asynchicache.controller.planner import Planner
-from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.sequence import Retired, Sequence
 from asynchicache.errors import CapacityError
 from asynchicache.hashing import page_digests
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
@@ -21,12 +22,16 @@ from asynchicache.types import Outcome, Tier, WritePolicy, trailing_pages
 POISON = b"poison"
 
 
-def small_spec(states: bool = True, page_size: int = 2) -> ModelSpec:
+def small_spec(
+    states: bool = True, page_size: int = 2, windows: Mapping[str, int] | None = None
+) -> ModelSpec:
+    """Keys and values, `states`, and sliding windows by name and trailing pages."""
     keys = TensorSpec("keys", (0,), (1, 2), "uint8")
     state = TensorSpec("recurrent", (1,), (4,), "uint8")
     pools = [PoolSpec("kv", (keys,))]
     if states:
         pools.append(PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False))
+    pools += [PoolSpec(name, (keys,), coverage=trailing_pages(n)) for name, n in (windows or {}).items()]
     return ModelSpec("small", page_size, 2, tuple(pools))
 
 
@@ -38,11 +43,12 @@ class Simulation:
         rng: random.Random,
         *,
         states: bool = True,
+        windows: Mapping[str, int] | None = None,
         slots: dict[str, tuple[int, int]],
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self.rng = rng
-        self.spec = small_spec(states)
+        self.spec = small_spec(states, windows=windows)
         self.planner = Planner(self.spec, slots, write_policy=policy)
         self.memory = {
             (name, tier): [POISON] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
@@ -52,6 +58,8 @@ class Simulation:
         self.storage: dict[tuple[str, bytes], bytes] = {}
         self.live: list[Sequence] = []
         self.hit_tokens = 0
+        self.retired: list[Retired] = []
+        self.computed: dict[Sequence, int] = {}
 
     @staticmethod
     def stamp(pool: str, digest: bytes) -> bytes:
@@ -93,8 +101,10 @@ class Simulation:
         self.planner.writer.wrote(work, stored=stored)
 
     def settle(self) -> None:
-        while self.flying or self.writing:
-            if self.flying:
+        while self.flying or self.writing or self.retired:
+            if self.retired:
+                self.end_forward()
+            elif self.flying:
                 self.end(0)
             else:
                 self.end_write(0)
@@ -138,7 +148,7 @@ class Simulation:
         self.planner.rematch(sequence)
 
     def load(self, sequence: Sequence) -> None:
-        mine = self.planner.load(sequence)
+        mine = self.planner.loader.load(sequence)
         self.start(mine)
         for copy in mine:
             self.end(self.flying.index(copy))
@@ -153,9 +163,24 @@ class Simulation:
         for page in range(sequence.hit_pages):
             got = self.memory["kv", Tier.DEVICE][sequence.pages[page]]
             assert got == self.stamp("kv", digests[page]), (page, got)
-        if sequence.hit_pages and sequence.states:
-            got = self.memory["mamba", Tier.DEVICE][sequence.states[1]]
-            assert got == self.stamp("mamba", digests[sequence.hit_pages - 1])
+        for number, slot in sequence.states.items() if sequence.hit_pages else ():
+            name = self.planner.books.names[number]
+            got = self.memory[name, Tier.DEVICE][slot]
+            assert got == self.stamp(name, digests[sequence.hit_pages - 1])
+        self.check_windows(sequence)
+
+    def check_windows(self, sequence: Sequence) -> None:
+        """What a forward would read now is there."""
+        digests = self.digests(sequence)
+        for number, window in sequence.windows.items():
+            name = self.planner.books.names[number]
+            needed = self.spec.pool(name).coverage.pages
+            assert needed is not None
+            computed = self.computed.get(sequence, sequence.hit_pages)
+            assert window.first <= max(computed - needed, 0)
+            for page, slot in enumerate(window.slots[: computed - window.first], start=window.first):
+                got = self.memory[name, Tier.DEVICE][slot]
+                assert got == self.stamp(name, digests[page]), (name, page, got)
 
     def compute(self, sequence: Sequence, length: int, *, final: bool = False) -> bool:
         """Run a forward up to `length` tokens and publish it; False if there is no room."""
@@ -169,19 +194,44 @@ class Simulation:
         digests = self.digests(sequence)
         for page in range(sequence.borrowed, length // self.spec.page_size):
             self.memory["kv", Tier.DEVICE][sequence.pages[page]] = self.stamp("kv", digests[page])
+        self.check_windows(sequence)
         whole = length // self.spec.page_size
-        if sequence.states and whole and length % self.spec.page_size == 0:
-            self.memory["mamba", Tier.DEVICE][sequence.states[1]] = self.stamp("mamba", digests[whole - 1])
+        self._compute_windows(sequence, whole, digests)
+        for number, slot in sequence.states.items() if whole and length % self.spec.page_size == 0 else ():
+            name = self.planner.books.names[number]
+            self.memory[name, Tier.DEVICE][slot] = self.stamp(name, digests[whole - 1])
         copies = self.planner.publish(sequence, length, final=final)
         self.start(copies)
+        self.retire(sequence, length)
         for copy in copies:
             # The working state is overwritten by the next forward: its copy runs in stream order.
             if copy.direction is Direction.FORK:
                 self.end(self.flying.index(copy))
         return True
 
+    def _compute_windows(self, sequence: Sequence, whole: int, digests: list[bytes]) -> None:
+        """Write the pages of windows that lie behind what was computed before."""
+        done = self.computed.get(sequence, sequence.hit_pages)
+        for number, window in sequence.windows.items():
+            name = self.planner.books.names[number]
+            for page in range(max(done, window.first), whole):
+                slot = window.slots[page - window.first]
+                assert slot in window.own, "a page that is not the request's is written"
+                self.memory[name, Tier.DEVICE][slot] = self.stamp(name, digests[page])
+        self.computed[sequence] = max(done, whole)
+
+    def retire(self, sequence: Sequence, length: int) -> None:
+        """The request moved on; the forward that read its windows may end much later."""
+        retired = self.planner.windows.retire(sequence, length)
+        if retired is not None:
+            self.retired.append(retired)
+
+    def end_forward(self) -> None:
+        self.planner.windows.finish(self.retired.pop(0))
+
     def close(self, sequence: Sequence) -> None:
         self.live.remove(sequence)
+        self.computed.pop(sequence, None)
         self.planner.release(sequence)
 
     def verify(self) -> None:

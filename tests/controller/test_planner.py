@@ -130,28 +130,42 @@ def test_write_back_cleans_ahead_of_need():
     assert not counters.lost
 
 
+SETS: list[tuple[bool, dict[str, int]]] = [
+    (False, {}),
+    (True, {}),
+    (False, {"swa": 2}),
+    (True, {"swa": 2}),
+    (False, {"swa": 1}),
+    (True, {"swa": 3, "near": 1}),
+]
+
+
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize(("states", "windows"), SETS)
 @pytest.mark.parametrize("seed", range(6))
-def test_random_requests_under_pressure(policy: WritePolicy, states: bool, seed: int):
-    _press(policy, states, seed)
+def test_random_requests_under_pressure(
+    policy: WritePolicy, states: bool, windows: dict[str, int], seed: int
+):
+    _press(policy, states, windows, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("states", [True, False])
-def test_random_requests_under_pressure_for_long(policy: WritePolicy, states: bool):
+@pytest.mark.parametrize(("states", "windows"), SETS)
+def test_random_requests_under_pressure_for_long(policy: WritePolicy, states: bool, windows: dict[str, int]):
     for seed in range(1000, 1400):
-        _press(policy, states, seed)
+        _press(policy, states, windows, seed)
 
 
-def _press(policy: WritePolicy, states: bool, seed: int) -> None:
+def _press(policy: WritePolicy, states: bool, windows: dict[str, int], seed: int) -> None:
     rng = random.Random(seed)
     slots = {"kv": (rng.randint(14, 20), rng.randint(8, 30))}
     if states:
         slots["mamba"] = (rng.randint(7, 9), rng.randint(2, 8))
-    sim = Simulation(rng, states=states, slots=slots, policy=policy)
+    for name, pages in windows.items():
+        slots[name] = (rng.randint(9, 16), rng.choice([0, rng.randint(pages, 12)]))
+    sim = Simulation(rng, states=states, windows=windows, slots=slots, policy=policy)
     histories: list[list[int]] = [[]]
     for _ in range(250):
         _step(sim, rng, histories)
@@ -209,6 +223,8 @@ def _step(sim: Simulation, rng: random.Random, histories: list[list[int]]) -> No
         sim.close(rng.choice(sim.live))
     elif choice < 0.85 and sim.flying:
         sim.end(rng.randrange(len(sim.flying)))
+    elif choice < 0.9 and sim.retired:
+        sim.end_forward()
     elif sim.writing:
         sim.end_write(rng.randrange(len(sim.writing)), stored=rng.random() < 0.9)
 

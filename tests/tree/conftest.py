@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count, islice
 
 import pytest
@@ -11,8 +11,9 @@ import pytest
 from asynchicache.tree import copies, verify
 from asynchicache.tree.copies import Flight, Wanted
 from asynchicache.tree.eviction import Evicted, evict
-from asynchicache.tree.node import TIERS, Node
-from asynchicache.tree.tree import Inserted, Match, PathLease, UnifiedRadixTree
+from asynchicache.tree.matching import Match
+from asynchicache.tree.node import TIERS, Node, place
+from asynchicache.tree.tree import Inserted, Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
 PAGE = 2
@@ -21,8 +22,11 @@ PAGE = 2
 class Bed:
     """A tree whose slots nobody allocates: every place numbers its slots from 0 as they are offered."""
 
-    def __init__(self, states: int = 0, eviction: str = "lru") -> None:
-        self.tree = UnifiedRadixTree(PAGE, [trailing_pages(1)] * states, eviction=eviction)
+    def __init__(self, states: int = 0, eviction: str = "lru", windows: Sequence[int] = ()) -> None:
+        """`windows`: trailing pages of each window; their components are numbered behind the states."""
+        coverages = [trailing_pages(1)] * states + [trailing_pages(pages) for pages in windows]
+        numbers = range(states + 1, len(coverages) + 1)
+        self.tree = UnifiedRadixTree(PAGE, coverages, windows=numbers, eviction=eviction)
         self._numbers = [count() for _ in range(TIERS * self.tree.width)]
 
     @staticmethod
@@ -39,17 +43,34 @@ class Bed:
         return self.tree.pin(self.match(word, seed))
 
     def insert(
-        self, lease: PathLease, word: str, *, states: Iterable[int] = (), arriving: bool = False
+        self,
+        lease: PathLease,
+        word: str,
+        *,
+        states: Iterable[int] = (),
+        windows: int | None = None,
+        arriving: bool = False,
     ) -> Inserted:
-        """Offer slots for all pages of `word` behind the lease, and a state each for `states`."""
-        pages = self.slots(Tier.DEVICE, len(word) - lease.node.end)
+        """Offer slots for all pages of `word` behind the lease, a state each for `states`, and of every
+        window those of the last `windows` pages: by default of all that are new."""
+        new = len(word) - lease.node.end
+        pages = self.slots(Tier.DEVICE, new)
         offered = {n: self.slots(TIERS * n + Tier.DEVICE, 1)[0] for n in states}
-        return self.tree.insert(lease, self.tokens(word), pages, states=offered, arriving=arriving)
+        count = new if windows is None else windows
+        trailing = {
+            aux.number: Pages(len(word) - count, self.slots(place(aux.number, Tier.DEVICE), count))
+            for aux in self.tree.windows
+        }
+        return self.tree.insert(
+            lease, self.tokens(word), pages, states=offered, windows=trailing, arriving=arriving
+        )
 
-    def add(self, word: str, seed: bytes = b"", *, states: Iterable[int] = ()) -> Node:
+    def add(
+        self, word: str, seed: bytes = b"", *, states: Iterable[int] = (), windows: int | None = None
+    ) -> Node:
         """Serve a request: its pages are on the device afterwards, and nobody holds them."""
         with self.pin(word, seed) as lease:
-            return self.insert(lease, word, states=states).node
+            return self.insert(lease, word, states=states, windows=windows).node
 
     def add_host(self, word: str, after: str = "", *, states: Iterable[int] = ()) -> Inserted:
         """Let storage deliver the pages of `word` that follow `after`."""
@@ -73,8 +94,12 @@ class Bed:
     def load(self, word: str) -> Flight:
         """Begin to copy what a prefix that ends with `word` lacks on the device."""
         node = self.node(word)
-        states = [Wanted(node, aux.number) for aux in self.tree.components if aux.tier(node) is Tier.HOST]
-        return self.begin(Tier.DEVICE, [*copies.missing_on_device(node), *states])
+        states = [
+            Wanted(node, aux.number)
+            for aux in self.tree.components
+            if not aux.paged and aux.tier(node) is Tier.HOST
+        ]
+        return self.begin(Tier.DEVICE, [*copies.missing_on_device(self.tree, node), *states])
 
     def begin(self, tier: Tier, wanted: list[Wanted]) -> Flight:
         given = [(want, self.slots(TIERS * want.component + tier, want.size)) for want in wanted]
@@ -83,9 +108,9 @@ class Bed:
     def finish(self, flight: Flight, *, arrived: bool = True) -> dict[int, list[int]]:
         return copies.finish(self.tree, flight, arrived=arrived)
 
-    def add_saved(self, word: str, *, states: Iterable[int] = ()) -> Node:
+    def add_saved(self, word: str, *, states: Iterable[int] = (), windows: int | None = None) -> Node:
         """Pages, and states at their end, on the device and on the host."""
-        node = self.add(word, states=states)
+        node = self.add(word, states=states, windows=windows)
         self.finish(self.save(word))
         return node
 
@@ -122,3 +147,15 @@ def bed() -> Bed:
 def hybrid() -> Bed:
     """A tree of full pages and one kind of state."""
     return Bed(states=1)
+
+
+@pytest.fixture
+def sliding() -> Bed:
+    """A tree of full pages and a window of two pages."""
+    return Bed(windows=[2])
+
+
+@pytest.fixture
+def mixed() -> Bed:
+    """A tree of full pages, one kind of state (1) and a window of two pages (2)."""
+    return Bed(states=1, windows=[2])

@@ -74,7 +74,7 @@ def test_loading_wants_the_host_only_end_of_the_path(bed):
     bed.add_host("abcd", after="ab")
     bed.add_host("abcdef", after="abcd")
 
-    wanted = copies.missing_on_device(bed.node("abcdef"))
+    wanted = copies.missing_on_device(bed.tree, bed.node("abcdef"))
 
     assert [bed.word(want.node) for want in wanted] == ["abcd", "abcdef"]
 

@@ -131,10 +131,11 @@ def test_a_closed_lease_publishes_nothing(bed):
 
 def test_a_root_that_the_tree_never_had_can_be_let_go(bed):
     bare = bed.match("ab", b"new").node
-    bed.tree.pin_place(bare, FULL_DEVICE)
+    pins = [(bare, FULL_DEVICE)]
+    bed.tree.pin_all(pins)
     bed.add("ab", b"new")
 
-    bed.tree.unpin_place(bare, FULL_DEVICE)
+    bed.tree.unpin_all(pins)
 
     assert bed.match("ab", b"new").pages == 2
 
@@ -144,12 +145,3 @@ def test_a_lease_on_a_root_is_on_the_trees_own(bed):
         bed.insert(lease, "ab")
 
     assert bed.match("ab", b"new").pages == 2
-
-
-def test_a_lease_may_leave_the_state_to_itself(hybrid):
-    hybrid.add("ab", states=[1])
-
-    with hybrid.tree.lease(hybrid.node("ab"), aux=False) as lease:
-        hybrid.evict(STATE_DEVICE)
-        assert hybrid.words(STATE_DEVICE) == set()
-        hybrid.check([lease])

@@ -168,7 +168,7 @@ class Twins:
         if held is None:
             return
         node = held.lease.node
-        wanted = copies.missing_on_device(node)
+        wanted = copies.missing_on_device(self.tree, node)
         wanted += [Wanted(node, aux.number) for aux in self.tree.components if aux.tier(node) is Tier.HOST]
         assert pages_of(wanted) == list(self.unloaded(held.key))
         self.begin(Tier.DEVICE, wanted)

@@ -105,7 +105,7 @@ def candidate_without_entry(bed):
 
 
 def pin_of_nobody(bed):
-    bed.tree.pin_place(bed.node("abcd"), FULL_DEVICE)
+    bed.tree.pin_for([], bed.node("abcd"), FULL_DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, turns
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
+from asynchicache.tree.matching import Match
 from asynchicache.tree.node import FULL_DEVICE, Node, place
-from asynchicache.tree.tree import Match, UnifiedRadixTree
+from asynchicache.tree.tree import UnifiedRadixTree
 from asynchicache.types import Coverage, Tier, trailing_pages
 
 FILLS = ("fit", "half")

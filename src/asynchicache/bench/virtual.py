@@ -122,7 +122,7 @@ class VirtualRunner:
         length = len(history.tokens)
         sequence = self._planner.open(array("q", history.tokens), b"")
         self._cache.prefetch(sequence)
-        self._cache.carry_out(self._planner.load(sequence))
+        self._cache.carry_out(self._planner.loader.load(sequence))
         hit = sequence.hit_pages * self._page_size
         wrong = self._count_wrong(sequence, history.digests)
         cuts = {*self._planner.cuts(sequence), *marks, length}

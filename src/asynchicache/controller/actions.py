@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from asynchicache.controller.sequence import Sequence
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import Flight
-from asynchicache.tree.node import FULL, Node
+from asynchicache.tree.node import Node, Pins
 from asynchicache.types import PoolTransfer
 
 Transfers = list[PoolTransfer]
-Pins = list[tuple[Node, int]]
 
 
 @dataclass(slots=True)
@@ -33,17 +32,29 @@ class Copy:
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
     publishes: Node | None = None
 
+    def serve(self, sequence: Sequence) -> Copy:
+        """This copy, which keeps the slots of `sequence` from being given back until it has ended."""
+        sequence.users += 1
+        self.user = sequence
+        return self
+
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """One component of one node, and of the halves that are split off the node later."""
+    """One component of one node, and of the halves that are split off the node later.
+
+    Attributes:
+        node, component: what it marks.
+        slots: how many it has: one a page, or one for a state at the node's end.
+    """
 
     node: Node
     component: int
+    slots: int
     start: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start = self.node.end - self.node.pages if self.component == FULL else self.node.end
+        self.start = self.node.end - self.slots
 
     def nodes(self) -> list[Node]:
         """The node, and above it what was part of it."""

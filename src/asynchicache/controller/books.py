@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from asynchicache.controller.actions import Pins, Transfers
+from asynchicache.controller.actions import Transfers
 from asynchicache.controller.sequence import Sequence
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import Flight, Wanted
-from asynchicache.tree.node import FULL_DEVICE, TIERS
+from asynchicache.tree.node import FULL_DEVICE, TIERS, Pins, place
 from asynchicache.tree.tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
@@ -67,18 +67,45 @@ class Books:
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
         self.tree = UnifiedRadixTree(
-            spec.page_size, [pool.coverage for pool in owners[1:]], eviction=eviction_policy
+            spec.page_size,
+            [pool.coverage for pool in owners[1:]],
+            windows=[number for number, pool in enumerate(owners[1:], start=1) if pool.per_token],
+            eviction=eviction_policy,
         )
         self.free = [
             SlotAllocator(slots[name][tier], name=f"{name} {tier.name.lower()} slots")
             for name in self.names
             for tier in (Tier.DEVICE, Tier.HOST)
         ]
+        self._check_windows()
         self.counters = Counters(evicted=[0] * len(self.free))
         self.sequences: set[Sequence] = set()
         self.flights: list[Flight] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[int, list[int]]]] = []
+
+    def _check_windows(self) -> None:
+        """
+        Raises:
+            ConfigError: a pool has not even room for the window of one request.
+        """
+        for aux in self.tree.windows:
+            device, host = (self.free[place(aux.number, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST))
+            name, least = self.names[aux.number], aux.pages + 1
+            if device < least:
+                raise ConfigError(
+                    f"pool {name!r} has {device} device pages; one request needs {least}, a window of "
+                    f"{aux.pages} and the page it writes: raise the device pages of {name!r}"
+                )
+            if 0 < host < aux.pages:
+                raise ConfigError(
+                    f"pool {name!r} has {host} host pages; one window needs {aux.pages}: raise the host "
+                    f"pages of {name!r}, or set them to 0 to keep it off the host"
+                )
+
+    def has_room(self, counts: Mapping[int, int]) -> int | None:
+        """Have so many slots free at each place; the first place where that cannot be done, or None."""
+        return next((at for at, count in counts.items() if not self.make_room(at, count)), None)
 
     def make_room(self, at: int, count: int) -> bool:
         """Have `count` slots of a place free, by eviction if need be; False if that cannot be done."""
@@ -114,8 +141,7 @@ class Books:
         return flight
 
     def keep(self, pins: Pins) -> None:
-        for node, at in pins:
-            self.tree.pin_place(node, at)
+        self.tree.pin_all(pins)
         self.pinned.append(pins)
 
     def drop(self, pins: Pins) -> None:
@@ -152,6 +178,8 @@ class Books:
             number = at // TIERS
             for sequence in self.sequences:
                 owned += [held[number] for held in (sequence.states, sequence.snapshots) if number in held]
+                if number in sequence.windows:
+                    owned += sequence.windows[number].own
         for slots in self.private:
             owned += slots().get(at, [])
         return owned

@@ -16,6 +16,7 @@ from typing import TypeVar
 from asynchicache.controller.actions import Copy, Store
 from asynchicache.controller.fetching import Fetcher, PrefetchOptions
 from asynchicache.controller.planner import Planner
+from asynchicache.controller.sequence import Retired
 from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.controller.stored import StoredPools, linger
 from asynchicache.controller.tasks import OwnedTasks
@@ -26,7 +27,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
-from asynchicache.tree.node import Node, place
+from asynchicache.tree.node import Node
 from asynchicache.types import MissReason, Outcome, Tier
 
 T = TypeVar("T")
@@ -122,9 +123,9 @@ class HybridCacheController:
     def load(self, sequence: RequestSequence) -> Ticket:
         """Enqueue what brings a request's prefix to the device."""
         if self.failure is None:
-            copies = self.planner.load(sequence)
+            copies = self.planner.loader.load(sequence)
         else:
-            copies = self.planner.start_cold(sequence)
+            copies = self.planner.loader.start_cold(sequence)
         self._count_served(sequence)
         ticket = self.carry_out(copies)
         assert ticket is not None, "a load has a copy, if an empty one"
@@ -206,7 +207,30 @@ class HybridCacheController:
         """Publish a request's pages and states, which are written when `after` is."""
         self._behind(after)
         copies = self.planner.publish(sequence, length, final=final) if self.failure is None else []
-        return self._copy_states(copies)
+        ticket = self._copy_states(copies)
+        self._retire(sequence, length, after)
+        return ticket
+
+    def advance(self, sequence: RequestSequence, length: int, after: Stream | None) -> None:
+        """Let a request go of what lies before its windows, once `after` has got there."""
+        self._retire(sequence, length, after)
+
+    def _retire(self, sequence: RequestSequence, length: int, after: Stream | None) -> None:
+        retired = self.planner.windows.retire(sequence, length)
+        if retired is None:
+            return
+        if after is None or self._stopped:
+            self.planner.windows.finish(retired)
+            self._moved()
+            return
+        self._active += 1
+        self._reactor.track(self._device, after, partial(self._retired, retired))
+
+    def _retired(self, retired: Retired, error: BaseException | None) -> None:
+        try:
+            self.planner.windows.finish(retired, poisoned=error is not None)
+        finally:
+            self._step()
 
     def _behind(self, stream: Stream | None) -> None:
         """Let every copy that reads device memory wait for what is enqueued on `stream` now: whoever
@@ -349,7 +373,7 @@ class HybridCacheController:
     async def durable(self, sequence: RequestSequence) -> bool:
         """Until everything that a request published is in storage; False if it cannot get there."""
         node, tried = sequence.lease.node, False
-        while not self._is_stored(node):
+        while not self.planner.writer.is_stored(node):
             if not self._active:
                 if tried or not self._stored or self.failure is not None or self.closing:
                     return False
@@ -362,15 +386,3 @@ class HybridCacheController:
             self._progress.clear()
             await self._progress.wait()
         return True
-
-    def _is_stored(self, node: Node) -> bool:
-        """Whether everything that the path to `node` has in memory is in storage as well."""
-        numbers = range(len(self.planner.books.names))
-        storing = self.planner.writer.storing()
-        while node.parent is not None:
-            places = {n: (place(n, Tier.DEVICE), place(n, Tier.HOST)) for n in numbers}
-            held = sum(1 << n for n, ats in places.items() if any(node.slots[at] for at in ats))
-            if held & ~node.stored or node in storing:
-                return False
-            node = node.parent
-        return not node.pages  # else it was evicted meanwhile, and who knows

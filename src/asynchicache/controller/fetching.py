@@ -166,8 +166,8 @@ class Fetcher:
         found = {FULL: pages}
         for number in range(1, len(self._planner.books.names)):
             if self._reader.asks(number):
-                digests = query.digests[query.base : reach]
-                found[number], other = await self._stored.exists(number, digests, query.base)
+                first = self._reader.first_page(query, number)
+                found[number], other = await self._stored.exists(number, query.digests[first:reach], first)
                 reason = other if reason is MissReason.NONE else reason
         return found, reason
 

@@ -13,16 +13,17 @@ from collections.abc import Mapping
 from asynchicache.controller.actions import Copy, Transfers
 from asynchicache.controller.books import Books
 from asynchicache.controller.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
+from asynchicache.controller.loading import Loader, by_place
 from asynchicache.controller.reading import Reader
 from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.windows import WindowKeeper
 from asynchicache.controller.writing import Writer
 from asynchicache.errors import CapacityError
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
-from asynchicache.tree.copies import Wanted
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place
-from asynchicache.tree.tree import device_end
+from asynchicache.tree.matching import Match
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, place
 from asynchicache.types import MissReason, Tier, WritePolicy
 
 
@@ -31,8 +32,10 @@ class Planner:
 
     Attributes:
         books: who holds which slot.
+        loader: what comes to the device.
         reader, writer: what comes from storage, what goes down.
         checkpoints: where states are worth keeping.
+        windows: the pages of sliding windows that requests hold.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Planner:
         self.writer = Writer(self.books, clean_share=clean_share)
         self.reader = Reader(self.books, self.writer)
         self._tree = self.books.tree
-        self._states = range(1, len(self.books.names))
+        self.windows = WindowKeeper(self.books)
+        self.loader = Loader(self.books, self.windows)
+        self._states = [aux.number for aux in self._tree.components if not aux.paged]
 
     # Requests
 
@@ -69,20 +74,21 @@ class Planner:
                 f"{len(tokens)} tokens need {pages} pages of {self.books.page_size}; "
                 f"the device holds {capacity}: raise the device pages of {self.books.names[FULL]!r}"
             )
-        match = self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.books.page_size)
-        sequence = Sequence(tokens, seed, self._tree.pin(match), prompt=len(tokens))
-        sequence.matched_pages, sequence.branching_pages = match.pages, match.branching_pages
+        match = self._match(tokens, seed)
+        held_back = self._tree.held_back(tokens, match)
+        sequence = Sequence(tokens, seed, self._tree.pin(match), match, held_back, prompt=len(tokens))
         self.books.sequences.add(sequence)
         return sequence
 
+    def _match(self, tokens: array[int], seed: bytes) -> Match:
+        return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.books.page_size)
+
     def rematch(self, sequence: Sequence) -> None:
         """Match again, after a prefetch; the old prefix is kept until the new one is."""
-        limit = (len(sequence.tokens) - 1) // self.books.page_size
-        match = self._tree.match(sequence.tokens, sequence.seed, limit=limit)
-        before = sequence.lease
-        sequence.lease = self._tree.pin(match)
+        match = self._match(sequence.tokens, sequence.seed)
+        sequence.held_back = self._tree.held_back(sequence.tokens, match)
+        before, sequence.lease, sequence.match = sequence.lease, self._tree.pin(match), match
         before.close()
-        sequence.matched_pages, sequence.branching_pages = match.pages, match.branching_pages
 
     def meet(self, sequence: Sequence) -> list[Copy]:
         """Count one more request on the matched path; copies of what is due for the host by that."""
@@ -105,15 +111,8 @@ class Planner:
         for slots in (sequence.states, sequence.snapshots):
             for number, slot in slots.items():
                 books.give_back(place(number, Tier.DEVICE), [slot], poisoned=poisoned)
-
-    # Load
-
-    def start_cold(self, sequence: Sequence) -> list[Copy]:
-        """Serve a request without the cache, after the device failed: one copy of nothing."""
-        sequence.loaded = True
-        self._shorten(sequence, self._tree.root(sequence.seed))
-        sequence.reason = MissReason.TRANSFER_FAILED
-        return [self._use(sequence, Copy(Direction.LOAD, [], self.books.begin(Tier.DEVICE, [])))]
+        for number, window in sequence.windows.items():
+            books.give_back(place(number, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def reason(self, sequence: Sequence) -> MissReason:
         """Why a request is not given all but the last page of its prompt."""
@@ -122,112 +121,35 @@ class Planner:
             return MissReason.NONE
         if sequence.reason is not MissReason.NONE:
             return sequence.reason
-        return MissReason.STATE if sequence.branching_pages else MissReason.COLD
+        held = sequence.held_back
+        if held is None:
+            return MissReason.COLD
+        return MissReason.STATE if held.component in self._states else MissReason.WINDOW
 
     def cuts(self, sequence: Sequence) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
-        if len(self.books.names) == 1:
-            return ()
         size = self.books.page_size
         start = sequence.hit_pages if sequence.loaded else sequence.matched_pages
         branch = (sequence.branching_pages or 0) * size
+        if not self._states:  # pages of windows are there wherever the engine publishes
+            return (branch,) if self.checkpoints.branch and branch > start * size else ()
         return self.checkpoints.cuts(start * size, sequence.prompt // size * size, branch)
 
-    def load(self, sequence: Sequence) -> list[Copy]:
-        """Bring the matched prefix to the device, with working states of the request's own.
-
-        Falls back to what is on the device if there is no room for the rest. The last copy's ticket
-        covers all of them.
-        """
-        sequence.loaded = True
-        node = sequence.lease.node
-        wanted = copies.missing_on_device(node)
-        has_states = self._take_states(sequence)
-        if not has_states:
-            node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
-        elif not self.books.make_room(FULL_DEVICE, sum(want.size for want in wanted)):
-            node, wanted = self._shorten(sequence, self._on_device(node)), []
-        sequence.tier = self.tier(sequence, node)
-        plan = self._load_copies(sequence, node, wanted)
-        sequence.hit_pages = sequence.borrowed = node.end
-        sequence.pages = _path_slots(node)
-        sequence.reserved = node.end * self.books.page_size
-        return plan
-
-    def _on_device(self, node: Node) -> Node:
-        """The longest restorable prefix of the path to `node` whose pages are on the device."""
-        node = device_end(node)
-        while node.parent is not None and not self._tree.restorable(node):
-            node = node.parent
-        return node
-
-    def _shorten(self, sequence: Sequence, node: Node) -> Node:
-        if node is not sequence.lease.node:
-            sequence.reason = MissReason.DEVICE_CAPACITY
-            before = sequence.lease
-            sequence.lease = self._tree.lease(node)
-            before.close()
-        return node
-
-    def tier(self, sequence: Sequence, node: Node | None = None) -> Tier:
-        """The farthest tier that a pool of the prefix comes from."""
-        node = node or sequence.lease.node
-        if node.parent is None:
-            return Tier.DEVICE
-        if sequence.prefetched and sequence.reason is not MissReason.DEVICE_CAPACITY:
-            return Tier.STORAGE
-        pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
-        return max([pages, *(aux.tier(node) or Tier.DEVICE for aux in self._tree.components)])
-
-    def _load_copies(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> list[Copy]:
-        """One copy from the host, and one within the device if a state is there already.
-
-        The first is made even if it is empty: it reads what the second, and other requests' loads,
-        write, so that its ticket covers everything.
-        """
-        books = self.books
-        reads = self._arriving(node)
-        batch = [(want, books.free[FULL_DEVICE].allocate(want.size)) for want in wanted]
-        load = Copy(Direction.LOAD, [], books.begin(Tier.DEVICE, batch), reads=reads)
-        for want, slots in batch:
-            load.transfers += books.transfers(FULL, want.node.held(FULL_HOST), slots)
-        fork = Copy(Direction.FORK, [], copies.Flight(Tier.DEVICE))
-        for number, slot in sequence.states.items() if node.parent is not None else ():
-            self._load_state(node, number, slot, load, fork)
-            reads.append((books.names[number], [slot]))
-        self._keep_on_device(sequence, node)
-        if not fork.transfers:
-            return [self._use(sequence, load)]
-        books.flights.append(fork.flight)
-        return [self._use(sequence, fork), self._use(sequence, load)]
-
-    def _load_state(self, node: Node, number: int, slot: int, load: Copy, fork: Copy) -> None:
-        """Add a copy of one state at `node` into the request's own slot, and keep its source."""
-        tier = Tier.DEVICE if node.residency[place(number, Tier.DEVICE)] != ABSENT else Tier.HOST
-        copy = fork if tier is Tier.DEVICE else load
-        copy.transfers += self.books.transfers(number, node.held(place(number, tier)), [slot])
-        copies.keep(self._tree, copy.flight, [(node, place(number, tier)), (node, place(FULL, tier))])
-
-    def _keep_on_device(self, sequence: Sequence, node: Node) -> None:
-        """The request reads its pages on the device from now on, so its lease keeps them there."""
-        pinned = sequence.lease.pinned
-        if node.parent is not None and (node, FULL_DEVICE) not in pinned:
-            pinned.append((node, FULL_DEVICE))
-            self._tree.pin_place(node, FULL_DEVICE)
-
-    def _arriving(self, node: Node) -> list[tuple[str, list[int]]]:
-        """Slots of the path that another request's load is still filling."""
-        reads = []
-        while node.parent is not None:
-            if node.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
-                reads.append((self.books.names[FULL], node.held(FULL_DEVICE)))
-            node = node.parent
-        return reads
+    def held_back(self, sequence: Sequence) -> tuple[str, str]:
+        """The pool that keeps a hit below its full pages, and what would have helped; empty if none does."""
+        held, full = sequence.held_back, sequence.branching_pages
+        if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
+            return "", ""
+        name, size = self.books.names[held.component], self.books.page_size
+        if held.dropped:
+            return name, f"{name!r} had to make room for others: raise its device or host slots"
+        return name, f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts)"
 
     # Room
 
     def extend(self, sequence: Sequence, tokens: int) -> dict[str, list[int]]:
-        """Slots for `tokens` more tokens, and working states if the request has none yet.
+        """Slots for `tokens` more tokens, in every pool with pages, and working states if the request has
+        none yet.
 
         Raises:
             CapacityError: even evicting all that may go leaves too few.
@@ -235,11 +157,11 @@ class Planner:
         books = self.books
         target = sequence.reserved + tokens
         count = max(-(-target // books.page_size) - len(sequence.pages), 0)
-        self._need(sequence, count)
+        self._need(sequence, {FULL_DEVICE: count} | {place(n, Tier.DEVICE): count for n in sequence.windows})
         slots = books.free[FULL_DEVICE].allocate(count)
         sequence.pages += slots
         sequence.reserved = target
-        return {name: list(slots) for name in books.sharing(FULL)}
+        return {name: list(slots) for name in books.sharing(FULL)} | self.windows.extend(sequence, count)
 
     def admit(self, sequence: Sequence) -> None:
         """Have what `load` takes of the device: working states, and room for the pages that are not there.
@@ -247,15 +169,15 @@ class Planner:
         Raises:
             CapacityError: there is not enough that may be evicted.
         """
-        wanted = copies.missing_on_device(sequence.lease.node)
-        self._need(sequence, sum(want.size for want in wanted))
+        self._need(sequence, by_place(copies.missing_on_device(self._tree, sequence.lease.node)))
 
-    def _need(self, sequence: Sequence, pages: int) -> None:
-        if not self._take_states(sequence):
+    def _need(self, sequence: Sequence, counts: Mapping[int, int]) -> None:
+        if not self.loader.take_states(sequence):
             missing = next(number for number in self._states if number not in sequence.states)
             raise self._short(1, place(missing, Tier.DEVICE))
-        if not self.books.make_room(FULL_DEVICE, pages):
-            raise self._short(pages, FULL_DEVICE)
+        short = self.books.has_room(counts)
+        if short is not None:
+            raise self._short(counts[short], short)
 
     def _short(self, count: int, at: int) -> CapacityError:
         free = self.books.free[at]
@@ -263,15 +185,6 @@ class Planner:
             f"{count} more {free.name} wanted, {free.available} of {free.capacity} are free and the rest "
             "in use: wait for them (reserve), admit fewer requests, or raise the device slots"
         )
-
-    def _take_states(self, sequence: Sequence) -> bool:
-        for number in self._states:
-            at = place(number, Tier.DEVICE)
-            if number not in sequence.states:
-                if not self.books.make_room(at, 1):
-                    return False
-                sequence.states[number] = self.books.free[at].allocate(1)[0]
-        return True
 
     # Publication
 
@@ -287,7 +200,7 @@ class Planner:
             forks += self.books.transfers(number, [sequence.states[number]], [slot])
         if not forks:
             return []
-        return [self._use(sequence, Copy(Direction.FORK, forks, self.books.begin(Tier.DEVICE, [])))]
+        return [Copy(Direction.FORK, forks, self.books.begin(Tier.DEVICE, [])).serve(sequence)]
 
     def _take_snapshots(self, sequence: Sequence) -> bool:
         """Slots for a snapshot of every working state, all or none."""
@@ -310,7 +223,11 @@ class Planner:
         pages = length // self.books.page_size
         if pages < sequence.borrowed:
             return []
-        result = self._tree.insert(sequence.lease, sequence.tokens, sequence.pages[sequence.borrowed : pages])
+        offers = self.windows.offered(sequence, pages)
+        result = self._tree.insert(
+            sequence.lease, sequence.tokens, sequence.pages[sequence.borrowed : pages], windows=offers
+        )
+        self.windows.took(sequence, offers, result)
         sequence.duplicates += result.duplicates
         sequence.borrowed = pages
         for node in result.fresh:
@@ -349,7 +266,7 @@ class Planner:
         flight = copies.begin_arrival(self._tree, node, taken)
         self.books.flights.append(flight)
         publishes = node if self.writer.due(node) else None
-        return self._use(sequence, Copy(Direction.FORK, forks, flight, publishes=publishes))
+        return Copy(Direction.FORK, forks, flight, publishes=publishes).serve(sequence)
 
     def _state_slot(self, node: Node, number: int) -> int | None:
         """A slot, the tree's from now on, for a state at `node`; None if it has one, or for want of room."""
@@ -378,21 +295,7 @@ class Planner:
             self.release(copy.user)
         return copy.publishes if error is None else None
 
-    def _use(self, sequence: Sequence, copy: Copy) -> Copy:
-        sequence.users += 1
-        copy.user = sequence
-        return copy
-
     def flush(self) -> None:
         """Forget everything that nobody holds, in both tiers."""
         for at, free in enumerate(self.books.free):
             self.books.evict(at, free.capacity, dirty=True)
-
-
-def _path_slots(node: Node) -> list[int]:
-    """Device slots of every page of the path to `node`, in order."""
-    parts = []
-    while node.parent is not None:
-        parts.append(node.held(FULL_DEVICE))
-        node = node.parent
-    return [slot for part in reversed(parts) for slot in part]

@@ -8,17 +8,19 @@ failed and nothing before it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from asynchicache.controller.actions import Copy, Pins
+from asynchicache.controller.actions import Copy
 from asynchicache.controller.books import Books
 from asynchicache.controller.writing import Writer
 from asynchicache.hashing import page_digests
 from asynchicache.storage import hits
+from asynchicache.tree.components import Component, pins
 from asynchicache.tree.copies import missing_on_host
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, place
-from asynchicache.tree.tree import device_end
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, Pins, place
+from asynchicache.tree.tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
 Outcomes = Mapping[int, Sequence[tuple[int, Outcome]]]
@@ -35,7 +37,7 @@ class Query:
         base: pages that are restorable without storage.
         here: pages whose full component is here.
         digests: of all `pages`.
-        local: by component beside the full one, bit p set if a prefix of p pages could end here.
+        local: by component beside the full one, bit p set if page number p, or the state behind it, is here.
         pins: what is kept until the read is committed.
     """
 
@@ -56,19 +58,19 @@ class Read:
     Attributes:
         query: what it answers.
         target: pages of the prefix that would be restorable.
-        slots: by component, host slots taken for the read: the full component's from page `query.here`
-            on, the others' for the end of the prefix.
+        pages: by component, the numbers of the pages to read: of the full component from `query.here` on,
+            of the others what is not here of what the end of the prefix needs.
+        slots: by component, host slots taken for these pages.
     """
 
     query: Query
     target: int
+    pages: dict[int, list[int]]
     slots: dict[int, list[int]] = field(default_factory=dict)
 
     def digests(self, number: int) -> list[bytes]:
         """Digests of the pages that are read for a component."""
-        if number == FULL:
-            return self.query.digests[self.query.here : self.target]
-        return self.query.digests[self.target - 1 : self.target]
+        return [self.query.digests[page] for page in self.pages[number]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,10 @@ class Reader:
             tip = child
         digests = self._digests(tip, here, tokens, seed, pages)
         local = self._local(tip, here)
-        query = Query(tokens, seed, pages, match.pages, here, digests, local, self._ends(tip))
+        kept = self._ends(tip)
+        for aux in self._tree.windows:
+            kept += pins(aux, tip)  # a read completes them; it should not make room at their cost
+        query = Query(tokens, seed, pages, match.pages, here, digests, local, kept)
         self._books.keep(query.pins)
         return query
 
@@ -148,15 +153,18 @@ class Reader:
         return known + page_digests(rest, size, known[-1] if known else seed)
 
     def _local(self, tip: Node, here: int) -> dict[int, int]:
-        """By component, where a prefix could end; what `tip` has beyond `here` is another sequence's."""
-        found = {}
-        for aux in self._tree.components:
-            lengths, node = 0, tip
-            while node.parent is not None:
-                if node.end <= here and aux.tier(node) is not None:
-                    lengths |= 1 << node.end
-                node = node.parent
-            found[aux.number] = lengths
+        """By component, the pages before `here` that it has on the path to `tip`."""
+        known = (1 << here) - 1
+        return {aux.number: self._present(aux, tip) & known for aux in self._tree.components}
+
+    @staticmethod
+    def _present(aux: Component, node: Node) -> int:
+        found = 0
+        while node.parent is not None:
+            if aux.nearest(node) is not None:
+                count = node.pages if aux.paged else 1
+                found |= ((1 << count) - 1) << (node.end - count)
+            node = node.parent
         return found
 
     @staticmethod
@@ -173,6 +181,11 @@ class Reader:
         """Let go of what a query keeps; `commit` does it by itself."""
         self._books.drop(query.pins)
 
+    def first_page(self, query: Query, number: int) -> int:
+        """The first page of a component that any prefix longer than what is here may need."""
+        pages = self._books.spec.owners[number].coverage.pages or 0
+        return max(query.base + 1 - pages, 0)
+
     def choose(self, query: Query, present: Mapping[int, int]) -> Choice:
         """The longest prefix that storage and memory restore together, with host slots for the rest.
 
@@ -183,12 +196,11 @@ class Reader:
         full = hits.restorable(ALL_PAGES, present.get(FULL, 0) | (1 << query.here) - 1, query.pages)
         sets = [full]
         for aux in self._tree.components:
-            coverage = self._books.spec.owners[aux.number].coverage
-            sets.append(hits.restorable(coverage, present.get(aux.number, 0), query.pages))
-            sets[-1] |= query.local[aux.number]
+            there = present.get(aux.number, 0) | query.local[aux.number]
+            sets.append(self._restorable(aux, there, query.pages))
         lengths = hits.intersect(sets)
         if hits.longest(lengths) <= query.base:
-            return Choice(None, self._held_back(full, query), [])
+            return Choice(None, self._held_back(sets, query), [])
         stands, backups = self._stand_on_host(query)
         while stands and (target := hits.longest(lengths)) > query.base:
             room = self._take_slots(query, target)
@@ -197,9 +209,17 @@ class Reader:
             lengths = hits.clamp(lengths, room)
         return Choice(None, MissReason.HOST_CAPACITY, backups)
 
-    @staticmethod
-    def _held_back(full: int, query: Query) -> MissReason:
-        return MissReason.STATE if hits.longest(full) > query.base else MissReason.COLD
+    def _restorable(self, aux: Component, there: int, pages: int) -> int:
+        return hits.restorable(self._books.spec.owners[aux.number].coverage, there, pages)
+
+    def _held_back(self, sets: Sequence[int], query: Query) -> MissReason:
+        """Why nothing is gained, though storage may have pages: by component, `sets` says what it allows."""
+        full, *others = sets
+        if hits.longest(full) <= query.base:
+            return MissReason.COLD
+        reaches = [hits.longest(hits.clamp(lengths, hits.longest(full))) for lengths in others]
+        aux = self._tree.components[reaches.index(min(reaches))]
+        return MissReason.WINDOW if aux.paged else MissReason.STATE
 
     def _stand_on_host(self, query: Query) -> tuple[bool, list[Copy]]:
         """Whether the path before the read is on the host, where the read's pages will stand on it, and
@@ -210,28 +230,32 @@ class Reader:
         backups = self._writer.backup(tip) if missing_on_host(self._tree, tip) else []
         if tip.residency[FULL_HOST] == ABSENT:
             return False, backups
-        query.pins.append((tip, FULL_HOST))
-        self._tree.pin_place(tip, FULL_HOST)
+        self._tree.pin_for(query.pins, tip, FULL_HOST)
         return True, backups
 
     def _take_slots(self, query: Query, target: int) -> Read | int:
         """Host slots for a read up to `target`, or the longest prefix that there would be room for."""
-        read = Read(query, target)
-        count = max(target - query.here, 0)
-        if not self._books.make_room(FULL_HOST, count):
+        read = Read(query, target, self._missing(query, target))
+        if not self._books.make_room(FULL_HOST, len(read.pages[FULL])):
             return query.here + self._books.free[FULL_HOST].available
-        for aux in self._tree.components:
-            if query.local[aux.number] >> target & 1:
-                continue
-            if not self._books.make_room(place(aux.number, Tier.HOST), 1):
+        for number, pages in read.pages.items():
+            if not self._books.make_room(place(number, Tier.HOST), len(pages)):
                 return 0
-            read.slots[aux.number] = []
-        for number in (FULL, *read.slots):
-            read.slots[number] = self._books.free[place(number, Tier.HOST)].allocate(
-                count if number == FULL else 1
-            )
+        for number, pages in read.pages.items():
+            read.slots[number] = self._books.free[place(number, Tier.HOST)].allocate(len(pages))
         self._reads.add(read)
         return read
+
+    def _missing(self, query: Query, target: int) -> dict[int, list[int]]:
+        """By component, the pages that a prefix of `target` pages needs and that are not here."""
+        wanted = {FULL: list(range(query.here, target))}
+        for aux in self._tree.components:
+            first = max(target - (self._books.spec.owners[aux.number].coverage.pages or target), 0)
+            local = query.local[aux.number]
+            missing = [page for page in range(first, target) if not local >> page & 1]
+            if missing:
+                wanted[aux.number] = missing
+        return wanted
 
     def commit(self, read: Read, outcomes: Outcomes) -> Gained:
         """Put what arrived into the tree, up to the longest prefix that is restorable now.
@@ -255,38 +279,74 @@ class Reader:
     def _arrived(self, read: Read, outcomes: Outcomes) -> int:
         """Prefix lengths that are restorable with what arrived."""
         query = read.query
-        run = query.here
-        for _, outcome in outcomes.get(FULL, ()):
-            if outcome is not Outcome.HIT:
-                break
-            run += 1
-        sets = [(1 << run + 1) - 1]
+        came = {number: self._came(read, number, results) for number, results in outcomes.items()}
+        full = came.get(FULL, 0) | (1 << query.here) - 1
+        sets = [hits.restorable(ALL_PAGES, full, query.pages)]
         for aux in self._tree.components:
-            came = outcomes.get(aux.number, ())
-            here = 1 << read.target if came and came[0][1] is Outcome.HIT else 0
-            sets.append(1 | query.local[aux.number] | here)
+            there = came.get(aux.number, 0) | query.local[aux.number]
+            sets.append(self._restorable(aux, there, query.pages))
         return hits.intersect(sets)
+
+    @staticmethod
+    def _came(read: Read, number: int, results: Sequence[tuple[int, Outcome]]) -> int:
+        arrived = zip(read.pages[number], results, strict=True)
+        return sum(1 << page for page, (_, outcome) in arrived if outcome is Outcome.HIT)
 
     def _insert(self, read: Read, pages: int, outcomes: Outcomes) -> bool:
         query = read.query
         node = self._tree.reach(query.tokens, query.seed, min(query.here, pages))
         if node is None or node.residency[FULL_HOST] == ABSENT:
             return False  # the device failed meanwhile, and what the read stood on is gone
-        taken = read.slots[FULL][: max(pages - query.here, 0)]
-        came = {
-            number: slots[0]
-            for number, slots in read.slots.items()
-            if number != FULL and pages == read.target and outcomes[number][0][1] is Outcome.HIT
-        }
-        result = self._tree.insert_host(node, query.tokens, taken, states=came)
-        read.slots[FULL] = result.duplicates + read.slots[FULL][len(taken) :]
+        count = max(pages - query.here, 0)
+        taken, rest = read.slots[FULL][:count], read.slots[FULL][count:]
+        result = self._tree.insert_host(node, query.tokens, taken)
+        read.slots[FULL] = result.duplicates + rest
         for fresh in result.fresh:
             fresh.stored |= 1 << FULL
-        for number, is_taken in result.states.items():
-            if is_taken:
-                result.node.stored |= 1 << number
-                read.slots[number] = []
+        for window in self._tree.windows:
+            self._tree.cut_window(result.node, window.number)
+        for aux in self._tree.components:
+            if aux.number in read.slots:
+                read.slots[aux.number] = self._attach(read, aux, result.node, outcomes[aux.number])
+                self._tree.use(aux, result.node)
         return True
+
+    def _attach(
+        self, read: Read, aux: Component, end: Node, results: Sequence[tuple[int, Outcome]]
+    ) -> list[int]:
+        """Put what came for one component, and what a prefix that ends at `end` needs of it, into the
+        tree; returns the slots that were not taken."""
+        needed = range(end.end - (self._books.spec.owners[aux.number].coverage.pages or 0), end.end)
+        arrived: dict[int, int] = {}
+        left: list[int] = []
+        for page, (slot, outcome) in zip(read.pages[aux.number], results, strict=True):
+            if outcome is Outcome.HIT and page in needed:
+                arrived[page] = slot
+            else:
+                left.append(slot)
+        for run in _runs(arrived):
+            left += self._take(read.query, aux, Pages(run[0], [arrived[page] for page in run]))
+        return left
+
+    def _take(self, query: Query, aux: Component, pages: Pages) -> list[int]:
+        """Put a run of pages, or one state, into the tree; returns the slots that were not taken."""
+        node = self._tree.reach(query.tokens, query.seed, pages.first + len(pages.slots))
+        if node is None:
+            return list(pages.slots)
+        if aux.paged:
+            refused = self._tree.take_pages(node, aux.number, Tier.HOST, pages)
+        else:
+            taken = self._tree.take_state(node, aux.number, Tier.HOST, pages.slots[0])
+            refused = {} if taken else {pages.first: pages.slots[0]}
+        if not refused:
+            self._mark_stored(node, aux.number, pages.first)
+        return list(refused.values())
+
+    def _mark_stored(self, node: Node, number: int, first: int) -> None:
+        """What was read need not be written again."""
+        while node.end > first and node.parent is not None:
+            node.stored |= 1 << number
+            node = node.parent
 
     def _release(self, read: Read, outcomes: Outcomes) -> None:
         """Give back what is left, but for slots that a late read may still write to."""
@@ -308,3 +368,9 @@ class Reader:
             for number, slots in read.slots.items():
                 owned.setdefault(place(number, Tier.HOST), []).extend(slots)
         return owned
+
+
+def _runs(pages: Iterable[int]) -> Iterator[list[int]]:
+    """Consecutive numbers of an ascending series, together."""
+    for _, run in groupby(enumerate(pages), key=lambda item: item[1] - item[0]):
+        yield [page for _, page in run]

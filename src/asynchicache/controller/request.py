@@ -26,12 +26,16 @@ class Hit:
         by_tier: the same tokens, counted at the farthest tier that any pool of the prefix came from.
         reason: why it was not more; NONE if the whole prompt but its last page was there.
         full_tokens: how far attention pages alone would have reached.
+        held_back_by: the pool that kept it from reaching that far, or empty.
+        advice: what would have helped, in words for people; empty if nothing was held back.
     """
 
     tokens: int
     by_tier: Mapping[Tier, int] = field(default_factory=dict)
     reason: MissReason = MissReason.NONE
     full_tokens: int = 0
+    held_back_by: str = ""
+    advice: str = ""
 
 
 class Request:
@@ -128,17 +132,19 @@ class Request:
         size = self._planner.books.page_size
         pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
         full = max(pages, sequence.branching_pages or 0) * size
-        tier = sequence.tier if sequence.loaded else self._planner.tier(sequence)
+        tier = sequence.tier if sequence.loaded else self._planner.loader.tier(sequence)
         by_tier = {tier: pages * size} if pages else {}
-        return Hit(pages * size, by_tier, self._planner.reason(sequence), full)
+        held_back = self._planner.held_back(sequence)
+        return Hit(pages * size, by_tier, self._planner.reason(sequence), full, *held_back)
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Lengths at which a prefill of the prompt should stop, so that a state can be published there.
+        """Lengths at which a prefill of the prompt should stop, so that others can resume there.
 
         As the option `checkpoints` says: the branch point, where other prompts left this one's path
         (`mamba_branching_seqlen`), the end of the prompt in whole pages, and multiples of a spacing.
-        Empty for models without states: no cut is needed.
+        Models with windows and no states need the branch
+        point only, others none: empty where every page can be resumed at.
         """
         return self._planner.cuts(self._open())
 
@@ -150,15 +156,33 @@ class Request:
     def pages(self, pool: str) -> list[int]:
         """Device slots of the request's pages of a pool, in order: the restored ones first.
 
+        Of a sliding window only the last pages are kept, from page number `first_page(pool)` on.
+
         Raises:
             RequestStateError: before `load`.
             KeyError: the pool has no pages.
         """
         sequence = self._loaded()
+        number = self._page_pool(pool)
+        return list(sequence.pages if number == FULL else sequence.windows[number].slots)
+
+    def first_page(self, pool: str) -> int:
+        """Number of the page that `pages(pool)` begins with: 0, or where a sliding window does now.
+
+        Raises:
+            RequestStateError, KeyError: as `pages`.
+        """
+        sequence = self._loaded()
+        number = self._page_pool(pool)
+        return 0 if number == FULL else sequence.windows[number].first
+
+    def _page_pool(self, pool: str) -> int:
+        """The component whose slots a pool with pages uses."""
         books = self._planner.books
-        if pool not in books.sharing(FULL):
-            raise KeyError(f"{pool!r} is none of the pools with pages: {books.sharing(FULL)}")
-        return list(sequence.pages)
+        for number in (FULL, *(aux.number for aux in books.tree.windows)):
+            if pool in books.sharing(number):
+                return number
+        raise KeyError(f"{pool!r} is none of the pools with pages of {books.spec.model!r}")
 
     def state(self, pool: str) -> int:
         """Device slot of the request's own working state of a pool; the restored state is copied there.
@@ -168,10 +192,11 @@ class Request:
             KeyError: the pool has no states.
         """
         sequence = self._loaded()
-        names = self._planner.books.names
-        if pool not in names[1:]:
-            raise KeyError(f"{pool!r} is none of the pools with states: {names[1:]}")
-        number = names.index(pool)
+        books = self._planner.books
+        states = {books.names[aux.number]: aux.number for aux in books.tree.components if not aux.paged}
+        if pool not in states:
+            raise KeyError(f"{pool!r} is none of the pools with states: {list(states)}")
+        number = states[pool]
         if number not in sequence.states:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
         return sequence.states[number]
@@ -219,6 +244,9 @@ class Request:
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Room for `tokens` more tokens behind what is restored or extended; evicts if need be.
 
+        A pool of a sliding window gives a slot for each new page as well, so a long prompt goes in
+        chunks, with `advance` or `checkpoint` between them, where that pool is smaller than the prompt.
+
         Returns:
             By pool, the new device slots: one a page that was begun.
 
@@ -246,6 +274,24 @@ class Request:
         """
         self._open()
         self._tokens.extend(token_array(tokens))
+
+    def advance(self, length: int, *, after: Stream | None = None) -> None:
+        """The first `length` tokens are computed: give back the pages that lie before every window.
+
+        What `length` tokens' last page boundary needs stays, so that it can be published. `checkpoint`
+        does this too. Nothing happens to pools that need every page.
+
+        Args:
+            length: where a forward ended; not beyond what was extended.
+            after: the stream that the forward runs on: the pages are given back when it has got there.
+
+        Raises:
+            RequestStateError: before `load`, or `length` is out of range.
+        """
+        sequence = self._unfinished()
+        if not 0 <= length <= sequence.reserved:
+            raise RequestStateError(f"length {length} is outside 0..{sequence.reserved}, the room it has")
+        self._controller.advance(sequence, length, after)
 
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Keep a copy of the working states, which are those after `length` tokens; replaces the last one.

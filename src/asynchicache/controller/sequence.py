@@ -5,8 +5,37 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from asynchicache.tree.matching import HeldBack, Match
+from asynchicache.tree.node import Pins
 from asynchicache.tree.tree import PathLease
 from asynchicache.types import MissReason, Tier
+
+
+@dataclass(slots=True)
+class Window:
+    """Device slots of a request's last pages of a pool that needs no others.
+
+    Attributes:
+        first: page number of the first slot.
+        slots: page by page, up to the last page that the request has room for.
+        own: those that are the request's; the others are the tree's, kept by the lease.
+    """
+
+    first: int = 0
+    slots: list[int] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Retired:
+    """Pages of windows that a request has moved past, until no forward reads them any more.
+
+    Attributes:
+        pins: the tree's pages; slots: by `place`, the request's own.
+    """
+
+    pins: Pins = field(default_factory=list)
+    slots: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -18,10 +47,13 @@ class Sequence:
         seed: digest of the request's namespace.
         prompt: how many of the tokens are the prompt.
         lease: keeps the prefix that the request borrows; moves on as its pages are published.
+        match: what was in the tree when it was asked last.
+        held_back: the pool that keeps the match below its full pages.
         pages: device slots of the full component, page by page; the first `borrowed` are the tree's.
         borrowed: pages of the restored prefix and of what was published since.
         duplicates: own slots of published pages that the tree had already; kept until the request
             closes, because kernels that read them may be under way.
+        windows: by component number, the pages of a sliding window.
         states: by component number, the slot of the request's own working state.
         snapshots: by component number, a slot with the state at `snapshot_tokens`.
         reserved: tokens that the pages have room for.
@@ -35,17 +67,18 @@ class Sequence:
     tokens: array[int]
     seed: bytes
     lease: PathLease
+    match: Match
+    held_back: HeldBack | None
     prompt: int = 0
     pages: list[int] = field(default_factory=list)
     borrowed: int = 0
     duplicates: list[int] = field(default_factory=list)
+    windows: dict[int, Window] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)
     snapshots: dict[int, int] = field(default_factory=dict)
     snapshot_tokens: int = 0
     reserved: int = 0
     hit_pages: int = 0
-    matched_pages: int = 0
-    branching_pages: int | None = None
     tier: Tier = Tier.DEVICE
     reason: MissReason = MissReason.NONE
     prefetched: bool = False
@@ -54,6 +87,16 @@ class Sequence:
     finished: bool = False
     closed: bool = False
     users: int = 1
+
+    @property
+    def matched_pages(self) -> int:
+        """Pages that were restorable when the tree was asked last."""
+        return self.match.pages
+
+    @property
+    def branching_pages(self) -> int | None:
+        """How far full pages alone reach, if that is further."""
+        return self.match.branching_pages
 
     def own_pages(self) -> list[int]:
         """Page slots that are neither borrowed nor the tree's by now."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from asynchicache.controller.actions import Copy, Mark, Pins, Store
+from asynchicache.controller.actions import Copy, Mark, Store
 from asynchicache.controller.books import Books
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node, Pins, place
 from asynchicache.types import Tier, WritePolicy
 
 _SELECTIVE_HITS = 2
@@ -54,6 +54,7 @@ class Writer:
         if not wanted:
             return []
         anchor = self._host_anchor(node)
+        anchor += [(want.node, place(want.component, Tier.DEVICE)) for want in wanted]
         books.keep(anchor)
         batch = self._host_slots(wanted)
         books.drop(anchor)
@@ -150,15 +151,31 @@ class Writer:
         at = place(number, Tier.HOST)
         for pool in self._books.sharing(number):
             keys, slots = work.pages.setdefault(pool, ([], []))
-            keys += digests if number == FULL else digests[-1:]
+            keys += digests[-len(node.held(at)) :]  # of all its pages, or of the last one for a state
             slots += node.held(at)
         node.stored |= 1 << number
-        work.marks.append(Mark(node, number))
+        work.marks.append(Mark(node, number, len(node.held(at))))
         work.pins += [(node, at)] if number == FULL else [(node, at), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:
         """The nodes that a write to storage is under way for."""
         return {node for work in self._under_way for mark in work.marks for node in mark.nodes()}
+
+    def is_stored(self, node: Node) -> bool:
+        """Whether everything that the path to `node` has in memory is in storage as well; of windows,
+        what a prefix that ends there needs."""
+        needed = {aux.number: set(aux.needs(node)) for aux in self._tree.windows}
+        storing = self.storing()
+        while node.parent is not None:
+            held = 0
+            for number in range(len(self._books.names)):
+                slots = node.slots[place(number, Tier.DEVICE)] or node.slots[place(number, Tier.HOST)]
+                if slots and node in needed.get(number, (node,)):
+                    held |= 1 << number
+            if held & ~node.stored or node in storing:
+                return False
+            node = node.parent
+        return not node.pages  # else it was evicted meanwhile, and who knows
 
     def wrote(self, work: Store, *, stored: bool, late: bool = False) -> None:
         """A write to storage was answered; what is not there may be tried again.

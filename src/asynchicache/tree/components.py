@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from asynchicache.errors import ConfigError
 from asynchicache.tree.node import FULL, LOADING, RESIDENT, Node, place
 from asynchicache.types import Coverage, Tier
 
+End = tuple[Node, int]
+"""Where a prefix ends: a node, and how many pages of the child that the sequence runs into."""
+
 
 class Component(Protocol):
     """A pool beside the full one, as the tree sees it: numbers and slots, no name, no bytes."""
 
     number: int
+
+    paged: bool
+    """Whether a node has a slot for each of its pages, which a split divides, or one at its end."""
+
+    def longest(self, node: Node, partial: Node | None, inside: int) -> End:
+        """The longest prefix, up to `inside` pages into `partial` behind `node`, that this pool allows."""
+        ...
 
     def tier(self, node: Node) -> Tier | None:
         """The farthest tier that a prefix ending at `node` needs of this pool; None: it cannot end there.
@@ -21,17 +32,17 @@ class Component(Protocol):
         """
         ...
 
-    def places(self, node: Node) -> list[tuple[Node, int]]:
-        """What keeps a prefix that ends at `node` restorable: nodes and the places to pin."""
+    def needs(self, node: Node) -> Iterator[Node]:
+        """The nodes whose slots a prefix that ends at `node` needs, the last one first."""
         ...
 
-    def divide(self, upper: Node, lower: Node) -> None:
-        """Share the slots of `lower`, which was one node, with `upper`, its new first half."""
+    def nearest(self, node: Node) -> Tier | None:
+        """The nearest tier that has the node's own slots, as `tier` counts."""
         ...
 
 
-class StateComponent:
-    """A recurrent state: one slot, at the end of a node (coverage `TRAILING_PAGES`, 1)."""
+class _Places:
+    """Where a component's slots stand."""
 
     __slots__ = ("_device", "_host", "number")
 
@@ -40,28 +51,94 @@ class StateComponent:
         self._device = place(number, Tier.DEVICE)
         self._host = place(number, Tier.HOST)
 
-    def tier(self, node: Node) -> Tier | None:
+    def nearest(self, node: Node) -> Tier | None:
         device = node.residency[self._device]
         if device in (RESIDENT, LOADING):
             return Tier.DEVICE
         return Tier.HOST if node.residency[self._host] == RESIDENT else None
 
-    def places(self, node: Node) -> list[tuple[Node, int]]:
-        tier = self.tier(node)
-        if tier is None:
-            return []
-        return [(node, place(self.number, tier)), (node, place(FULL, tier))]  # it goes when they go
 
-    def divide(self, upper: Node, lower: Node) -> None:
-        """Nothing: the state after the last token stays with the node that ends there."""
+class StateComponent(_Places):
+    """A recurrent state: one slot, at the end of a node (coverage `TRAILING_PAGES`, 1)."""
+
+    __slots__ = ()
+    paged = False
+
+    def longest(self, node: Node, partial: Node | None, inside: int) -> End:
+        while node.parent is not None and self.nearest(node) is None:
+            node = node.parent
+        return node, 0
+
+    def tier(self, node: Node) -> Tier | None:
+        return self.nearest(node)
+
+    def needs(self, node: Node) -> Iterator[Node]:
+        if node.parent is not None:
+            yield node
 
 
-def component(coverage: Coverage, number: int) -> Component:
-    """The component for a coverage.
+class WindowComponent(_Places):
+    """A sliding window: the last `pages` pages before the end, or all of a shorter prefix.
+
+    A node has slots for all of its pages or for none. Where it has none, the window has moved on, or
+    was evicted: a tombstone, which a later insertion may fill again.
+    """
+
+    __slots__ = ("pages",)
+    paged = True
+
+    def __init__(self, number: int, pages: int) -> None:
+        super().__init__(number)
+        self.pages = pages
+
+    def longest(self, node: Node, partial: Node | None, inside: int) -> End:
+        """One walk up: a gap moves the end to its upper edge, since no nearer end can do without it."""
+        end = (node, inside)
+        current, covered = (partial, inside) if partial is not None and inside else (node, node.pages)
+        while current.parent is not None:
+            if self.nearest(current) is None:
+                end, covered = (current.parent, 0), 0
+            elif covered >= self.pages:
+                break
+            current = current.parent
+            covered += current.pages
+        return end
+
+    def tier(self, node: Node) -> Tier | None:
+        farthest = Tier.DEVICE
+        for part in self.needs(node):
+            tier = self.nearest(part)
+            if tier is None:
+                return None
+            farthest = max(farthest, tier)
+        return farthest
+
+    def needs(self, node: Node) -> Iterator[Node]:
+        first = node.end - self.pages
+        while node.parent is not None and node.end > first:
+            yield node
+            node = node.parent
+
+
+def component(coverage: Coverage, number: int, *, paged: bool) -> Component:
+    """The component for a coverage; `paged` if the pool has a slot a page, not one for a state.
 
     Raises:
         ConfigError: no component serves it.
     """
+    if coverage.pages is not None and paged:
+        return WindowComponent(number, coverage.pages)
     if coverage.pages == 1:
         return StateComponent(number)
-    raise ConfigError(f"component {number}: no component covers {coverage.pages} trailing pages")
+    raise ConfigError(f"component {number}: no component covers {coverage.pages} trailing pages with states")
+
+
+def pins(aux: Component, node: Node) -> list[tuple[Node, int]]:
+    """What keeps a prefix that ends at `node` restorable: the slots it needs where they are nearest, and
+    the full pages that they would go with."""
+    found = []
+    for part in aux.needs(node):
+        tier = aux.nearest(part)
+        if tier is not None:
+            found += [(part, place(aux.number, tier)), (part, place(FULL, tier))]
+    return found

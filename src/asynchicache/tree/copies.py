@@ -23,6 +23,7 @@ from asynchicache.tree.node import (
     TIERS,
     Node,
     Pending,
+    Pins,
     place,
 )
 from asynchicache.tree.store import NodeStore
@@ -38,7 +39,8 @@ class Wanted(NamedTuple):
     @property
     def size(self) -> int:
         """Slots that it takes."""
-        return self.node.pages if self.component == FULL else 1
+        slots = self.node.slots
+        return len(slots[place(self.component, Tier.DEVICE)] or slots[place(self.component, Tier.HOST)] or ())
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Flight:
 
     tier: Tier
     pending: dict[int, Pending] = field(default_factory=dict)
-    pins: list[tuple[Node, int]] = field(default_factory=list)
+    pins: Pins = field(default_factory=list)
 
     def nodes(self, component: int) -> list[Node]:
         """The nodes that this flight fills for a component, halves of split ones included."""
@@ -65,22 +67,33 @@ class Flight:
         return [slot for pending in self.pending.values() for slot in pending.orphans.get(at, ())]
 
 
-def missing_on_device(node: Node) -> list[Wanted]:
-    """Full pages of the path to `node` that are on the host only, parents first."""
+def missing_on_device(tree: NodeStore, node: Node) -> list[Wanted]:
+    """What a prefix that ends at `node` needs on the device and has on the host only: full pages, parents
+    first, and the pages of windows, neither more nor less of them. States are not the tree's to load:
+    each request has its own."""
+    for aux in tree.windows:
+        tree.cut_window(node, aux.number)
     wanted = []
-    while node.residency[FULL_DEVICE] == ABSENT and node.parent is not None:
-        wanted.append(Wanted(node, FULL))
-        node = node.parent
+    current = node
+    while current.residency[FULL_DEVICE] == ABSENT and current.parent is not None:
+        wanted.append(Wanted(current, FULL))
+        current = current.parent
     wanted.reverse()
+    for aux in tree.windows:
+        wanted += [Wanted(part, aux.number) for part in aux.needs(node) if aux.nearest(part) is Tier.HOST]
     return wanted
 
 
 def missing_on_host(tree: NodeStore, node: Node) -> list[Wanted]:
-    """What of the path to `node` is on the device and not on the host, parents first.
+    """What of the path to `node` is on the device and not on the host, parents first; of windows only
+    what a prefix that ends at `node` needs.
 
     Parents come along because a child on the host stands on its parent's pages there. A component
     whose device copy is itself still arriving is left for another time.
     """
+    for aux in tree.windows:
+        tree.cut_window(node, aux.number)
+    inside = {aux.number: set(aux.needs(node)) for aux in tree.windows}
     path: list[Node] = []
     while node.parent is not None:
         path.append(node)
@@ -91,7 +104,11 @@ def missing_on_host(tree: NodeStore, node: Node) -> list[Wanted]:
             if below.residency[FULL_DEVICE] != RESIDENT:
                 break
             wanted.append(Wanted(below, FULL))
-        wanted.extend(Wanted(below, number) for number in range(1, tree.width) if is_unsaved(below, number))
+        wanted += [
+            Wanted(below, number)
+            for number in range(1, tree.width)
+            if is_unsaved(below, number) and below in inside.get(number, (below,))
+        ]
     return wanted
 
 
@@ -113,8 +130,7 @@ def begin(tree: NodeStore, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]
         flight.pins.append((node, place(number, other)))
         if number != FULL:
             flight.pins += [(node, place(FULL, tier)), (node, place(FULL, other))]
-    for node, at in flight.pins:
-        tree.pin_place(node, at)
+    tree.pin_all(flight.pins)
     return flight
 
 
@@ -124,16 +140,14 @@ def begin_arrival(tree: NodeStore, node: Node, components: Iterable[int]) -> Fli
     for number in components:
         _pend(flight, node, place(number, Tier.DEVICE))
         flight.pins.append((node, FULL_DEVICE))
-    for held, at in flight.pins:
-        tree.pin_place(held, at)
+    tree.pin_all(flight.pins)
     return flight
 
 
-def keep(tree: NodeStore, flight: Flight, pins: list[tuple[Node, int]]) -> None:
+def keep(tree: NodeStore, flight: Flight, pins: Pins) -> None:
     """Keep further places until a flight ends: sources that it copies to slots outside the tree."""
-    flight.pins += pins
     for node, at in pins:
-        tree.pin_place(node, at)
+        tree.pin_for(flight.pins, node, at)
 
 
 def _pend(flight: Flight, node: Node, at: int) -> None:
@@ -163,8 +177,7 @@ def finish(tree: NodeStore, flight: Flight, *, arrived: bool) -> dict[int, list[
                 tree.settle(node, pending.at)
             else:
                 _take_back(tree, node, pending.at, lost)
-    for node, at in flight.pins:
-        tree.unpin_place(node, at)
+    tree.unpin_all(flight.pins)
     return lost
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asynchicache.tree.copies import remove_if_dead
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
 from asynchicache.tree.store import NodeStore
 from asynchicache.types import Tier
 
@@ -52,10 +52,12 @@ def evict(tree: NodeStore, at: int, count: int, *, dirty: bool = True) -> Evicte
         if not _may_go(node, at, dirty):
             spared.append(node)
             continue
-        if at >= TIERS:
-            freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
-        else:
+        if at < TIERS:
             _evict_full(tree, node, at, count - freed.count(at), freed)
+        elif at in tree.page_places:
+            _evict_window(tree, node, at, count - freed.count(at), freed)
+        else:
+            _vacate(tree, node, at, freed)
     for node in spared:
         queue.add(node)
     return freed
@@ -69,9 +71,37 @@ def _may_go(node: Node, at: int, dirty: bool) -> bool:
     return dirty or at % TIERS == Tier.HOST or node.residency[at + Tier.HOST] == RESIDENT
 
 
+def _vacate(tree: NodeStore, node: Node, at: int, freed: Evicted) -> None:
+    freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
+    if node.slots[at ^ 1] is None:
+        node.dropped |= 1 << at // TIERS
+
+
+def _evict_window(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicted) -> None:
+    """Give up a node's pages of a window: the first ones, if its last ones are a window by themselves."""
+    window = next(aux.pages for aux in tree.windows if aux.number == at // TIERS)
+    if wanted <= node.pages - window and not any(node.pins):
+        upper = tree.split(node, wanted)
+        tree.refresh(node, at)
+        node = upper
+    _vacate(tree, node, at, freed)
+    if node.slots[at ^ 1] is None:
+        _drop_states(tree, node, freed)
+
+
+def _drop_states(tree: NodeStore, node: Node, freed: Evicted) -> None:
+    """Give up the states of a node whose window is gone: nobody can resume there."""
+    for aux in tree.components:
+        for tier in () if aux.paged else (Tier.DEVICE, Tier.HOST):
+            at = place(aux.number, tier)
+            if tree.evictable(node, at):
+                _vacate(tree, node, at, freed)
+
+
 def _evict_full(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicted) -> None:
     others = [at + TIERS * number for number in range(1, tree.width)]
-    if wanted < node.pages and not any(node.slots[other] for other in others):
+    states = [other for other in others if other not in tree.page_places]
+    if wanted < node.pages and not any(node.slots[other] for other in states):
         if _alone(node):
             freed.slots.setdefault(at, []).extend(tree.trim(node, wanted, at))
             freed.lost += wanted
@@ -80,7 +110,7 @@ def _evict_full(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicte
         tree.split(node, node.pages - wanted)  # a tail is enough: `node` is the tail now
     for other in others:
         if node.slots[other] is not None:
-            freed.slots.setdefault(other, []).extend(tree.vacate(node, other))
+            _vacate(tree, node, other, freed)
     freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
     if remove_if_dead(tree, node):
         freed.lost += node.pages

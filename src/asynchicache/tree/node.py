@@ -37,7 +37,10 @@ class Node:
             its descendants; that is made up for when they go, so that a use touches one node only.
         device_children, host_children: children whose full component has slots in that tier.
         digests: page digests, once somebody asked; `stored`: bit by component, known to be in L3.
+        dropped: bit by component, had slots that were evicted from every tier of the tree.
         pending: copies in flight into this node; a split adds the new half to them.
+        holders: the lists of pins that name a window's place of this node, one entry a pin; a split adds
+            the new half to them. The other places need none: who stands on the end stands on both.
         queued: bit by eviction queue, has an entry in its heap.
         serial, born: number of the node, and of the node that its pages came with; a split makes a
             new node of old pages.
@@ -48,9 +51,11 @@ class Node:
         "children",
         "device_children",
         "digests",
+        "dropped",
         "end",
         "head",
         "hits",
+        "holders",
         "host_children",
         "key",
         "pages",
@@ -80,6 +85,8 @@ class Node:
         self.host_children = 0
         self.digests: list[bytes] | None = None
         self.stored = 0
+        self.dropped = 0
+        self.holders: list[Pins] | None = None
         self.pending: list[Pending] | None = None
         self.queued = 0
         self.hits = 0
@@ -94,6 +101,10 @@ class Node:
     def __repr__(self) -> str:
         states = "".join("-lRs"[state] for state in self.residency)
         return f"<Node {self.serial} pages {self.end - self.pages}..{self.end} {states} pins {self.pins}>"
+
+
+Pins = list[tuple[Node, int]]
+"""Places of nodes that somebody keeps from being evicted."""
 
 
 class Pending:

@@ -6,12 +6,12 @@ structure through `grow`, `split`, `trim` and `remove`: the books are kept there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from asynchicache.tree.components import Component, component
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node
+from asynchicache.tree.components import Component, WindowComponent, component
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, Pins, place
 from asynchicache.tree.policies import EvictionQueue, lru, policy
-from asynchicache.types import TOKEN_BYTES, Coverage
+from asynchicache.types import TOKEN_BYTES, Coverage, Tier
 
 
 class NodeStore:
@@ -20,17 +20,38 @@ class NodeStore:
     Attributes:
         page_size, page_bytes: tokens of a page, and bytes of them in a key.
         components: the pools beside the full one, numbered from 1 in this order.
+        windows: those of them that have a slot for each page.
         queues: by `place`: who may give up slots there.
         roots: by namespace seed, for as long as something stands on them.
         version: changes whenever a match may no longer hold; one of another version is stale.
     """
 
-    def __init__(self, page_size: int, coverages: Sequence[Coverage] = (), *, eviction: str = "lru") -> None:
-        """`coverages` of the pools beside the full one; `eviction` orders the full one's nodes."""
+    def __init__(
+        self,
+        page_size: int,
+        coverages: Sequence[Coverage] = (),
+        *,
+        windows: Collection[int] = (),
+        eviction: str = "lru",
+    ) -> None:
+        """
+        Args:
+            page_size: tokens of a page.
+            coverages: of the pools beside the full one.
+            windows: the numbers, from 1, of those that have a slot a page; the others have one a state.
+            eviction: the policy that orders the full one's nodes.
+        """
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
-        self.components: list[Component] = [component(c, n) for n, c in enumerate(coverages, start=1)]
+        self.components: list[Component] = [
+            component(c, n, paged=n in windows) for n, c in enumerate(coverages, start=1)
+        ]
+        self.windows = [aux for aux in self.components if isinstance(aux, WindowComponent)]
         self.width = 1 + len(self.components)
+        paged = [FULL, *(aux.number for aux in self.windows)]
+        self.page_places = tuple(place(number, tier) for number in paged for tier in (Tier.DEVICE, Tier.HOST))
+        self._window_places = frozenset(self.page_places[TIERS:])
+        self._inherited = sum(1 << number for number in paged)
         full = policy(eviction)
         self.queues = [
             EvictionQueue(full if at < TIERS else lru, at // TIERS, at) for at in range(TIERS * self.width)
@@ -80,7 +101,8 @@ class NodeStore:
     def split(self, node: Node, pages: int) -> Node:
         """Cut `node` after `pages` pages; returns the new first half, `node` stays the second.
 
-        Leases and states belong to the end of a node, so they stay where they are.
+        States, and the leases on a path, belong to the end of a node, so they stay where they are. Who
+        keeps pages of a window keeps both halves from now on.
         """
         parent = _parent(node)
         cut = pages * self.page_bytes
@@ -89,7 +111,8 @@ class NodeStore:
         upper.used = list(node.used)
         upper.hits = node.hits
         upper.born = node.born
-        upper.stored = node.stored & (1 << FULL)
+        upper.stored = node.stored & self._inherited
+        upper.dropped = node.dropped & self._inherited
         parent.children[node.head] = upper
         node.key = node.key[cut:]
         node.head = node.key[: self.page_bytes]
@@ -98,13 +121,17 @@ class NodeStore:
         upper.children[node.head] = node
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
-        self._divide_full(upper, node)
-        for aux in self.components:
-            aux.divide(upper, node)
+        self._divide(upper, node)
+        if node.holders:
+            self._hold_both(upper, node)
+        for aux in self.windows:
+            for at in (place(aux.number, Tier.DEVICE), place(aux.number, Tier.HOST)):
+                self.refresh(upper, at)
         return upper
 
-    def _divide_full(self, upper: Node, lower: Node) -> None:
-        for at in (FULL_DEVICE, FULL_HOST):
+    def _divide(self, upper: Node, lower: Node) -> None:
+        """Share slots a page, and the copies that fill them."""
+        for at in self.page_places:
             slots = lower.slots[at]
             if slots is not None:
                 upper.slots[at], lower.slots[at] = slots[: upper.pages], slots[upper.pages :]
@@ -112,10 +139,25 @@ class NodeStore:
         upper.device_children = int(lower.residency[FULL_DEVICE] != ABSENT)
         upper.host_children = int(lower.residency[FULL_HOST] != ABSENT)
         if lower.pending:
-            flying = [copy for copy in lower.pending if copy.at < TIERS]
+            flying = [copy for copy in lower.pending if copy.at in self.page_places]
             for copy in flying:
                 copy.nodes.append(upper)
             upper.pending = flying or None
+
+    def _hold_both(self, upper: Node, lower: Node) -> None:
+        for pins in {id(pins): pins for pins in lower.holders or ()}.values():
+            more = [(upper, at) for node, at in pins if node is lower and at in self._window_places]
+            for node, at in more:
+                self.pin_for(pins, node, at)
+
+    def cut_window(self, node: Node, number: int) -> None:
+        """Have a node begin where the window of `node` does."""
+        pages = next(aux.pages for aux in self.windows if aux.number == number)
+        first = max(node.end - pages, 0)
+        while node.end - node.pages > first and node.parent is not None:
+            node = node.parent
+        if node.end - node.pages < first < node.end:
+            self.split(node, node.pages - (node.end - first))
 
     def trim(self, node: Node, pages: int, at: int) -> list[int]:
         """Cut the last pages off an unpinned leaf that has slots at one place only; returns theirs.
@@ -127,7 +169,7 @@ class NodeStore:
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
         node.slots[at] = slots[: node.pages]
-        node.stored &= 1 << FULL
+        node.stored &= self._inherited
         if node.digests is not None:
             node.digests = node.digests[: node.pages]
         self.version += 1
@@ -159,6 +201,7 @@ class NodeStore:
         """Give an empty place of a node its slots."""
         node.slots[at] = slots
         node.residency[at] = residency
+        node.dropped &= ~(1 << at // TIERS)
         if at == FULL_DEVICE:
             parent = _parent(node)
             parent.device_children += 1
@@ -222,12 +265,39 @@ class NodeStore:
             return not node.host_children
         return True
 
-    def pin_place(self, node: Node, at: int) -> None:
+    def pin_for(self, pins: Pins, node: Node, at: int) -> None:
+        """Add one place to what somebody keeps; `pins` is theirs, and grows when the node is split."""
+        pins.append((node, at))
+        self._pin(pins, node, at)
+
+    def pin_all(self, pins: Pins) -> None:
+        """Keep all of `pins` until `unpin_all` of the same list."""
+        for node, at in pins:
+            self._pin(pins, node, at)
+
+    def unpin_all(self, pins: Pins) -> None:
+        """Let go of everything in a list, which is empty then."""
+        while pins:
+            node, at = pins.pop()
+            self._unpin(pins, node, at)
+
+    def unpin_for(self, pins: Pins, index: int) -> None:
+        """Let go of one place in a list."""
+        node, at = pins.pop(index)
+        self._unpin(pins, node, at)
+
+    def _pin(self, pins: Pins, node: Node, at: int) -> None:
         node.pins[at] += 1
         if node.pins[at] == 1:
             self.queues[at].discard(node)
+        if at in self._window_places:
+            node.holders = [*(node.holders or ()), pins]
 
-    def unpin_place(self, node: Node, at: int) -> None:
+    def _unpin(self, pins: Pins, node: Node, at: int) -> None:
+        if at in self._window_places:
+            left = list(node.holders or ())
+            left.pop(next(i for i, other in enumerate(left) if other is pins))
+            node.holders = left or None
         node.pins[at] -= 1
         if not node.pins[at]:
             if node.pages:

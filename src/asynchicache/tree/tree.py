@@ -13,47 +13,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asynchicache.errors import InternalError
-from asynchicache.hashing import page_digests
 from asynchicache.leases import Lease
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT, Node, place
-from asynchicache.tree.store import NodeStore
+from asynchicache.tree.components import Component, pins
+from asynchicache.tree.matching import Match, MatchingTree
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    Node,
+    Pins,
+    place,
+)
 from asynchicache.types import Tier
-
-
-class Match:
-    """What of a sequence is in the tree; of the version of the tree that it was made from.
-
-    Attributes:
-        node: where the longest restorable prefix ends, or the node before, see `inside`.
-        inside: pages of `node`'s child towards the sequence that the prefix takes; 0 if it ends at `node`.
-        pages: length of the restorable prefix, in pages: every pool has what it needs, here or on the host.
-        full_pages: how far the full component alone reaches; beyond `pages`, a state or window is missing.
-        partial: the child of `node` that the prefix ends in, or None.
-        version: of the tree, when the match was made.
-    """
-
-    __slots__ = ("full_pages", "inside", "node", "pages", "partial", "version")
-
-    def __init__(
-        self, node: Node, inside: int, pages: int, full_pages: int, partial: Node | None, version: int
-    ) -> None:
-        self.node = node
-        self.inside = inside
-        self.pages = pages
-        self.full_pages = full_pages
-        self.partial = partial
-        self.version = version
-
-    @property
-    def branching_pages(self) -> int | None:
-        """Where a state would make the whole full match restorable (`mamba_branching_seqlen`, in
-        pages); None if nothing is held back."""
-        return self.full_pages if self.full_pages > self.pages else None
-
-    def __repr__(self) -> str:
-        return f"<Match {self.pages} of {self.full_pages} pages>"
 
 
 class PathLease(Lease):
@@ -61,10 +38,17 @@ class PathLease(Lease):
 
     __slots__ = ("node", "pinned")
 
-    def __init__(self, tree: UnifiedRadixTree, node: Node, pinned: list[tuple[Node, int]]) -> None:
+    def __init__(self, tree: UnifiedRadixTree, node: Node, pinned: Pins) -> None:
         super().__init__(lambda: tree.unpin_all(pinned))  # not through `self`: a lost lease ends at once
         self.node = node
         self.pinned = pinned
+
+
+class Pages(NamedTuple):
+    """Slots of consecutive pages, from page number `first` on."""
+
+    first: int
+    slots: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -76,6 +60,7 @@ class Inserted:
         duplicates: offered page slots that the tree already had pages for; they stay the caller's.
         taken: how many offered page slots are the tree's own now.
         states: by component number, whether the tree took the offered state slot.
+        windows: by component number and page, the offered slots that stay the caller's.
         fresh: nodes that hold newly taken pages, parents first.
     """
 
@@ -83,63 +68,12 @@ class Inserted:
     duplicates: list[int] = field(default_factory=list)
     taken: int = 0
     states: dict[int, bool] = field(default_factory=dict)
+    windows: dict[int, dict[int, int]] = field(default_factory=dict)
     fresh: list[Node] = field(default_factory=list)
 
 
-class UnifiedRadixTree(NodeStore):
+class UnifiedRadixTree(MatchingTree):
     """Match, pin, insert. Copies are in `tree.copies`, eviction in `tree.eviction`."""
-
-    # Match
-
-    def match(self, tokens: array[int], seed: bytes = b"", *, limit: int | None = None) -> Match:
-        """The longest restorable prefix of `tokens`, `limit` pages at most. Changes nothing."""
-        size = self.page_bytes
-        view = memoryview(tokens).cast("B")
-        pages = len(view) // size
-        end = (pages if limit is None or limit > pages else limit) * size
-        node = self.roots.get(seed)
-        if node is None:
-            return Match(self.bare_root(seed), 0, 0, 0, None, self.version)
-        at, partial, inside = 0, None, 0
-        while at < end:
-            child = node.children.get(view[at : at + size].tobytes())
-            if child is None:
-                break
-            key = child.key
-            after = at + len(key)
-            if after <= end and key.startswith(view[at:after]):
-                node, at = child, after
-                continue
-            partial, inside = child, self._common(key, view, at, end)
-            break
-        return self._settle_match(node, partial, inside)
-
-    def _settle_match(self, node: Node, partial: Node | None, inside: int) -> Match:
-        full = node.end + inside
-        if not self.components:
-            return Match(node, inside, full, full, partial, self.version)
-        while node.parent is not None and not self.restorable(node):
-            node = node.parent
-        return Match(node, 0, node.end, full, None, self.version)
-
-    def restorable(self, node: Node) -> bool:
-        """Whether every pool beside the full one lets a prefix end at `node`."""
-        for aux in self.components:  # a loop: a generator costs more than the checks
-            if aux.tier(node) is None:
-                return False
-        return True
-
-    def _common(self, key: bytes, view: memoryview, at: int, end: int) -> int:
-        """Whole pages that `key` and `view[at:end]` share, by bisection over buffers."""
-        size = self.page_bytes
-        low, high = 1, min(len(key), end - at) // size  # the first page matched: it was the lookup
-        while low < high:
-            middle = (low + high + 1) // 2
-            if key.startswith(view[at : at + middle * size]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     # Leases
 
@@ -155,19 +89,24 @@ class UnifiedRadixTree(NodeStore):
         if match.inside and match.partial is not None:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
-        for number in range(self.width):
-            self.touch(node, number)
+        self.touch(node, FULL)
+        for aux in self.components:
+            self.use(aux, node)
         return self.lease(node)
 
-    def lease(self, node: Node, *, aux: bool = True) -> PathLease:
-        """Keep the path to `node`, and with `aux` what a prefix needs there of the other pools."""
+    def use(self, aux: Component, node: Node) -> None:
+        """What a prefix that ends at `node` needs of a pool is used now: what lies nearer the root, where
+        more sequences may need it, a little later than the rest."""
+        for part in aux.needs(node):
+            self.touch(part, aux.number)
+
+    def lease(self, node: Node) -> PathLease:
+        """Keep the path to `node`, and what a prefix needs there of the other pools."""
         node = self.rooted(node)
         pinned = self._anchors(node)
-        if aux and node.parent is not None:
-            for component in self.components:
-                pinned.extend(component.places(node))
-        for held, at in pinned:
-            self.pin_place(held, at)
+        for aux in self.components:
+            pinned += pins(aux, node)
+        self.pin_all(pinned)
         return PathLease(self, node, pinned)
 
     @staticmethod
@@ -182,17 +121,33 @@ class UnifiedRadixTree(NodeStore):
         return anchors
 
     def repin(self, lease: PathLease, node: Node) -> None:
-        """Move a lease to another end of the same sequence; the full component's pages only."""
-        before = list(lease.pinned)
+        """Move a lease to another end of the same sequence. It keeps the windows there, and those that
+        it kept: a forward that reads them may be under way, and `drop_behind` lets go of them."""
         lease.node = node
-        lease.pinned[:] = self._anchors(node)  # in place: it is what closing the lease gives back
-        for held, at in lease.pinned:
-            self.pin_place(held, at)
-        self.unpin_all(before)
+        pinned = lease.pinned  # always this list: it is what closing the lease gives back
+        old = [i for i, (_, at) in enumerate(pinned) if at not in self._window_places]
+        for held, at in self._anchors(node):
+            self.pin_for(pinned, held, at)
+        self.keep_windows(lease, Tier.DEVICE)
+        for index in reversed(old):
+            self.unpin_for(pinned, index)
 
-    def unpin_all(self, pinned: list[tuple[Node, int]]) -> None:
-        for node, at in pinned:
-            self.unpin_place(node, at)
+    def keep_windows(self, lease: PathLease, tier: Tier) -> None:
+        """Have a lease keep, in one tier, the windows that its end needs."""
+        for aux in self.windows:
+            at = place(aux.number, tier)
+            for part in aux.needs(lease.node):
+                if part.residency[at] != ABSENT and (part, at) not in lease.pinned:
+                    self.pin_for(lease.pinned, part, at)
+
+    def drop_behind(self, lease: PathLease, number: int, page: int, pinned: Pins) -> None:
+        """Move the windows before a page from what a lease keeps to what `pinned` does."""
+        places = (place(number, Tier.DEVICE), place(number, Tier.HOST))
+        for index in reversed(range(len(lease.pinned))):
+            node, at = lease.pinned[index]
+            if at in places and node.end <= page:
+                self.pin_for(pinned, node, at)
+                self.unpin_for(lease.pinned, index)
 
     # Insertion
 
@@ -203,6 +158,7 @@ class UnifiedRadixTree(NodeStore):
         slots: Sequence[int],
         *,
         states: Mapping[int, int] | None = None,
+        windows: Mapping[int, Pages] | None = None,
         arriving: bool = False,
     ) -> Inserted:
         """Publish computed pages behind a lease, and move the lease to their end.
@@ -212,6 +168,7 @@ class UnifiedRadixTree(NodeStore):
             tokens: the whole sequence, from its first token.
             slots: device slots of the pages after the lease's end, in order.
             states: by component number, a device slot with the state after the last page.
+            windows: by component number, device slots of the last pages, as far back as there are any.
             arriving: the states are still being copied; `copies.finish` will settle them.
 
         Raises:
@@ -226,6 +183,10 @@ class UnifiedRadixTree(NodeStore):
         node = result.node
         for number, slot in (states or {}).items():
             result.states[number] = self.take_state(node, number, Tier.DEVICE, slot, arriving=arriving)
+        for number, pages in (windows or {}).items():
+            self.cut_window(node, number)  # so that what lies behind it can go by itself
+            result.windows[number] = self.take_pages(node, number, Tier.DEVICE, pages)
+            self.use(self.components[number - 1], node)
         self.touch(node, FULL)
         self.repin(lease, node)
         return result
@@ -293,44 +254,56 @@ class UnifiedRadixTree(NodeStore):
         self.occupy(node, at, [slot], LOADING if arriving else RESIDENT)
         return True
 
+    def take_pages(self, node: Node, number: int, tier: Tier, pages: Pages) -> dict[int, int]:
+        """Fill the tombstones of a window with the slots of a run of pages that ends where `node` does;
+        a node is cut where the run begins.
+
+        Returns:
+            By page number, the slots that stay the caller's: the tree has those pages already, or no
+            full pages of them in that tier.
+        """
+        at = place(number, tier)
+        refused: dict[int, int] = {}
+        while node.end > pages.first and node.parent is not None:
+            start = max(node.end - node.pages, pages.first)
+            offered = pages.slots[start - pages.first : node.end - pages.first]
+            if node.residency[at] != ABSENT or node.residency[place(FULL, tier)] == ABSENT:
+                refused.update(zip(range(start, node.end), offered, strict=True))
+            else:
+                if len(offered) < node.pages:
+                    self.split(node, node.pages - len(offered))
+                self.occupy(node, at, list(offered), RESIDENT)
+            node = node.parent
+        return refused
+
     def supersede(self, node: Node, number: int) -> None:
-        """A state was published at `node`: let the one before it go first, if nothing branched off since.
+        """A state or window was published at `node`: let the one before it go first, if nothing branched
+        off since.
 
         A conversation that goes on resumes from its last state; the one before it serves nobody but a
         branch, and a branch point that was met has two children. Without this, a pool that holds one
         state a conversation keeps two of every second one under plain LRU.
         """
+        aux = self.components[number - 1]
         above = node.parent
+        for part in aux.needs(node):
+            above = part.parent
         while above is not None and above.parent is not None and len(above.children) == 1:
-            places = [place(number, tier) for tier in (Tier.DEVICE, Tier.HOST)]
-            if any(above.slots[at] is not None for at in places):
-                above.used[number] = 0
-                for at in places:
-                    self.queues[at].hurry(above)
+            if self._age(above, number):
                 return
             above = above.parent
 
-    def reach(self, tokens: array[int], seed: bytes, pages: int) -> Node | None:
-        """The node that ends after `pages` pages of `tokens`, by its full pages alone, cutting one if
-        need be; None if the tree does not reach that far."""
-        size = self.page_bytes
-        view = memoryview(tokens).cast("B")
-        node, end = self.roots.get(seed) or self.bare_root(seed), pages * size
-        while node.end < pages:
-            start = node.end * size
-            child = node.children.get(view[start : start + size].tobytes())
-            if child is None:
-                return None
-            common = self._common(child.key, view, start, end)
-            if common < child.pages and node.end + common < pages:
-                return None
-            node = child if common == child.pages else self.split(child, common)
-        return node
-
-    def child(self, node: Node, tokens: array[int]) -> Node | None:
-        """The child of `node`, which `tokens` run through, that holds their next page."""
-        start = node.end * self.page_bytes
-        return node.children.get(memoryview(tokens).cast("B")[start : start + self.page_bytes].tobytes())
+    def _age(self, node: Node, number: int) -> bool:
+        """Put a node's slots where they go first; whether that is all: a state is one, and what lies
+        before a window that has aged has aged with it."""
+        places = (place(number, Tier.DEVICE), place(number, Tier.HOST))
+        if not any(node.slots[at] for at in places):
+            return False
+        aged = not node.used[number]
+        node.used[number] = 0
+        for at in places:  # both: an entry may wait there for slots to come
+            self.queues[at].hurry(node)
+        return aged or not self.components[number - 1].paged
 
     def count_hit(self, node: Node) -> list[Node]:
         """One more request met the path to `node`; returns the path, parents first."""
@@ -341,23 +314,6 @@ class UnifiedRadixTree(NodeStore):
             node = node.parent
         path.reverse()
         return path
-
-    # Digests
-
-    def digests(self, node: Node) -> list[bytes]:
-        """Digests of the node's own pages; computed once, for the whole path that lacks them."""
-        missing = []
-        current = node
-        while current.digests is None:
-            missing.append(current)
-            assert current.parent is not None, "roots have their seed"
-            current = current.parent
-        for below in reversed(missing):
-            assert current.digests is not None, "the path above was just filled"
-            below.digests = page_digests(memoryview(below.key), self.page_size, current.digests[-1])
-            current = below
-        assert node.digests is not None, "just filled"
-        return node.digests
 
 
 def device_end(node: Node) -> Node:

@@ -53,7 +53,7 @@ def _node(tree: NodeStore, node: Node) -> Iterator[str]:
 
 def _residency(tree: NodeStore, node: Node, parent: Node) -> Iterator[str]:
     for at, slots in enumerate(node.slots):
-        wanted = node.pages if at < TIERS else 1
+        wanted = node.pages if at in tree.page_places else 1
         if (slots is None) != (node.residency[at] == ABSENT) or (slots is not None and len(slots) != wanted):
             yield f"{node!r} has {slots} at place {at}, residency {node.residency[at]}"
         if node.pins[at] < 0:

@@ -1,0 +1,171 @@
+"""What `load` brings to the device: the matched prefix, its windows, and working states of the request's own.
+
+Pure, as the planner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from asynchicache.controller.actions import Copy
+from asynchicache.controller.books import Books
+from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.windows import WindowKeeper
+from asynchicache.transfer.plan import Direction
+from asynchicache.tree import copies
+from asynchicache.tree.copies import Wanted
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, LOADING, RESIDENT, Node, place
+from asynchicache.tree.tree import device_end
+from asynchicache.types import MissReason, Tier
+
+
+class Loader:
+    """Plans loads."""
+
+    def __init__(self, books: Books, windows: WindowKeeper) -> None:
+        self._books = books
+        self._tree = books.tree
+        self._windows = windows
+        self._states = [aux.number for aux in books.tree.components if not aux.paged]
+
+    def start_cold(self, sequence: Sequence) -> list[Copy]:
+        """Serve a request without the cache, after the device failed: one copy of nothing."""
+        sequence.loaded = True
+        self._shorten(sequence, self._tree.root(sequence.seed))
+        self._windows.start(sequence, sequence.lease.node)
+        sequence.reason = MissReason.TRANSFER_FAILED
+        return [Copy(Direction.LOAD, [], self._books.begin(Tier.DEVICE, [])).serve(sequence)]
+
+    def load(self, sequence: Sequence) -> list[Copy]:
+        """Bring the matched prefix to the device, with working states of the request's own.
+
+        Falls back to what is on the device if there is no room for the rest. The last copy's ticket
+        covers all of them.
+        """
+        sequence.loaded = True
+        node = sequence.lease.node
+        wanted = copies.missing_on_device(self._tree, node)
+        has_states = self.take_states(sequence)
+        if not has_states:
+            node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
+        elif self._books.has_room(by_place(wanted)) is not None:
+            node, wanted = self._shorten(sequence, self._on_device(node)), []
+        sequence.tier = self.tier(sequence, node)
+        plan = self._load_copies(sequence, node, wanted)
+        sequence.hit_pages = sequence.borrowed = node.end
+        sequence.pages = _path_slots(node)
+        self._windows.start(sequence, node)
+        sequence.reserved = node.end * self._books.page_size
+        return plan
+
+    def _on_device(self, node: Node) -> Node:
+        """The longest restorable prefix of the path to `node` whose pages are on the device, its windows
+        included."""
+        node = device_end(node)
+        while node.parent is not None and not self._needs_no_page(node):
+            node = node.parent
+        return node
+
+    def _needs_no_page(self, node: Node) -> bool:
+        windows = all(aux.tier(node) is Tier.DEVICE for aux in self._tree.windows)
+        return windows and self._tree.restorable(node)
+
+    def _shorten(self, sequence: Sequence, node: Node) -> Node:
+        if node is not sequence.lease.node:
+            sequence.reason = MissReason.DEVICE_CAPACITY
+            before = sequence.lease
+            sequence.lease = self._tree.lease(node)
+            before.close()
+        return node
+
+    def tier(self, sequence: Sequence, node: Node | None = None) -> Tier:
+        """The farthest tier that a pool of the prefix comes from."""
+        node = node or sequence.lease.node
+        if node.parent is None:
+            return Tier.DEVICE
+        if sequence.prefetched and sequence.reason is not MissReason.DEVICE_CAPACITY:
+            return Tier.STORAGE
+        pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
+        return max([pages, *(aux.tier(node) or Tier.DEVICE for aux in self._tree.components)])
+
+    def _load_copies(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> list[Copy]:
+        """One copy from the host, and one within the device if a state is there already.
+
+        The first is made even if it is empty: it reads what the second, and other requests' loads,
+        write, so that its ticket covers everything.
+        """
+        books = self._books
+        reads = self._arriving(node)
+        batch = [
+            (want, books.free[place(want.component, Tier.DEVICE)].allocate(want.size)) for want in wanted
+        ]
+        load = Copy(Direction.LOAD, [], books.begin(Tier.DEVICE, batch), reads=reads)
+        for want, slots in batch:
+            load.transfers += books.transfers(
+                want.component, want.node.held(place(want.component, Tier.HOST)), slots
+            )
+        fork = Copy(Direction.FORK, [], copies.Flight(Tier.DEVICE))
+        for number, slot in sequence.states.items() if node.parent is not None else ():
+            self._load_state(node, number, slot, load, fork)
+            reads.append((books.names[number], [slot]))
+        self._keep_on_device(sequence, node)
+        if not fork.transfers:
+            return [load.serve(sequence)]
+        books.flights.append(fork.flight)
+        return [fork.serve(sequence), load.serve(sequence)]
+
+    def _load_state(self, node: Node, number: int, slot: int, load: Copy, fork: Copy) -> None:
+        """Add a copy of one state at `node` into the request's own slot, and keep its source."""
+        tier = Tier.DEVICE if node.residency[place(number, Tier.DEVICE)] != ABSENT else Tier.HOST
+        copy = fork if tier is Tier.DEVICE else load
+        copy.transfers += self._books.transfers(number, node.held(place(number, tier)), [slot])
+        copies.keep(self._tree, copy.flight, [(node, place(number, tier)), (node, place(FULL, tier))])
+
+    def _keep_on_device(self, sequence: Sequence, node: Node) -> None:
+        """The request reads its pages on the device from now on, so its lease keeps them there."""
+        pinned = sequence.lease.pinned
+        if node.parent is not None and (node, FULL_DEVICE) not in pinned:
+            self._tree.pin_for(pinned, node, FULL_DEVICE)
+        self._tree.keep_windows(sequence.lease, Tier.DEVICE)
+
+    def _arriving(self, node: Node) -> list[tuple[str, list[int]]]:
+        """Slots of the path that another request's load is still filling."""
+        reads = []
+        for aux in self._tree.windows:
+            at = place(aux.number, Tier.DEVICE)
+            for part in aux.needs(node):
+                if part.residency[at] == LOADING:
+                    reads += [(name, part.held(at)) for name in self._books.sharing(aux.number)]
+        while node.parent is not None:
+            if node.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
+                reads.append((self._books.names[FULL], node.held(FULL_DEVICE)))
+            node = node.parent
+        return reads
+
+    def take_states(self, sequence: Sequence) -> bool:
+        """Working states of the request's own, as far as it has none; False if there is no room."""
+        for number in self._states:
+            at = place(number, Tier.DEVICE)
+            if number not in sequence.states:
+                if not self._books.make_room(at, 1):
+                    return False
+                sequence.states[number] = self._books.free[at].allocate(1)[0]
+        return True
+
+
+def by_place(wanted: Iterable[Wanted]) -> dict[int, int]:
+    """Slots that copies to the device take, by place."""
+    counts: Counter[int] = Counter()
+    for want in wanted:
+        counts[place(want.component, Tier.DEVICE)] += want.size
+    return counts
+
+
+def _path_slots(node: Node) -> list[int]:
+    """Device slots of every page of the path to `node`, in order."""
+    parts = []
+    while node.parent is not None:
+        parts.append(node.held(FULL_DEVICE))
+        node = node.parent
+    return [slot for part in reversed(parts) for slot in part]

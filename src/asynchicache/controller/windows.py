@@ -1,0 +1,108 @@
+"""Pages of sliding windows that a request holds: taken as it grows, published, given back as it moves on.
+
+A window never grows beyond what the next forward reads and the last page boundary needs, so a pool of
+windows holds windows, however long the sequences are (sgl-project/sglang#23391).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asynchicache.controller.books import Books
+from asynchicache.controller.sequence import Retired, Sequence, Window
+from asynchicache.tree.components import WindowComponent
+from asynchicache.tree.node import Node, place
+from asynchicache.tree.tree import Inserted, Pages
+from asynchicache.types import Tier
+
+
+class WindowKeeper:
+    """Decides about the windows of requests; pure, as the planner."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._tree = books.tree
+        self._retired: set[Retired] = set()
+        books.private.append(self._private)
+
+    def start(self, sequence: Sequence, node: Node) -> None:
+        """The request goes on from `node`: its windows are the tree's until it adds pages of its own."""
+        for aux in self._tree.windows:
+            first = max(node.end - aux.pages, 0)
+            sequence.windows[aux.number] = Window(first, self._slots(aux, node, first))
+
+    @staticmethod
+    def _slots(aux: WindowComponent, node: Node, first: int) -> list[int]:
+        at = place(aux.number, Tier.DEVICE)
+        parts = [part.held(at)[max(first + part.pages - part.end, 0) :] for part in aux.needs(node)]
+        return [slot for part in reversed(parts) for slot in part]
+
+    def extend(self, sequence: Sequence, count: int) -> dict[str, list[int]]:
+        """Slots for `count` more pages of each window, which there is room for."""
+        given: dict[str, list[int]] = {}
+        for number, window in sequence.windows.items():
+            slots = self._books.free[place(number, Tier.DEVICE)].allocate(count)
+            window.slots += slots
+            window.own.update(slots)
+            given |= {name: list(slots) for name in self._books.sharing(number)}
+        return given
+
+    @staticmethod
+    def offered(sequence: Sequence, pages: int) -> dict[int, Pages]:
+        """What a publication of `pages` pages can offer the tree: every page that the request still has."""
+        offers = {}
+        for number, window in sequence.windows.items():
+            end = max(pages - window.first, 0)
+            own = next((i for i, slot in enumerate(window.slots[:end]) if slot in window.own), end)
+            if own < end:
+                offers[number] = Pages(window.first + own, window.slots[own:end])
+        return offers
+
+    def took(self, sequence: Sequence, offers: Mapping[int, Pages], result: Inserted) -> None:
+        """What the tree took is not the request's own any more."""
+        for number, offer in offers.items():
+            taken = set(offer.slots).difference(result.windows[number].values())
+            sequence.windows[number].own -= taken
+            if taken:
+                self._tree.supersede(result.node, number)
+
+    def retire(self, sequence: Sequence, length: int) -> Retired | None:
+        """The request has computed `length` tokens: it lets go of what lies before the window of the last
+        page boundary, or of its snapshot. Kept until `finish`: the forward may be under way."""
+        tokens = min(length, sequence.snapshot_tokens) if sequence.snapshots else length
+        pages = min(tokens // self._books.page_size, len(sequence.pages))
+        retired = Retired()
+        for aux in self._tree.windows:
+            self._retire(sequence, aux, pages - aux.pages, retired)
+        if not retired.pins and not retired.slots:
+            return None
+        self._books.pinned.append(retired.pins)
+        self._retired.add(retired)
+        return retired
+
+    def _retire(self, sequence: Sequence, aux: WindowComponent, first: int, retired: Retired) -> None:
+        window = sequence.windows.get(aux.number)
+        if window is None or first <= window.first:
+            return
+        gone = window.slots[: first - window.first]
+        del window.slots[: first - window.first]
+        window.first = first
+        own = window.own.intersection(gone)
+        window.own -= own
+        if own:
+            retired.slots[place(aux.number, Tier.DEVICE)] = sorted(own)
+        self._tree.drop_behind(sequence.lease, aux.number, first, retired.pins)
+
+    def finish(self, retired: Retired, *, poisoned: bool = False) -> None:
+        """No forward reads these pages any more."""
+        self._retired.discard(retired)
+        self._books.drop(retired.pins)
+        for at, slots in retired.slots.items():
+            self._books.give_back(at, slots, poisoned=poisoned)
+
+    def _private(self) -> Mapping[int, list[int]]:
+        owned: dict[int, list[int]] = {}
+        for retired in self._retired:
+            for at, slots in retired.slots.items():
+                owned.setdefault(at, []).extend(slots)
+        return owned
