@@ -29,7 +29,7 @@ def serve(planner: Planner, tokens: list[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def settle(planner: Planner, sequence: Sequence, length: int | None) -> None:
-    copies = planner.load(sequence) if length is None else planner.publish(sequence, length)
+    copies = planner.loader.load(sequence) if length is None else planner.publish(sequence, length)
     for copy in copies:
         planner.copied(copy, None)
 
