@@ -1,0 +1,180 @@
+"""A namespace of one server, which holds the pages of every pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.dialing import dial
+from asynchicache.backends.redis.engine import RedisEngine
+from asynchicache.backends.redis.options import RedisOptions
+from asynchicache.backends.redis.pool import ConnectionPool
+from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command
+from asynchicache.errors import ClosedError, StorageError, StorageFormatError
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import PoolBinding
+
+_MAGIC, _VERSION = b"asynchicache redis store", 1
+_MOST_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
+_SCAN_KEYS = 1000
+_CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
+
+
+class RedisBackend:
+    """The pools of one namespace of a server.
+
+    Args:
+        options: which server, and how it is used.
+        port: threads.
+    """
+
+    name = "redis"
+
+    def __init__(self, options: RedisOptions, port: Port) -> None:
+        self._options = options
+        self._port = port
+        self._pool = ConnectionPool(partial(dial, options, port), options.connections)
+        self._marker = f"{options.namespace}:FORMAT".encode()
+        self._engines: dict[tuple[str, str, bytes], RedisEngine] = {}
+        self._closed = False
+
+    async def open_pool(self, binding: PoolBinding) -> RedisEngine:
+        """Reach the server, and see whether the namespace is ours.
+
+        Raises:
+            StorageError: the server cannot be reached, or does not let us in; the pool is open
+                already; its pages are larger than a value may be.
+            StorageFormatError: the namespace holds something else, or pages of a newer version.
+            ClosedError: the backend is closed.
+        """
+        if self._closed:
+            raise ClosedError(f"redis backend of {self._options.server} is closed")
+        identity = (binding.pool, binding.shard, binding.fingerprint)
+        self._check_free(identity, binding)
+        engine = RedisEngine(binding, self._port, self._pool, self._options)
+        self._engines[identity] = engine
+        try:
+            await self._check_format()
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
+
+    async def clear(self) -> int:
+        """Delete every page of the namespace, of all pools and models; other keys are not touched.
+
+        Returns:
+            How many were deleted.
+
+        Raises:
+            StorageError: the server cannot be reached, or refuses.
+        """
+        pattern = f"{self._options.namespace}:*".encode()
+        count, cursor = 0, b"0"
+        while True:
+            async with self._talk() as connection:  # one deadline a step: there may be many
+                scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_KEYS)
+                cursor, names = _scanned((await connection.ask(scan))[0])
+                doomed = [name for name in names if name != self._marker]
+                if doomed:
+                    count += _number((await connection.ask(command(b"UNLINK", *doomed)))[0])
+            if cursor == b"0":
+                return count
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for engine in self._engines.values():
+            await engine.aclose()
+        await self._pool.aclose()
+
+    def _check_free(self, identity: tuple[str, str, bytes], binding: PoolBinding) -> None:
+        if identity in self._engines and not self._engines[identity].closed:
+            raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r} is open; close it first")
+        size = binding.header_bytes + binding.page_bytes
+        if size > _MOST_VALUE_BYTES:
+            raise StorageError(
+                f"pool {binding.pool!r}: a page of {size} bytes is above {_MOST_VALUE_BYTES}, the most that "
+                "Redis stores under a key: use smaller pages, or another engine"
+            )
+
+    @asynccontextmanager
+    async def _talk(self) -> AsyncIterator[Connection]:
+        """A connection for a few commands; whatever goes wrong is a StorageError that names the server."""
+        server, patience = self._options.server, self._options.timeout_seconds
+        try:
+            async with asyncio.timeout(patience), self._pool.connection() as connection:
+                yield connection
+        except StorageError:
+            raise
+        except TimeoutError:
+            raise StorageError(f"{server} does not answer within {patience:g} s") from None
+        except OSError as error:
+            reason = error.strerror or error
+            raise StorageError(
+                f"{server} cannot be reached: {reason}; is it running, and url right?"
+            ) from error
+
+    async def _check_format(self) -> None:
+        """Mark a new namespace as ours; refuse one that is not."""
+        ours = b"%b %d" % (_MAGIC, _VERSION)
+        commands = [command(b"GET", self._marker)]
+        if not self._options.read_only:
+            commands.insert(0, command(b"SET", self._marker, ours, b"NX"))
+        async with self._talk() as connection:
+            found = (await connection.ask(*commands))[-1]
+        if isinstance(found, ErrorReply):
+            raise self._refused(found)
+        if found is not None and found != ours:
+            raise self._foreign(found)
+
+    def _refused(self, reply: ErrorReply) -> StorageError:
+        if reply.code == "WRONGTYPE":
+            return self._foreign(reply)
+        if reply.code in _CLUSTER:
+            return StorageError(
+                f"{self._options.server} is part of a cluster ({reply.text}): give a server of its own"
+            )
+        return StorageError(f"{self._options.server} cannot be used: {reply.text}")
+
+    def _foreign(self, found: Reply) -> StorageFormatError:
+        where = f"{self._options.server}, namespace {self._options.namespace!r}"
+        magic, _, version = found.rpartition(b" ") if isinstance(found, bytes) else (b"", b"", b"")
+        if magic == _MAGIC and version.isdigit():
+            return StorageFormatError(
+                f"{where} has pages of format {version.decode()}; this version reads format {_VERSION}: "
+                "update asynchicache, or give another namespace"
+            )
+        return StorageFormatError(f"{where} holds something else: give another namespace")
+
+    def __repr__(self) -> str:
+        return f"<RedisBackend {self._options.server}: {len(self._engines)} pools>"
+
+
+def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """The next cursor and the keys that SCAN answered."""
+    if isinstance(reply, ErrorReply):
+        raise StorageError(f"SCAN is refused: {reply.text}")
+    match reply:
+        case [bytes(cursor), list(names)]:
+            return cursor, [name for name in names if isinstance(name, bytes)]
+    raise ProtocolError(f"{reply!r:.40} is no answer to SCAN")
+
+
+def _number(reply: Reply) -> int:
+    if isinstance(reply, ErrorReply):
+        raise StorageError(f"UNLINK is refused: {reply.text}")
+    if not isinstance(reply, int):
+        raise ProtocolError(f"{reply!r:.40} is no answer to UNLINK")
+    return reply
+
+
+def open_backend(options: Mapping[str, object], port: Port) -> RedisBackend:
+    """The Redis engine; see `RedisOptions` for its options. The server is reached when a pool is opened.
+
+    Raises:
+        ConfigError: an option is missing, unknown, or breaks its rule.
+    """
+    return RedisBackend(RedisOptions.of(options), port)

@@ -1,0 +1,195 @@
+"""One connection: commands out, replies in, values received straight into the caller's memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asynchicache.backends.redis.resp import (
+    NEWLINE,
+    ErrorReply,
+    ProtocolError,
+    Reply,
+    error_reply,
+    integer,
+    length,
+)
+from asynchicache.backends.redis.wires import Bytes, Wire
+
+_BUFFER_BYTES = 64 << 10
+_DIRECT_BYTES = 16 << 10
+"""A rest shorter than this goes through the buffer, which takes the next reply's line with it."""
+_MOST_LINE_BYTES = 4096
+_MOST_WORD_BYTES = 64 << 10
+_MOST_WORDS = 1 << 20
+_MOST_DEPTH = 3
+_TURN_BYTES = 2 << 20
+"""A socket that is always ready never suspends; after this many bytes the loop gets its turn."""
+
+
+class Connection:
+    """Replies come in the order of the commands; whoever breaks that off has to close it.
+
+    Args:
+        wire: connected.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.closed = False
+        self._wire = wire
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        self._turn = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and nothing has come that belongs to no command."""
+        return not self.closed and self._start == self._end and self._wire.quiet()
+
+    def close(self) -> None:
+        """Twice is harmless; what was on its way is lost."""
+        self.closed = True
+        self._wire.close()
+
+    async def send(self, data: Bytes) -> None:
+        """
+        Raises:
+            OSError: the connection broke.
+        """
+        await self._wire.send(data)
+        await self._moved(len(data))
+
+    async def ask(self, *commands: bytes) -> list[Reply]:
+        """Send commands at once, and read as many replies.
+
+        Raises:
+            OSError: the connection broke.
+            ProtocolError: what came is no reply.
+        """
+        await self.send(b"".join(commands))
+        return [await self.read_reply() for _ in commands]
+
+    async def read_reply(self, depth: int = 0) -> Reply:
+        """One reply of small parts.
+
+        Raises:
+            OSError: the connection broke.
+            ProtocolError: what came is no reply.
+        """
+        line = await self._read_line()
+        kind, rest = line[:1], line[1:]
+        if kind == b":":
+            return integer(rest)
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return error_reply(rest)
+        if kind == b"$":
+            return await self._read_word(length(rest, _MOST_WORD_BYTES))
+        if kind == b"*" and depth < _MOST_DEPTH:
+            count = length(rest, _MOST_WORDS)
+            return None if count is None else [await self.read_reply(depth + 1) for _ in range(count)]
+        raise ProtocolError(f"{line[:40]!r} begins no reply")
+
+    async def read_value_size(self) -> int | ErrorReply | None:
+        """Bytes of the value that follows, which `read_into` or `skip` must take next, then `end_value`.
+
+        Returns:
+            None if there is no value, ErrorReply if the server refused; nothing follows then.
+
+        Raises:
+            OSError: the connection broke.
+            ProtocolError: what came is no value.
+        """
+        line = await self._read_line()
+        if line[:1] == b"$":
+            return length(line[1:], 1 << 40)
+        if line[:1] == b"-":
+            return error_reply(line[1:])
+        raise ProtocolError(f"{line[:40]!r} begins no value")
+
+    async def read_into(self, view: memoryview) -> None:
+        """Fill `view`.
+
+        Raises:
+            OSError: the connection broke before.
+        """
+        done = 0
+        while True:
+            done += self._take(view[done:])
+            missing = len(view) - done
+            if not missing:
+                return
+            if missing < _DIRECT_BYTES:
+                await self._fill()
+            else:
+                done += await self._receive(view[done:])
+
+    async def skip(self, size: int) -> None:
+        """Receive `size` bytes that nobody wants.
+
+        Raises:
+            OSError: the connection broke before.
+        """
+        scratch = memoryview(bytearray(min(size, _BUFFER_BYTES)))
+        while size:
+            part = scratch[:size]
+            await self.read_into(part)
+            size -= len(part)
+
+    async def end_value(self) -> None:
+        """
+        Raises:
+            OSError: the connection broke.
+            ProtocolError: the value goes on.
+        """
+        end = bytearray(len(NEWLINE))
+        await self.read_into(memoryview(end))
+        if end != NEWLINE:
+            raise ProtocolError(f"a value is followed by {bytes(end)!r}")
+
+    async def _read_word(self, size: int | None) -> bytes | None:
+        if size is None:
+            return None
+        word = bytearray(size)
+        await self.read_into(memoryview(word))
+        await self.end_value()
+        return bytes(word)
+
+    async def _read_line(self) -> bytes:
+        while (stop := self._buffer.find(NEWLINE, self._start, self._end)) < 0:
+            if self._end - self._start > _MOST_LINE_BYTES:
+                raise ProtocolError("a line does not end")
+            await self._fill()
+        line = bytes(self._view[self._start : stop])
+        self._start = stop + len(NEWLINE)
+        return line
+
+    def _take(self, view: memoryview) -> int:
+        """Move what the buffer has into `view`."""
+        size = min(len(view), self._end - self._start)
+        view[:size] = self._view[self._start : self._start + size]
+        self._start += size
+        return size
+
+    async def _fill(self) -> None:
+        """Receive at least a byte behind what the buffer has."""
+        rest = self._end - self._start
+        if self._start:
+            self._buffer[:rest] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, rest
+        self._end += await self._receive(self._view[self._end :])
+
+    async def _receive(self, view: memoryview) -> int:
+        count = await self._wire.receive_into(view)
+        if not count:
+            raise ConnectionResetError("the server closed the connection")
+        await self._moved(count)
+        return count
+
+    async def _moved(self, count: int) -> None:
+        self._turn += count
+        if self._turn >= _TURN_BYTES:
+            self._turn = 0
+            await asyncio.sleep(0)

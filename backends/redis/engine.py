@@ -1,0 +1,275 @@
+"""One pool's pages in a server: header and page are one value, and a value is received into its slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.options import RedisOptions
+from asynchicache.backends.redis.pool import ConnectionPool
+from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command, set_command
+from asynchicache.errors import ClosedError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import Capabilities, PoolBinding
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+_CALL_BYTES = 64 << 20
+_MOST_PAGES = 512
+_PART_BYTES = 1 << 20
+"""Less than this is not worth a second connection."""
+_WINDOW_BYTES = 2 << 20
+"""Asked for ahead on a connection: the server is never idle, and its output buffers stay small."""
+_REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
+"""Error codes of a server that is well, but does not take writes."""
+
+
+class _Batch(NamedTuple):
+    """One call: places in it are numbers from 0 on."""
+
+    keys: Sequence[ObjectKey]
+    slots: Sequence[int]  # of the binding
+    outcomes: list[Outcome]
+
+
+Work = Callable[[Connection, _Batch, Sequence[int]], Awaitable[None]]
+
+
+def parts(places: Sequence[int], count: int) -> list[Sequence[int]]:
+    """`places` in at most `count` runs of nearly equal length, none empty."""
+    step = max(1, -(-len(places) // max(1, count)))
+    return [places[start : start + step] for start in range(0, len(places), step)]
+
+
+class RedisEngine:
+    """One pool in one server.
+
+    A call ends, by an answer, an exception or a cancellation, only when nothing touches its slots
+    any more: a connection that is in the middle of a value is closed.
+
+    Args:
+        binding: the pool's slots in host memory.
+        port: threads, in which pages are sealed and checked.
+        pool: connections, shared by all pools.
+        options: what the user chose.
+    """
+
+    def __init__(self, binding: PoolBinding, port: Port, pool: ConnectionPool, options: RedisOptions) -> None:
+        self.closed = False
+        self.corrupt = 0
+        """Pages that were found damaged, and dropped."""
+        self._binding = binding
+        self._port = port
+        self._pool = pool
+        self._options = options
+        self._prefix = f"{options.namespace}:".encode()
+        self._frame_bytes = binding.header_bytes + binding.page_bytes
+        self._told: set[str] = set()
+        self._window = max(2, _WINDOW_BYTES // self._frame_bytes)
+        self.capabilities = Capabilities(
+            durable=True,
+            checks=True,
+            shared=True,
+            batch_pages=max(1, min(_MOST_PAGES, _CALL_BYTES // self._frame_bytes)),
+            concurrency=options.connections,
+        )
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """
+        Raises:
+            StorageError: the server does not answer, or refuses.
+            ClosedError: the engine is closed; as all four calls.
+        """
+        self._check_open()
+        async with self._deadline():
+            return await self._count(b"EXISTS", keys)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._check_open()
+        batch = _Batch(keys, slots, [Outcome.FAILED] * len(keys))
+        await self._run("get", self._get, batch, range(len(keys)))
+        damaged = [key for key, found in zip(keys, batch.outcomes, strict=True) if found is Outcome.CORRUPT]
+        if damaged:
+            await self._drop(damaged)
+        return batch.outcomes
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._check_open()
+        if self._options.read_only:
+            return [Outcome.REJECTED] * len(keys)
+        there = await self.exists(keys)  # cheaper than to send a page once more
+        batch = _Batch(keys, slots, [Outcome.EXISTS if bit else Outcome.FAILED for bit in there])
+        fresh = [place for place, bit in enumerate(there) if not bit]
+        await self._hop(partial(self._seal, batch, fresh))
+        await self._run("put", self._put, batch, fresh)
+        return batch.outcomes
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        self._check_open()
+        if self._options.read_only:
+            return [Outcome.FAILED] * len(keys)
+        async with self._deadline():
+            return [Outcome.HIT if bit else Outcome.MISS for bit in await self._count(b"UNLINK", keys)]
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"redis engine of pool {self._binding.pool!r} is closed")
+
+    def _deadline(self) -> asyncio.Timeout:
+        return asyncio.timeout(self._options.timeout_seconds)
+
+    def _name(self, key: ObjectKey) -> bytes:
+        return self._prefix + key.text().encode()
+
+    async def _count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray:
+        """Ask one question a key, whose answer is 0 or 1."""
+        if not keys:
+            return bytearray()
+        async with self._pool.connection() as connection:
+            replies = await connection.ask(*(command(verb, self._name(key)) for key in keys))
+        return bytearray(self._bit(verb, reply) for reply in replies)
+
+    def _bit(self, verb: bytes, reply: Reply) -> int:
+        if isinstance(reply, ErrorReply):
+            raise StorageError(f"{self._options.server} refuses {verb.decode()}: {reply.text}")
+        if not isinstance(reply, int) or not 0 <= reply <= 1:
+            raise ProtocolError(f"{reply!r:.40} is no answer to {verb.decode()}")
+        return reply
+
+    async def _run(self, verb: str, work: Work, batch: _Batch, places: Sequence[int]) -> None:
+        """Do `work` on a few connections at once; places that none gets to keep their outcome."""
+        count = min(self._pool.most, len(places) * self._frame_bytes // _PART_BYTES)
+        try:
+            async with self._deadline(), asyncio.TaskGroup() as group:
+                for part in parts(places, count):
+                    group.create_task(self._part(verb, work, batch, part))
+        except TimeoutError:
+            self._warn(verb, places, f"no end after {self._options.timeout_seconds:g} s")
+
+    async def _part(self, verb: str, work: Work, batch: _Batch, places: Sequence[int]) -> None:
+        try:
+            async with self._pool.connection() as connection:
+                await work(connection, batch, places)
+        except OSError as error:
+            self._warn(verb, places, error)
+
+    async def _get(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
+        arrived: list[int] = []
+        try:
+            await self._receive(connection, batch, places, arrived)
+        except OSError as error:  # what came before it counts
+            connection.close()
+            self._warn("get", places, error)
+        await self._hop(partial(self._check, batch, arrived))
+        if any(batch.outcomes[place] is Outcome.CORRUPT for place in places):
+            connection.close()  # perhaps no page is damaged, but replies are out of step
+
+    async def _receive(
+        self, connection: Connection, batch: _Batch, places: Sequence[int], arrived: list[int]
+    ) -> None:
+        """Read values into slots, asking ahead; places whose page is in its slot go to `arrived`."""
+        commands = [command(b"GET", self._name(batch.keys[place])) for place in places]
+        await connection.send(b"".join(commands[: self._window]))
+        for index, place in enumerate(places):
+            size = await connection.read_value_size()
+            if size == self._frame_bytes:
+                await self._receive_page(connection, batch.slots[place])
+                arrived.append(place)
+            else:
+                batch.outcomes[place] = self._absent(size)
+                await self._skip(connection, size)
+            if index + self._window < len(commands):
+                await connection.send(commands[index + self._window])
+
+    async def _receive_page(self, connection: Connection, slot: int) -> None:
+        await connection.read_into(self._binding.header(slot))
+        await connection.read_into(self._binding.page(slot)[: self._binding.page_bytes])
+        await connection.end_value()
+
+    def _absent(self, size: int | ErrorReply | None) -> Outcome:
+        """The outcome of a key whose value is no page."""
+        if size is None:
+            return Outcome.MISS
+        if not isinstance(size, ErrorReply):
+            return Outcome.CORRUPT
+        return Outcome.CORRUPT if size.code == "WRONGTYPE" else self._refused(size, Outcome.FAILED)
+
+    async def _skip(self, connection: Connection, size: int | ErrorReply | None) -> None:
+        if not isinstance(size, int):
+            return
+        if size > self._frame_bytes:  # to read on could take for ever
+            raise ProtocolError(f"a value of {size} bytes, where {self._frame_bytes} are the most")
+        await connection.skip(size)
+        await connection.end_value()
+
+    def _check(self, batch: _Batch, places: Sequence[int]) -> None:
+        for place in places:
+            batch.outcomes[place] = self._binding.check(batch.slots[place], batch.keys[place])
+
+    async def _drop(self, keys: Sequence[ObjectKey]) -> None:
+        """Delete damaged pages, so that they can be stored anew."""
+        self.corrupt += len(keys)
+        if self._options.read_only:
+            return
+        try:
+            async with self._deadline():
+                await self._count(b"UNLINK", keys)
+        except OSError as error:
+            self._warn("delete", keys, error)
+
+    def _seal(self, batch: _Batch, places: Sequence[int]) -> None:
+        for place in places:
+            self._binding.seal(batch.slots[place], batch.keys[place])
+
+    async def _put(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
+        tail = b""
+        for place in places:
+            slot = batch.slots[place]
+            head, following = set_command(
+                self._name(batch.keys[place]), self._frame_bytes, self._options.ttl_seconds
+            )
+            await connection.send(b"".join((tail, head, self._binding.header(slot))))
+            await connection.send(self._binding.page(slot)[: self._binding.page_bytes])
+            tail = following
+        await connection.send(tail)
+        for place in places:
+            batch.outcomes[place] = self._stored(await connection.read_reply())
+
+    def _stored(self, reply: Reply) -> Outcome:
+        if reply == b"OK":
+            return Outcome.STORED
+        if not isinstance(reply, ErrorReply):
+            raise ProtocolError(f"{reply!r:.40} is no answer to SET")
+        return self._refused(reply, Outcome.REJECTED if reply.code in _REFUSALS else Outcome.FAILED)
+
+    def _refused(self, reply: ErrorReply, outcome: Outcome) -> Outcome:
+        """`outcome`; the first refusal of a kind is worth a line in the log."""
+        if reply.code not in self._told:
+            self._told.add(reply.code)
+            logger.warning("%s refuses, pool %s: %s", self._options.server, self._binding.pool, reply.text)
+        return outcome
+
+    async def _hop(self, work: Callable[[], None]) -> None:
+        """Run `work`, which uses slots, in a thread; a cancellation waits for its end."""
+        hop = asyncio.ensure_future(self._port.run_blocking(work))
+        try:
+            await asyncio.shield(hop)
+        except asyncio.CancelledError:
+            await asyncio.wait([hop])
+            raise
+
+    def _warn(self, verb: str, items: Sequence[object], reason: object) -> None:
+        server, pool = self._options.server, self._binding.pool
+        logger.warning("%s, pool %s: %s of %d pages: %s", server, pool, verb, len(items), reason)
+
+    def __repr__(self) -> str:
+        return f"<RedisEngine {self._binding.pool} at {self._options.server}: {self.corrupt} corrupt>"

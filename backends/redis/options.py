@@ -1,0 +1,139 @@
+"""What the user chooses: where the server is, who we are there, how much of it we use."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from asynchicache.backends.options import Options
+
+_TCP, _TLS, _UNIX = ("redis", "valkey"), ("rediss", "valkeys"), ("unix",)
+_PORT = 6379
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RULE = (
+    "must be redis://[user:password@]host[:port][/db], rediss://... for TLS, or unix:///path/of/socket[?db=n]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server listens.
+
+    Attributes:
+        host, port: of TCP; empty and 0 for a socket of this machine.
+        path: of a socket of this machine; empty for TCP.
+        tls: encrypt, and check the server's certificate.
+    """
+
+    host: str
+    port: int
+    path: str = ""
+    tls: bool = False
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """What the user chooses.
+
+    Attributes:
+        server: where it listens, of option `url`.
+        username, password: of `url`, or options of their own. Default: none.
+        database: of `url`. Default: 0.
+        ca_file: with TLS, certificates to trust, in PEM. Default: the system's.
+        namespace: what every key begins with; nothing else is touched. Default: `asynchicache`.
+        connections: most at once, of all pools. Default: 4.
+        timeout_seconds: for one call, connecting included. Default: 5.
+        ttl_seconds: pages are forgotten so long after they were stored. Default: never.
+        read_only: serve what is there, store and delete nothing. Default: false.
+    """
+
+    server: Server
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    database: int = 0
+    ca_file: str | None = None
+    namespace: str = "asynchicache"
+    connections: int = 4
+    timeout_seconds: float = 5.0
+    ttl_seconds: int | None = None
+    read_only: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> RedisOptions:
+        """
+        Raises:
+            ConfigError: an option is missing, unknown, or breaks its rule.
+        """
+        taken = Options("redis", options)
+        url = _split(taken)
+        server = _server(taken, url)
+        made = cls(
+            server,
+            taken.take("username", str, unquote(url.username or "")) or None,
+            taken.take("password", str, unquote(url.password or "")) or None,
+            _database(taken, url),
+            taken.take("ca_file", str, "") or None,
+            taken.take("namespace", str, "asynchicache"),
+            taken.positive("connections") or 4,
+            taken.take("timeout_seconds", (int, float), 5.0),
+            taken.positive("ttl_seconds"),
+            taken.take("read_only", bool, False),
+        )
+        made._check(taken)
+        taken.finish()
+        return made
+
+    def _check(self, taken: Options) -> None:
+        if not _NAMESPACE.fullmatch(self.namespace):
+            raise taken.refused(
+                "namespace", self.namespace, "must be 1 to 64 of letters, digits, '.', '_', '-'"
+            )
+        if not 0 < self.timeout_seconds < math.inf:
+            raise taken.refused("timeout_seconds", self.timeout_seconds, "must be a number above 0")
+        if self.username and not self.password:
+            raise taken.refused("username", self.username, "needs a password")
+        if self.ca_file and not self.server.tls:
+            raise taken.refused("ca_file", self.ca_file, "needs a URL that begins with rediss://")
+
+
+def _split(taken: Options) -> SplitResult:
+    text = taken.take("url", str, "")
+    try:
+        url = urlsplit(text)
+        known = url.scheme in (*_TCP, *_TLS, *_UNIX) and (url.port is None or url.port > 0)
+    except ValueError:
+        known = False
+    if not known:
+        raise taken.refused("url", _shown(text), _RULE)
+    return url
+
+
+def _server(taken: Options, url: SplitResult) -> Server:
+    if url.scheme in _UNIX:
+        if not url.path or url.hostname:
+            raise taken.refused("url", _shown(url.geturl()), _RULE)
+        return Server("", 0, unquote(url.path))
+    if not url.hostname:
+        raise taken.refused("url", _shown(url.geturl()), _RULE)
+    return Server(url.hostname, url.port or _PORT, tls=url.scheme in _TLS)
+
+
+def _database(taken: Options, url: SplitResult) -> int:
+    path = "" if url.scheme in _UNIX else url.path.strip("/")
+    query = parse_qs(url.query, keep_blank_values=True)
+    text = query.pop("db", [path])[-1] or "0"
+    if query or not text.isdecimal():
+        raise taken.refused("url", _shown(url.geturl()), _RULE)
+    return int(text)
+
+
+def _shown(url: str) -> str:
+    """A URL without its password, for messages."""
+    scheme, found, rest = url.partition("://")
+    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else url

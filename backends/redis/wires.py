@@ -1,0 +1,131 @@
+"""What carries bytes to and from a server: a plain socket, or TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import suppress
+from typing import Protocol, TypeAlias
+
+Bytes: TypeAlias = "bytes | bytearray | memoryview"
+
+_TLS_BUFFER = 1 << 20
+
+
+class Wire(Protocol):
+    """Bytes both ways. Once a coroutine has ended, also by cancellation, its view is touched no more."""
+
+    async def receive_into(self, view: memoryview) -> int:
+        """Receive 1 to `len(view)` bytes; 0 once the server has closed.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        ...
+
+    async def send(self, data: Bytes) -> None:
+        """
+        Raises:
+            OSError: the connection broke.
+        """
+        ...
+
+    def quiet(self) -> bool:
+        """Whether the connection stands, and nothing has come that nobody asked for."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection and what was not sent; twice is harmless."""
+        ...
+
+
+class SocketWire:
+    """A connected, non-blocking socket; the kernel copies straight from and into the views."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._loop = asyncio.get_running_loop()
+
+    async def receive_into(self, view: memoryview) -> int:
+        return await self._loop.sock_recv_into(self._socket, view)
+
+    async def send(self, data: Bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    def quiet(self) -> bool:
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # the server's farewell, or a reply that is none of ours
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TlsWire:
+    """TLS by asyncio's streams, which copy each byte once more than a socket does."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def receive_into(self, view: memoryview) -> int:
+        data = await self._reader.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    async def send(self, data: Bytes) -> None:
+        self._writer.write(bytes(data))  # asyncio may keep it longer than the caller keeps the slot
+        await self._writer.drain()
+
+    def quiet(self) -> bool:
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+async def connect_socket(family: int, address: object) -> SocketWire:
+    """
+    Raises:
+        OSError: nobody listens there.
+    """
+    fresh = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        fresh.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(fresh, address)
+        if family != socket.AF_UNIX:
+            fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            fresh.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException:
+        fresh.close()
+        raise
+    return SocketWire(fresh)
+
+
+async def connect_tls(host: str, port: int, ca_file: str | None) -> TlsWire:
+    """
+    Args:
+        ca_file: certificates to trust, in PEM; None for those of the system.
+
+    Raises:
+        OSError: nobody listens there, or the certificate does not hold.
+    """
+    context = ssl.create_default_context(cafile=ca_file)
+    return TlsWire(*await asyncio.open_connection(host, port, ssl=context, limit=_TLS_BUFFER))
+
+
+async def try_addresses(addresses: list[tuple[int, object]]) -> SocketWire:
+    """A connection to the first address that answers.
+
+    Raises:
+        OSError: of the last one, if none does.
+    """
+    for family, address in addresses[:-1]:
+        with suppress(OSError):
+            return await connect_socket(family, address)
+    return await connect_socket(*addresses[-1])
