@@ -52,13 +52,14 @@ class Connection:
         self.closed = True
         self._wire.close()
 
-    async def send(self, data: Bytes) -> None:
-        """
+    async def send(self, *parts: Bytes) -> None:
+        """Send parts, one behind the other.
+
         Raises:
             OSError: the connection broke.
         """
-        await self._wire.send(data)
-        await self._moved(len(data))
+        await self._wire.send(parts)
+        await self._moved(sum(map(len, parts)))
 
     async def ask(self, *commands: bytes) -> list[Reply]:
         """Send commands at once, and read as many replies.

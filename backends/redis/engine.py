@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.options import RedisOptions
@@ -20,12 +20,16 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _CALL_BYTES = 64 << 20
 _MOST_PAGES = 512
 _PART_BYTES = 1 << 20
 """Less than this is not worth a second connection."""
 _WINDOW_BYTES = 2 << 20
 """Asked for ahead on a connection: the server is never idle, and its output buffers stay small."""
+_INLINE_BYTES = 2 << 20
+"""A checksum over this much takes the loop a fifth of a millisecond; a larger one goes to a thread."""
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 """Error codes of a server that is well, but does not take writes."""
 
@@ -55,7 +59,7 @@ class RedisEngine:
 
     Args:
         binding: the pool's slots in host memory.
-        port: threads, in which pages are sealed and checked.
+        port: threads, in which large pages are sealed and checked.
         pool: connections, shared by all pools.
         options: what the user chose.
     """
@@ -87,8 +91,7 @@ class RedisEngine:
             ClosedError: the engine is closed; as all four calls.
         """
         self._check_open()
-        async with self._deadline():
-            return await self._count(b"EXISTS", keys)
+        return await self._count(b"EXISTS", keys)
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
@@ -103,10 +106,11 @@ class RedisEngine:
         self._check_open()
         if self._options.read_only:
             return [Outcome.REJECTED] * len(keys)
-        there = await self.exists(keys)  # cheaper than to send a page once more
+        there = await self._try_count(b"EXISTS", keys)  # cheaper than to send a page once more
+        if there is None:
+            return [Outcome.FAILED] * len(keys)
         batch = _Batch(keys, slots, [Outcome.EXISTS if bit else Outcome.FAILED for bit in there])
         fresh = [place for place, bit in enumerate(there) if not bit]
-        await self._hop(partial(self._seal, batch, fresh))
         await self._run("put", self._put, batch, fresh)
         return batch.outcomes
 
@@ -114,8 +118,10 @@ class RedisEngine:
         self._check_open()
         if self._options.read_only:
             return [Outcome.FAILED] * len(keys)
-        async with self._deadline():
-            return [Outcome.HIT if bit else Outcome.MISS for bit in await self._count(b"UNLINK", keys)]
+        gone = await self._try_count(b"UNLINK", keys)
+        if gone is None:
+            return [Outcome.FAILED] * len(keys)
+        return [Outcome.HIT if bit else Outcome.MISS for bit in gone]
 
     async def aclose(self) -> None:
         self.closed = True
@@ -134,9 +140,22 @@ class RedisEngine:
         """Ask one question a key, whose answer is 0 or 1."""
         if not keys:
             return bytearray()
-        async with self._pool.connection() as connection:
-            replies = await connection.ask(*(command(verb, self._name(key)) for key in keys))
+        try:
+            async with self._deadline(), self._pool.connection() as connection:
+                replies = await connection.ask(*(command(verb, self._name(key)) for key in keys))
+        except OSError as error:
+            raise StorageError(
+                f"{self._options.server}: {verb.decode()} of {len(keys)} keys: {_text(error)}"
+            ) from error
         return bytearray(self._bit(verb, reply) for reply in replies)
+
+    async def _try_count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray | None:
+        """As `_count`; None, and a line in the log, if there is no answer."""
+        try:
+            return await self._count(verb, keys)
+        except StorageError as error:
+            logger.warning("pool %s: %s", self._binding.pool, error)
+            return None
 
     def _bit(self, verb: bytes, reply: Reply) -> int:
         if isinstance(reply, ErrorReply):
@@ -160,40 +179,30 @@ class RedisEngine:
             async with self._pool.connection() as connection:
                 await work(connection, batch, places)
         except OSError as error:
-            self._warn(verb, places, error)
+            self._warn(verb, places, _text(error))
 
     async def _get(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
-        arrived: list[int] = []
-        try:
-            await self._receive(connection, batch, places, arrived)
-        except OSError as error:  # what came before it counts
-            connection.close()
-            self._warn("get", places, error)
-        await self._hop(partial(self._check, batch, arrived))
-        if any(batch.outcomes[place] is Outcome.CORRUPT for place in places):
-            connection.close()  # perhaps no page is damaged, but replies are out of step
-
-    async def _receive(
-        self, connection: Connection, batch: _Batch, places: Sequence[int], arrived: list[int]
-    ) -> None:
-        """Read values into slots, asking ahead; places whose page is in its slot go to `arrived`."""
+        """Read values into slots, asking ahead."""
         commands = [command(b"GET", self._name(batch.keys[place])) for place in places]
         await connection.send(b"".join(commands[: self._window]))
         for index, place in enumerate(places):
             size = await connection.read_value_size()
             if size == self._frame_bytes:
-                await self._receive_page(connection, batch.slots[place])
-                arrived.append(place)
+                await self._receive_page(connection, batch, place)
             else:
                 batch.outcomes[place] = self._absent(size)
                 await self._skip(connection, size)
             if index + self._window < len(commands):
                 await connection.send(commands[index + self._window])
+        if any(batch.outcomes[place] is Outcome.CORRUPT for place in places):
+            connection.close()  # perhaps no page is damaged, but replies are out of step
 
-    async def _receive_page(self, connection: Connection, slot: int) -> None:
+    async def _receive_page(self, connection: Connection, batch: _Batch, place: int) -> None:
+        slot, key = batch.slots[place], batch.keys[place]
         await connection.read_into(self._binding.header(slot))
         await connection.read_into(self._binding.page(slot)[: self._binding.page_bytes])
         await connection.end_value()
+        batch.outcomes[place] = await self._compute(partial(self._binding.check, slot, key))
 
     def _absent(self, size: int | ErrorReply | None) -> Outcome:
         """The outcome of a key whose value is no page."""
@@ -211,34 +220,20 @@ class RedisEngine:
         await connection.skip(size)
         await connection.end_value()
 
-    def _check(self, batch: _Batch, places: Sequence[int]) -> None:
-        for place in places:
-            batch.outcomes[place] = self._binding.check(batch.slots[place], batch.keys[place])
-
     async def _drop(self, keys: Sequence[ObjectKey]) -> None:
         """Delete damaged pages, so that they can be stored anew."""
         self.corrupt += len(keys)
-        if self._options.read_only:
-            return
-        try:
-            async with self._deadline():
-                await self._count(b"UNLINK", keys)
-        except OSError as error:
-            self._warn("delete", keys, error)
-
-    def _seal(self, batch: _Batch, places: Sequence[int]) -> None:
-        for place in places:
-            self._binding.seal(batch.slots[place], batch.keys[place])
+        if not self._options.read_only:
+            await self._try_count(b"UNLINK", keys)
 
     async def _put(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
         tail = b""
         for place in places:
-            slot = batch.slots[place]
-            head, following = set_command(
-                self._name(batch.keys[place]), self._frame_bytes, self._options.ttl_seconds
-            )
-            await connection.send(b"".join((tail, head, self._binding.header(slot))))
-            await connection.send(self._binding.page(slot)[: self._binding.page_bytes])
+            slot, key = batch.slots[place], batch.keys[place]
+            await self._compute(partial(self._binding.seal, slot, key))
+            head, following = set_command(self._name(key), self._frame_bytes, self._options.ttl_seconds)
+            page = self._binding.page(slot)[: self._binding.page_bytes]
+            await connection.send(tail + head, self._binding.header(slot), page)
             tail = following
         await connection.send(tail)
         for place in places:
@@ -258,11 +253,15 @@ class RedisEngine:
             logger.warning("%s refuses, pool %s: %s", self._options.server, self._binding.pool, reply.text)
         return outcome
 
-    async def _hop(self, work: Callable[[], None]) -> None:
-        """Run `work`, which uses slots, in a thread; a cancellation waits for its end."""
+    async def _compute(self, work: Callable[[], T]) -> T:
+        """Run `work`, which reads a slot's page, while that is in the processor's cache; if the page is
+        large, in a thread, which a cancellation waits for.
+        """
+        if self._binding.page_bytes <= _INLINE_BYTES:
+            return work()
         hop = asyncio.ensure_future(self._port.run_blocking(work))
         try:
-            await asyncio.shield(hop)
+            return await asyncio.shield(hop)
         except asyncio.CancelledError:
             await asyncio.wait([hop])
             raise
@@ -273,3 +272,7 @@ class RedisEngine:
 
     def __repr__(self) -> str:
         return f"<RedisEngine {self._binding.pool} at {self._options.server}: {self.corrupt} corrupt>"
+
+
+def _text(error: OSError) -> str:
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from asynchicache.backends.options import Options
@@ -100,6 +101,8 @@ class RedisOptions:
             raise taken.refused("username", self.username, "needs a password")
         if self.ca_file and not self.server.tls:
             raise taken.refused("ca_file", self.ca_file, "needs a URL that begins with rediss://")
+        if self.ca_file and not Path(self.ca_file).is_file():
+            raise taken.refused("ca_file", self.ca_file, "must be a file of certificates in PEM")
 
 
 def _split(taken: Options) -> SplitResult:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
+Address: TypeAlias = "tuple[Any, ...] | str"
+"""Where to connect, in the form that the socket's family has."""
 
 _TLS_BUFFER = 1 << 20
 
@@ -24,8 +27,9 @@ class Wire(Protocol):
         """
         ...
 
-    async def send(self, data: Bytes) -> None:
-        """
+    async def send(self, parts: Sequence[Bytes]) -> None:
+        """Send parts, one behind the other.
+
         Raises:
             OSError: the connection broke.
         """
@@ -50,8 +54,19 @@ class SocketWire:
     async def receive_into(self, view: memoryview) -> int:
         return await self._loop.sock_recv_into(self._socket, view)
 
-    async def send(self, data: Bytes) -> None:
-        await self._loop.sock_sendall(self._socket, data)
+    async def send(self, parts: Sequence[Bytes]) -> None:
+        sent = self._send_at_once(parts)
+        for part in parts:
+            if sent < len(part):
+                await self._loop.sock_sendall(self._socket, memoryview(part)[sent:])
+            sent = max(0, sent - len(part))
+
+    def _send_at_once(self, parts: Sequence[Bytes]) -> int:
+        """As much as the kernel takes now, in one call: a small part alone would wake the server."""
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
 
     def quiet(self) -> bool:
         try:
@@ -78,8 +93,8 @@ class TlsWire:
         view[: len(data)] = data
         return len(data)
 
-    async def send(self, data: Bytes) -> None:
-        self._writer.write(bytes(data))  # asyncio may keep it longer than the caller keeps the slot
+    async def send(self, parts: Sequence[Bytes]) -> None:
+        self._writer.write(b"".join(parts))  # a copy: asyncio may keep it longer than the caller its slot
         await self._writer.drain()
 
     def quiet(self) -> bool:
@@ -89,7 +104,7 @@ class TlsWire:
         self._writer.transport.abort()
 
 
-async def connect_socket(family: int, address: object) -> SocketWire:
+async def connect_socket(family: int, address: Address) -> SocketWire:
     """
     Raises:
         OSError: nobody listens there.
@@ -119,7 +134,7 @@ async def connect_tls(host: str, port: int, ca_file: str | None) -> TlsWire:
     return TlsWire(*await asyncio.open_connection(host, port, ssl=context, limit=_TLS_BUFFER))
 
 
-async def try_addresses(addresses: list[tuple[int, object]]) -> SocketWire:
+async def try_addresses(addresses: list[tuple[int, Address]]) -> SocketWire:
     """A connection to the first address that answers.
 
     Raises:

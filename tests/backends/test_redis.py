@@ -1,0 +1,363 @@
+"""The redis engine against a real server: conformance, bare and behind wrappers; options; clearing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from asynchicache.backends.redis import open_backend
+from asynchicache.errors import ClosedError, StorageError, StorageFormatError
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.testing.backends import BackendConformance
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.types import Outcome
+from engines import executable, module
+from storage.redis_servers import FRAME_BYTES, RedisServer, backend_at, bench_at, open_bench
+
+pytestmark = pytest.mark.engine("redis")
+
+STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[Any]:
+    """Another client of the server, whose keys are gone before and afterwards."""
+    with module("redis").Redis.from_url(server.url) as connected:
+        connected.flushall()
+        yield connected
+        connected.flushall()
+
+
+class RedisConformance(BackendConformance):
+    """Each test has a namespace of its own."""
+
+    @pytest.fixture(autouse=True)
+    def _running(self, server: RedisServer) -> None:
+        self.server = server
+
+    def over(self, url: str, port: Port, tmp_path: Path, **options: object) -> StorageBackend:
+        return open_backend({"url": url, "namespace": tmp_path.name, **options}, port)
+
+
+@pytest.mark.asyncio
+class TestRedis(RedisConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return self.over(self.server.url, port, tmp_path)
+
+
+@pytest.mark.asyncio
+class TestRedisByUnixSocket(RedisConformance):
+    page_bytes = 1 << 20  # more than a buffer, and several connections
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return self.over(f"unix://{self.server.socket}", port, tmp_path)
+
+
+@pytest.mark.asyncio
+class TestRedisWithTinyPagesAndOneConnection(RedisConformance):
+    page_bytes = 1
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return self.over(self.server.url, port, tmp_path, connections=1)
+
+
+@pytest.mark.asyncio
+class TestSlowRedis(RedisConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Latency(self.over(self.server.url, port, tmp_path), 0.001)
+
+
+@pytest.mark.asyncio
+class TestRedisWithoutFaults(RedisConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Faulty(self.over(self.server.url, port, tmp_path), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+async def test_faults_over_a_real_server_never_give_other_bytes(server: RedisServer) -> None:
+    async with backend_at(server.url, namespace="faults") as backend:
+        faults = Faulty(backend, FaultRates(partial=0.3, fail=0.1), Random(1))
+        bench = await open_bench(faults)
+        keys = bench.keys(*range(16))
+        for _ in range(10):
+            put = await bench.put(keys, range(16))
+            assert set(put) <= {STORED, EXISTS, Outcome.FAILED}
+            got = await bench.get(keys, range(16, 32))  # compares the bytes of every HIT
+            assert set(got) <= {HIT, MISS, Outcome.FAILED}
+        assert set(faults.injected) == {"partial", "fail"}
+
+
+@pytest.mark.asyncio
+async def test_large_pages_are_checked_in_a_thread(server: RedisServer) -> None:
+    async with bench_at(server.url, page_bytes=3 << 20, slots=12, namespace="large") as bench:
+        keys = bench.keys(*range(6))
+
+        assert await bench.put(keys, range(6)) == [STORED] * 6
+        assert await bench.get(keys, range(6, 12)) == [HIT] * 6
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_there_is_not_sent_again(server: RedisServer, client: Any) -> None:
+    async with bench_at(server.url) as bench:
+        keys = bench.keys(1, 2)
+        await bench.put(keys[:1], [0])
+        before = client.info("stats")["total_net_input_bytes"]
+
+        assert await bench.put(keys[:1], [0]) == [EXISTS]
+
+        assert client.info("stats")["total_net_input_bytes"] - before < FRAME_BYTES
+        assert await bench.put(keys, [0, 1]) == [EXISTS, STORED]
+
+
+@pytest.mark.asyncio
+async def test_header_and_page_are_one_value_without_padding(server: RedisServer, client: Any) -> None:
+    async with bench_at(server.url, namespace="team-a.v1") as bench:
+        (key,) = bench.keys(1)
+        await bench.put([key], [0])
+
+        value = client.get(f"team-a.v1:{key.text()}")
+        assert len(value) == FRAME_BYTES
+        assert value[:4096] == bench.binding.header(0)
+        assert value[4096:] == bench.binding.page(0)[: bench.binding.page_bytes]
+        assert client.dbsize() == 2  # and the marker of the format
+
+
+@pytest.mark.asyncio
+async def test_connections_are_few_and_have_a_name(server: RedisServer, client: Any) -> None:
+    async with backend_at(server.url, connections=3) as backend:
+        benches = [await open_bench(backend, pool, page_bytes=1 << 20) for pool in ("kv", "mamba")]
+        keys = [bench.keys(*range(16)) for bench in benches]
+        for verb in ("put", "get"):
+            calls = [
+                getattr(bench, verb)(k[first : first + 4], range(first, first + 4))
+                for bench, k in zip(benches, keys, strict=True)
+                for first in range(0, 16, 4)
+            ]
+            await asyncio.gather(*calls)
+
+        names = [one["name"] for one in client.client_list()]
+        assert names.count("asynchicache") == 3
+    assert [one["name"] for one in client.client_list()].count("asynchicache") == 0
+
+
+@pytest.mark.asyncio
+async def test_databases_are_apart(server: RedisServer, client: Any) -> None:
+    async with bench_at(f"{server.url}/1") as first, bench_at(f"unix://{server.socket}?db=2") as second:
+        keys = first.keys(1)
+        await first.put(keys, [0])
+
+        assert await second.get(keys, [1]) == [MISS]
+        assert await first.get(keys, [1]) == [HIT]
+
+
+@pytest.mark.asyncio
+async def test_pages_may_expire(server: RedisServer, client: Any) -> None:
+    async with bench_at(server.url, ttl_seconds=3600) as bench:
+        (key,) = bench.keys(1)
+        assert await bench.put([key], [0]) == [STORED]
+
+        assert 3500 < client.ttl(f"asynchicache:{key.text()}") <= 3600
+
+
+@pytest.mark.asyncio
+async def test_read_only_serves_and_changes_nothing(server: RedisServer, client: Any) -> None:
+    async with bench_at(server.url, namespace="ro") as writer:
+        keys = writer.keys(1, 2)
+        await writer.put(keys[:1], [0])
+    before = set(client.scan_iter())
+    async with bench_at(server.url, namespace="ro", read_only=True) as bench:
+        assert await bench.get(keys, [1, 2]) == [HIT, MISS]
+        assert await bench.put(keys, [1, 2]) == [Outcome.REJECTED] * 2
+        assert await bench.engine.delete(keys) == [Outcome.FAILED] * 2
+    async with bench_at(server.url, namespace="empty", read_only=True) as bench:
+        assert await bench.get(keys, [1, 2]) == [MISS] * 2
+    assert set(client.scan_iter()) == before
+
+
+# Clearing.
+
+
+@pytest.mark.asyncio
+async def test_clear_deletes_pages_of_its_namespace_only(server: RedisServer, client: Any) -> None:
+    client.set("somebody's", "1")
+    async with backend_at(server.url, namespace="a") as mine, backend_at(server.url, namespace="ab") as other:
+        bench, others = await open_bench(mine), await open_bench(other)
+        for first in range(0, 2000, 50):  # more than one step of SCAN
+            await bench.put(bench.keys(*range(first, first + 50)), range(50))
+        await others.put(others.keys(1), [0])
+
+        assert await mine.clear() == 2000
+        assert await mine.clear() == 0
+
+        assert await bench.get(bench.keys(1, 1999), [0, 1]) == [MISS] * 2
+        assert await others.get(others.keys(1), [0]) == [HIT]
+        assert client.get("somebody's") == b"1"
+        assert await bench.put(bench.keys(1), [0]) == [STORED]
+
+
+# Opening.
+
+
+@pytest.mark.asyncio
+async def test_a_closed_port_is_a_clear_error(tmp_path: Path) -> None:
+    unused = RedisServer(tmp_path)  # never started
+    async with backend_at(unused.url) as backend:
+        with pytest.raises(StorageError, match=rf"127\.0\.0\.1:{unused.port} cannot be reached"):
+            await open_bench(backend)
+    async with backend_at(f"unix://{tmp_path}/no.sock") as backend:
+        with pytest.raises(StorageError, match=r"no\.sock cannot be reached: No such file"):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+async def test_a_host_that_nobody_knows_is_a_clear_error() -> None:
+    async with backend_at("redis://no-such-host.invalid") as backend:
+        with pytest.raises(StorageError, match=r"no-such-host\.invalid:6379 cannot be reached"):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+async def test_a_failed_open_may_be_tried_again(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    async with backend_at(server.url) as backend:
+        with pytest.raises(StorageError, match="cannot be reached"):
+            await open_bench(backend)
+        with server:
+            bench = await open_bench(backend)
+            assert await bench.put(bench.keys(1), [0]) == [STORED]
+
+
+@pytest.mark.asyncio
+async def test_passwords_and_users(tmp_path: Path) -> None:
+    with RedisServer(
+        tmp_path, "--requirepass", "s3cret", *["--user", "kv", "on", ">k&y", "~*", "+@all"]
+    ) as server:
+        address = f"127.0.0.1:{server.port}"
+        for url, message in [
+            (server.url, "NOAUTH"),
+            (f"redis://:wrong@{address}", "WRONGPASS"),
+            (f"redis://kv:s3cret@{address}", "WRONGPASS"),
+            (f"redis://:s3cret@{address}/999", "DB index is out of range"),
+        ]:
+            async with backend_at(url) as backend:
+                with pytest.raises(
+                    StorageError, match=f"{address} does not let us in: .*{message}"
+                ) as caught:
+                    await open_bench(backend)
+                assert "s3cret" not in f"{caught.value} {backend!r}"
+        for url, options in [
+            (f"redis://:s3cret@{address}", {}),
+            (f"redis://kv:k%26y@{address}/3", {}),
+            (server.url, {"username": "kv", "password": "k&y"}),
+            (f"unix://{server.socket}", {"password": "s3cret"}),
+        ]:
+            async with bench_at(url, **options) as bench:
+                assert await bench.engine.exists(bench.keys(1)) == b"\0"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (b"asynchicache redis store 2", "format 2; this version reads format 1: update asynchicache"),
+        (b"somebody's", "holds something else: give another namespace"),
+        ([b"a", b"list"], "holds something else: give another namespace"),
+    ],
+)
+async def test_foreign_or_newer_data_is_refused(
+    server: RedisServer, client: Any, found: bytes | list[bytes], message: str
+) -> None:
+    if isinstance(found, list):
+        client.rpush("taken:FORMAT", *found)
+    else:
+        client.set("taken:FORMAT", found)
+    async with backend_at(server.url, namespace="taken") as backend:
+        with pytest.raises(StorageFormatError, match=message):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+async def test_a_page_larger_than_a_value_is_refused(server: RedisServer) -> None:
+    async with backend_at(server.url) as backend:
+        with pytest.raises(StorageError, match="536875008 bytes is above 536870912"):
+            await open_bench(backend, page_bytes=512 << 20, slots=1)
+
+
+@pytest.mark.asyncio
+async def test_misuse_raises(server: RedisServer) -> None:
+    async with backend_at(server.url) as backend:
+        bench = await open_bench(backend)
+        with pytest.raises(StorageError, match="pool 'kv', shard '' is open"):
+            await open_bench(backend)
+        await bench.engine.aclose()
+        for call in (bench.engine.exists([]), bench.engine.get([], []), bench.engine.put([], [])):
+            with pytest.raises(ClosedError):
+                await call
+    with pytest.raises(ClosedError):
+        await open_bench(backend)
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A key and a certificate for 127.0.0.1 that it signed itself."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, made = folder / "key.pem", folder / "certificate.pem"
+    command = [executable("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(made)], check=True, capture_output=True)
+    return key, made
+
+
+@pytest.fixture(scope="module")
+def tls_server(
+    tmp_path_factory: pytest.TempPathFactory, certificate: tuple[Path, Path]
+) -> Iterator[RedisServer]:
+    key, made = map(str, certificate)
+    files = ["--tls-cert-file", made, "--tls-key-file", key, "--tls-ca-cert-file", made]
+    server = RedisServer(tmp_path_factory.mktemp("redis-tls"))
+    server.command += ["--port", "0", "--tls-port", str(server.port), "--tls-auth-clients", "no", *files]
+    with server:
+        yield server
+
+
+@pytest.mark.asyncio
+class TestRedisByTls(BackendConformance):
+    page_bytes = 300_000
+
+    @pytest.fixture(autouse=True)
+    def _running(self, tls_server: RedisServer, certificate: tuple[Path, Path]) -> None:
+        self.url, self.ca_file = f"rediss://127.0.0.1:{tls_server.port}", str(certificate[1])
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        options = {"url": self.url, "ca_file": self.ca_file, "namespace": tmp_path.name}
+        return open_backend(options, port)
+
+
+@pytest.mark.asyncio
+async def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server: RedisServer) -> None:
+    async with backend_at(f"rediss://127.0.0.1:{tls_server.port}") as backend:
+        with pytest.raises(StorageError, match=r"cannot be reached: .*certificate"):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+async def test_plain_words_to_a_tls_server_fail_at_open(tls_server: RedisServer) -> None:
+    async with backend_at(f"redis://127.0.0.1:{tls_server.port}") as backend:
+        with pytest.raises(StorageError):
+            await open_bench(backend)

@@ -1,0 +1,93 @@
+"""Options of the redis engine: what they mean, and what is refused, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.redis.options import RedisOptions, Server
+from asynchicache.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("url", "server", "database"),
+    [
+        ("redis://cache", Server("cache", 6379), 0),
+        ("redis://cache:7000/3", Server("cache", 7000), 3),
+        ("valkey://cache", Server("cache", 6379), 0),
+        ("redis://[::1]:7000", Server("::1", 7000), 0),
+        ("redis://cache?db=4", Server("cache", 6379), 4),
+        ("rediss://cache", Server("cache", 6379, tls=True), 0),
+        ("valkeys://cache:1", Server("cache", 1, tls=True), 0),
+        ("unix:///run/redis.sock", Server("", 0, "/run/redis.sock"), 0),
+        ("unix:///run/my%20redis.sock?db=2", Server("", 0, "/run/my redis.sock"), 2),
+    ],
+)
+def test_urls(url: str, server: Server, database: int) -> None:
+    options = RedisOptions.of({"url": url})
+
+    assert (options.server, options.database) == (server, database)
+
+
+def test_who_we_are_comes_from_the_url_or_from_options() -> None:
+    by_url = RedisOptions.of({"url": "redis://bob:p%40ss@cache"})
+    by_options = RedisOptions.of({"url": "redis://cache", "username": "bob", "password": "p@ss"})
+    both = RedisOptions.of({"url": "redis://bob:p%40ss@cache", "password": "other"})
+
+    assert (by_url.username, by_url.password) == ("bob", "p@ss")
+    assert by_url == by_options
+    assert both.password == "other"
+    assert RedisOptions.of({"url": "redis://:secret@cache"}).username is None
+
+
+def test_a_password_is_never_shown() -> None:
+    options = RedisOptions.of({"url": "redis://bob:s3cret@cache", "read_only": True})
+    assert "s3cret" not in repr(options)
+    for url in ("redis://bob:s3cret@cache/x", "http://bob:s3cret@cache", "redis://bob:s3cret@cache:99999"):
+        with pytest.raises(ConfigError) as caught:
+            RedisOptions.of({"url": url})
+        assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"url='' must be redis://"),
+        ({"url": 5}, r"url=5 must be of type str"),
+        ({"url": "cache:6379"}, r"url='cache:6379' must be redis://"),
+        ({"url": "redis://"}, r"url='redis:' must be redis://|url='redis://' must be redis://"),
+        ({"url": "redis://cache:0"}, r"must be redis://"),
+        ({"url": "redis://cache:70000"}, r"must be redis://"),
+        ({"url": "redis://cache/one"}, r"must be redis://"),
+        ({"url": "redis://cache/-1"}, r"must be redis://"),
+        ({"url": "redis://cache?protocol=3"}, r"must be redis://"),
+        ({"url": "unix://"}, r"must be redis://"),
+        ({"url": "unix://host/path"}, r"must be redis://"),
+        ({"url": "redis://c", "namespace": ""}, r"namespace='' must be 1 to 64"),
+        ({"url": "redis://c", "namespace": "a*"}, r"namespace='a\*' must be"),
+        ({"url": "redis://c", "namespace": "a:b"}, r"namespace='a:b' must be"),
+        ({"url": "redis://c", "namespace": "a\n"}, r"must be 1 to 64"),
+        ({"url": "redis://c", "namespace": "é"}, r"must be 1 to 64"),
+        ({"url": "redis://c", "namespace": "x" * 65}, r"must be 1 to 64"),
+        ({"url": "redis://c", "connections": 0}, r"connections=0 must be above 0"),
+        ({"url": "redis://c", "connections": True}, r"connections=True must be of type int"),
+        ({"url": "redis://c", "timeout_seconds": 0}, r"timeout_seconds=0 must be a number above 0"),
+        ({"url": "redis://c", "timeout_seconds": float("inf")}, r"timeout_seconds=inf must be"),
+        ({"url": "redis://c", "timeout_seconds": float("nan")}, r"timeout_seconds=nan must be"),
+        ({"url": "redis://c", "ttl_seconds": -5}, r"ttl_seconds=-5 must be above 0"),
+        ({"url": "redis://c", "username": "bob"}, r"username='bob' needs a password"),
+        ({"url": "redis://c", "ca_file": "/ca.pem"}, r"ca_file='/ca.pem' needs a URL"),
+        ({"url": "redis://c", "read_only": "yes"}, r"read_only='yes' must be of type bool"),
+        ({"url": "redis://c", "capacity_bytes": 1}, r"has no option \['capacity_bytes'\]"),
+    ],
+)
+def test_what_is_refused(options: Mapping[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RedisOptions.of(options)
+
+
+def test_a_missing_ca_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ca_file='.*no\.pem' must be a file"):
+        RedisOptions.of({"url": "rediss://c", "ca_file": str(tmp_path / "no.pem")})

@@ -1,0 +1,69 @@
+"""A real Redis server, and the engine over it, as tests open them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from asynchicache.backends.redis import RedisBackend, open_backend
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from engines import Server, executable, free_port
+
+PAGE_BYTES = 5000
+FRAME_BYTES = 4096 + PAGE_BYTES
+
+
+class RedisServer(Server):
+    """A server in a folder of its own that keeps nothing on disk.
+
+    Args:
+        folder: where its socket lies.
+        arguments: more of its options, e.g. `--requirepass secret`.
+    """
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.socket = folder / "redis.sock"
+        command = [executable("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+        command += ["--appendonly", "no", "--dir", str(folder), "--unixsocket", str(self.socket)]
+        super().__init__([*command, *arguments], ready="Ready to accept connections")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def backend_at(url: str, **options: object) -> AsyncIterator[RedisBackend]:
+    """The redis backend of a server; closed in the end."""
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2, seed=0)
+        stack.push_async_callback(port.aclose)
+        backend = open_backend({"url": url, **options}, port)
+        stack.push_async_callback(backend.aclose)
+        yield backend
+
+
+async def open_bench(
+    backend: RedisBackend,
+    pool: str = "kv",
+    *,
+    page_bytes: int = PAGE_BYTES,
+    slots: int = 64,
+    weights: str = "w1",
+) -> Bench:
+    """One pool of the backend, and slots."""
+    binding = SlotBinding(slab_of(pool, page_bytes, slots), fingerprint_of(weights))
+    return Bench(await backend.open_pool(binding), binding)
+
+
+@asynccontextmanager
+async def bench_at(
+    url: str, *, page_bytes: int = PAGE_BYTES, slots: int = 64, **options: object
+) -> AsyncIterator[Bench]:
+    """One pool of the redis backend of a server; closed in the end."""
+    async with backend_at(url, **options) as backend:
+        yield await open_bench(backend, page_bytes=page_bytes, slots=slots)
