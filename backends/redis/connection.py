@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from asynchicache.backends.redis.resp import (
     NEWLINE,
     ErrorReply,
@@ -22,8 +20,6 @@ _MOST_LINE_BYTES = 4096
 _MOST_WORD_BYTES = 64 << 10
 _MOST_WORDS = 1 << 20
 _MOST_DEPTH = 3
-_TURN_BYTES = 2 << 20
-"""A socket that is always ready never suspends; after this many bytes the loop gets its turn."""
 
 
 class Connection:
@@ -40,7 +36,6 @@ class Connection:
         self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
-        self._turn = 0
 
     @property
     def usable(self) -> bool:
@@ -59,7 +54,6 @@ class Connection:
             OSError: the connection broke.
         """
         await self._wire.send(parts)
-        await self._moved(sum(map(len, parts)))
 
     async def ask(self, *commands: bytes) -> list[Reply]:
         """Send commands at once, and read as many replies.
@@ -186,11 +180,4 @@ class Connection:
         count = await self._wire.receive_into(view)
         if not count:
             raise ConnectionResetError("the server closed the connection")
-        await self._moved(count)
         return count
-
-    async def _moved(self, count: int) -> None:
-        self._turn += count
-        if self._turn >= _TURN_BYTES:
-            self._turn = 0
-            await asyncio.sleep(0)

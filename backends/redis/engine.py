@@ -28,8 +28,8 @@ _PART_BYTES = 1 << 20
 """Less than this is not worth a second connection."""
 _WINDOW_BYTES = 2 << 20
 """Asked for ahead on a connection: the server is never idle, and its output buffers stay small."""
-_INLINE_BYTES = 2 << 20
-"""A checksum over this much takes the loop a fifth of a millisecond; a larger one goes to a thread."""
+_INLINE_BYTES = 1 << 20
+"""A checksum over this much takes the loop a tenth of a millisecond; a larger one goes to a thread."""
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 """Error codes of a server that is well, but does not take writes."""
 

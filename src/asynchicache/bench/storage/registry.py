@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from asynchicache.bench.storage import file, memory
+from asynchicache.bench.storage import file, memory, redis
 from asynchicache.bench.storage.limits import Peer
 
 LIMITS: dict[str, Peer] = {
     "file": file.PEER,
     "memory": memory.PEER,
+    "redis": redis.PEER,
 }
 """By the engine's name; an engine that is not here is measured without one."""
