@@ -19,6 +19,8 @@ from asynchicache.bench.storage.run import run_storage
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.ports import AsyncioPort
+from engines import module
+from storage.redis_servers import RedisServer
 
 SMALL = ["--page-bytes", "8192", "--pages", "12", "--batch-bytes", "32768", "--depth", "2", "--rounds", "2"]
 KEYS = {
@@ -124,3 +126,26 @@ async def test_the_raw_file_brings_pages_back(tmp_path: Path) -> None:
 )
 def test_neighbours_go_in_one_call(indices: Sequence[int], runs: list[list[int]]) -> None:
     assert list(neighbours(indices)) == runs
+
+
+@pytest.mark.engine("redis")
+def test_redis_is_measured_beside_redis_py(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module("hiredis")
+    with RedisServer(tmp_path) as server:
+        option = ["--option", f"url={server.url}"]
+        code = main(["bench", "storage", "--engine", "redis", *SMALL, *option, "--json", "-"])
+        with module("redis").Redis.from_url(server.url) as client:
+            left = client.dbsize()
+
+    result = json.loads(capsys.readouterr().out)
+    assert (code, result["wrong_pages"], left) == (0, 0, 0)
+    assert result["limit"]["title"] == "redis-py with hiredis"
+    assert min(result["put_ratio"], result["get_ratio"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [((), "say which server"), (("url=redis://x", "namespace=a"), "has one of its own")]
+)
+def test_the_redis_bench_needs_a_server(option: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(run_storage(StorageBenchOptions(engine="redis", option=option), lambda done, total: None))

@@ -92,6 +92,11 @@ def passages(block: Block) -> Iterator[str]:
             passage = []
 
 
+def links(page: Path) -> list[str]:
+    """Where a page's links into this repository lead, as they are written."""
+    return [target for target, _ in _LINK.findall(page.read_text("utf-8")) if "://" not in target]
+
+
 def undented(text: str) -> str:
     """Lines without their common indentation, and without blank lines around them."""
     return dedent(text).strip("\n")
@@ -141,14 +146,17 @@ def test_commands_in_pages_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = [target for target, _ in _LINK.findall(page.read_text("utf-8"))]
-    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
-    assert missing == []
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    text = PAGES[0].read_text("utf-8")
-    assert [page for page in PAGES[1:] if str(page.relative_to(ROOT)) not in text] == []
+    reached, waiting = set(), [PAGES[0]]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached and page in PAGES:
+            reached.add(page)
+            waiting += [(page.parent / target).resolve() for target in links(page)]
+    assert [page for page in PAGES if page not in reached] == []
 
 
 # Reference pages name everything that there is.
