@@ -21,6 +21,7 @@ from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import namespace_seed, pool_fingerprint
 from asynchicache.layouts import SlotLayout
+from asynchicache.pools.balance import starving
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.memory import memory_budget
@@ -226,6 +227,8 @@ async def _open_rooms(
         device = open_device(config)
         kept.callback(device.close)
     slots = plan_slots(spec, config.sizes(), _memory(device))
+    for pool in starving(spec, slots, config.pages_per_state):
+        _log.warning("%s", pool)
     memories = await port.run_blocking(lambda: _allocate(spec, slots, device))
     for memory in memories.values():
         kept.callback(memory.host.close)

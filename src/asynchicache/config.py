@@ -56,7 +56,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         device: `cpu`, `cuda`, `cuda:1`, ... Default: `cpu`.
         inline: on a CPU, run copies on the loop at once instead of in threads: deterministic, no
             overlap. Default: False.
-        device_slots, host_slots, device_bytes, host_bytes, host_ratio: see `pools.sizing.SizeOptions`.
+        device_slots, host_slots, device_bytes, host_bytes, host_ratio, pages_per_state: see
+            `pools.sizing.SizeOptions`.
         write_policy: when pages go down. Default: `write_through`.
         clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
         eviction: `lru`, `lfu`, `slru` or `fifo`, for attention pages. Default: `lru`.
@@ -83,6 +84,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device_bytes: int | None = None
     host_bytes: int | None = None
     host_ratio: float = 2.0
+    pages_per_state: int = 16
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     clean_share: float = 0.125
     eviction: str = "lru"
@@ -147,6 +149,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             device_bytes=self.device_bytes,
             host_bytes=self.host_bytes,
             host_ratio=self.host_ratio,
+            pages_per_state=self.pages_per_state,
         )
 
 

@@ -104,6 +104,7 @@ def test_explicit_host_slots_do_not_shrink():
         (SizeOptions(host_slots={"kv": -1}), r"host_slots\['kv'\] is -1"),
         (SizeOptions(host_ratio=-1), r"host_ratio -1 must be 0"),
         (SizeOptions(device_bytes=-5), r"device_bytes -5 must be 0"),
+        (SizeOptions(pages_per_state=0), r"pages_per_state 0 must be 1 at least"),
     ],
 )
 def test_bad_numbers_are_named(options: SizeOptions, words: str):
@@ -112,8 +113,49 @@ def test_bad_numbers_are_named(options: SizeOptions, words: str):
 
 
 def test_too_few_bytes_for_one_slot_of_each():
-    with pytest.raises(CapacityError, match=r"device_bytes leaves 100 bytes .* needs 768"):
+    with pytest.raises(CapacityError, match=r"leaves 100 bytes .* needs 768.* raise device_bytes"):
         plan_slots(SPEC, SizeOptions(device_bytes=100), PLENTY)
+
+
+WINDOWS = PoolSpec("swa", (TensorSpec("keys", (1,), (2, 8), "bfloat16"),), coverage=trailing_pages(4))
+WINDOWED = ModelSpec("m", 16, 2, (KV, WINDOWS))
+
+
+def test_windows_are_divided_by_their_pages():
+    """A window of 4 pages at the end of each turn, whatever the turn's length."""
+    budget = 1 << 20
+    for pages, share in ((16, 4), (8, 2), (2, 1)):
+        options = SizeOptions(device_bytes=budget, pages_per_state=pages)
+        slots = plan_slots(WINDOWED, options, PLENTY)
+
+        assert slots["kv"][0] / slots["swa"][0] == pytest.approx(share, rel=0.05)
+        assert 0.99 * budget < sum(n * 512 for n, _ in slots.values()) <= budget
+
+
+def test_states_follow_the_length_of_turns():
+    """Proportions are of bytes as well: here a state costs half as much as a page."""
+    short, long = (
+        plan_slots(SPEC, SizeOptions(device_bytes=1 << 20, pages_per_state=pages), PLENTY)
+        for pages in (4, 64)
+    )
+
+    assert short["kv"][0] / short["mamba"][0] == pytest.approx(4, rel=0.05)
+    assert long["kv"][0] / long["mamba"][0] == pytest.approx(64, rel=0.05)
+
+
+def test_a_window_is_given_as_a_whole_or_not_at_all():
+    """Of 12 slots 5 are one window and the page to write; of few host slots none."""
+    options = SizeOptions(device_bytes=12 * 512, host_ratio=0.25)
+    slots = plan_slots(WINDOWED, options, PLENTY)
+
+    assert slots == {"kv": (7, 2), "swa": (5, 4)}
+    tight = SizeOptions(device_bytes=12 * 512, host_bytes=4 * 2 * ALIGNMENT)
+    assert plan_slots(WINDOWED, tight, PLENTY)["swa"] == (5, 0)
+
+
+def test_too_few_bytes_for_one_window():
+    with pytest.raises(CapacityError, match=r"one request needs 3072, for slots {'kv': 1, 'swa': 5}"):
+        plan_slots(WINDOWED, SizeOptions(device_bytes=3071), PLENTY)
 
 
 def test_there_are_no_more_states_than_pages():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,8 +11,8 @@ from asynchicache.layouts import ALIGNMENT, SlotLayout
 from asynchicache.specs import ModelSpec, PoolSpec
 
 PAGES_PER_STATE = 16
-"""Pages that one state stands beside when bytes are divided: a state at the end of each turn, not of
-each page. A conversation of many short turns wants fewer pages a state, one long document more."""
+"""Pages that one state, or one window, stands beside when bytes are divided: one at the end of each turn,
+not of each page. A conversation of many short turns wants fewer pages a state, one long document more."""
 
 _AUTO_DEVICE_SHARE = 0.3
 _HOST_SHARE = 0.8
@@ -25,6 +26,8 @@ class SizeOptions:
         device_slots, host_slots: by pool name; 0 host slots keep a pool on the device.
         device_bytes, host_bytes: divided among the pools that `*_slots` do not name.
         host_ratio: host slots for each device slot, where nothing else says. Default: 2.
+        pages_per_state: pages from one place where a prefix can be resumed to the next; the share of
+            states and windows follows from it. Default: 16.
     """
 
     device_slots: Mapping[str, int] = field(default_factory=dict)
@@ -32,6 +35,7 @@ class SizeOptions:
     device_bytes: int | None = None
     host_bytes: int | None = None
     host_ratio: float = 2.0
+    pages_per_state: int = PAGES_PER_STATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ def _check(spec: ModelSpec, options: SizeOptions) -> None:
                 )
     if not 0 <= options.host_ratio < float("inf"):
         raise ConfigError(f"host_ratio {options.host_ratio} must be 0 or more, and finite")
+    if options.pages_per_state < 1:
+        raise ConfigError(f"pages_per_state {options.pages_per_state} must be 1 at least")
     for option in ("device_bytes", "host_bytes"):
         value = getattr(options, option)
         if value is not None and value < 0:
@@ -89,9 +95,9 @@ def _device_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict
         budget = options.device_bytes
         if budget is None:
             budget = int(memory.device * _AUTO_DEVICE_SHARE)
-        slots |= _divide(spec, rest, budget - named, "device_bytes")
+        slots |= _divide(spec, rest, budget - named, options.pages_per_state)
     chosen = {pool.name: slots[pool.name] for pool in spec.owners}
-    return _no_more_states_than_pages(spec, chosen) | dict(options.device_slots)
+    return _no_more_than_pages(spec, chosen) | dict(options.device_slots)
 
 
 def _host_slots(
@@ -104,33 +110,72 @@ def _host_slots(
     budget = room - _total(spec, slots, host=True)
     if options.host_bytes is not None:
         budget = min(budget, options.host_bytes - _total(spec, slots, host=True))
-    wanted = {pool.name: -int(-device[pool.name] * options.host_ratio // 1) for pool in rest}
+    wanted = {pool.name: _host_wish(pool, device[pool.name], options.host_ratio) for pool in rest}
     need = _total(spec, wanted, host=True)
     share = 1.0
     if options.host_bytes is not None and need:
         share = max(budget, 0) / need
     elif need > budget:
         share = max(budget, 0) / need  # the ratio is a wish: it shrinks to what there is
-    slots |= {name: int(count * share) for name, count in wanted.items()}
+    slots |= {name: _whole_windows(spec.pool(name), int(count * share)) for name, count in wanted.items()}
     return slots
 
 
-def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, option: str) -> dict[str, int]:
-    """As many units of one state and `PAGES_PER_STATE` pages as fit into `budget` bytes."""
-    weights = {pool.name: PAGES_PER_STATE if pool.per_token else 1 for pool in pools}
-    unit = _total(spec, weights, host=False)
-    least = _total(spec, dict.fromkeys(weights, 1), host=False)
-    if budget < least:
+def _host_wish(pool: PoolSpec, device: int, ratio: float) -> int:
+    """Host slots by the ratio; for one window at least, if there are to be any."""
+    return max(math.ceil(device * ratio), _window(pool)) if ratio else 0
+
+
+def _whole_windows(pool: PoolSpec, count: int) -> int:
+    """Fewer slots than one window takes serve nothing: then it stays on the device."""
+    return count if count >= _window(pool) else 0
+
+
+def weight(pool: PoolSpec, pages_per_state: int) -> int:
+    """Slots of a pool that belong to `pages_per_state` pages with one place to resume at, at their end."""
+    if not pool.per_token:
+        return 1
+    return min(_window(pool) or pages_per_state, pages_per_state)
+
+
+def _window(pool: PoolSpec) -> int:
+    """Pages of the pool's window, 0 for a pool that has none."""
+    return pool.coverage.pages or 0 if pool.per_token else 0
+
+
+def _least(pool: PoolSpec) -> int:
+    """What one request takes of a pool: a slot, or a window and the page that is being written."""
+    return _window(pool) + 1
+
+
+def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, pages_per_state: int) -> dict[str, int]:
+    """As many units of `pages_per_state` pages, their state and their window as fit into `budget` bytes.
+
+    A pool whose share is less than one request takes gets that, and the others divide the rest.
+    """
+    least = {pool.name: _least(pool) for pool in pools}
+    need = _total(spec, least, host=False)
+    if budget < need:
         raise CapacityError(
-            f"{option} leaves {max(budget, 0)} bytes for {list(weights)}; one slot of each needs {least}"
+            f"device_bytes leaves {max(budget, 0)} bytes for {list(least)}; one request needs {need}, "
+            f"for slots {least}: raise device_bytes"
         )
-    return {name: max(1, int(budget / unit * weight)) for name, weight in weights.items()}
+    weights = {pool.name: weight(pool, pages_per_state) for pool in pools}
+    fixed: dict[str, int] = {}
+    while weights:
+        units = (budget - _total(spec, fixed, host=False)) / _total(spec, weights, host=False)
+        short = [name for name, count in weights.items() if int(units * count) < least[name]]
+        if not short:
+            break
+        fixed |= {name: least[name] for name in short}
+        weights = {name: count for name, count in weights.items() if name not in short}
+    return fixed | {name: int(units * count) for name, count in weights.items()}
 
 
-def _no_more_states_than_pages(spec: ModelSpec, slots: Mapping[str, int]) -> dict[str, int]:
-    """A state stands at the end of a page, so more of them than pages would never be used."""
+def _no_more_than_pages(spec: ModelSpec, slots: Mapping[str, int]) -> dict[str, int]:
+    """A state stands at the end of a page, and a window is pages: more of them would never be used."""
     pages = slots[spec.owners[0].name]
-    return {n: count if spec.pool(n).per_token else min(count, pages) for n, count in slots.items()}
+    return {name: min(count, max(pages, _least(spec.pool(name)))) for name, count in slots.items()}
 
 
 def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:

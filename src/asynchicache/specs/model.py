@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from asynchicache.errors import ConfigError
 from asynchicache.specs.huggingface import describe
 from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
+from asynchicache.specs.variants import draft_pools, quantise
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,55 @@ class ModelSpec:
         _check_page_size(page_size)
         found = describe(config, page_size, dtype=dtype)
         return cls(model or found.model, page_size, found.layers, found.pools, found.identity)
+
+    def with_quantised_kv(
+        self,
+        dtype: str = "float8_e4m3fn",
+        *,
+        scale_dtype: str = "float32",
+        pools: Collection[str] | None = None,
+    ) -> ModelSpec:
+        """The same model with quantised pages, and their scales as further tensors of each page.
+
+        Each floating-point tensor `x` of a quantised pool becomes one of `dtype`, and `x_scale` joins it: one
+        scale for each token and head, and for each section (latent and RoPE key have different ranges).
+
+        Args:
+            dtype: `float8_e4m3fn`, `float8_e5m2`, `int8` or `uint8`.
+            scale_dtype: of the scales.
+            pools: which pools of pages; by default all that own slots (`dsa` does not).
+
+        Raises:
+            ConfigError: another dtype, a pool without pages, or one that is quantised already.
+        """
+        return replace(self, pools=quantise(self.pools, pools, dtype, scale_dtype))
+
+    def with_draft(self, draft: ModelSpec, *, prefix: str = "draft") -> ModelSpec:
+        """The same model with the pools of a draft model, which share the slots of the target's.
+
+        The draft reads the same tokens, so its pages are there when the target's are: a slot of `kv` is a
+        slot of `draft_kv`. Its layers are numbered after the target's. `weight_version` must name the
+        weights of both.
+
+        Args:
+            draft: of the same page size.
+            prefix: before the names of the draft's pools.
+
+        Raises:
+            ConfigError: another page size, or no pool of the target keeps what the draft needs.
+        """
+        if draft.page_size != self.page_size:
+            raise ConfigError(
+                f"pages of {draft.page_size} tokens in the draft, of {self.page_size} in its target; "
+                "they must be the same"
+            )
+        return ModelSpec(
+            self.model,
+            self.page_size,
+            self.layers + draft.layers,
+            self.pools + draft_pools(self.owners, draft.pools, self.layers, prefix),
+            f"{self.identity} {prefix}: {draft.identity}",
+        )
 
     def pool(self, name: str) -> PoolSpec:
         return self._by_name[name]

@@ -1,0 +1,92 @@
+"""Whether the pools fit each other: what the smallest of them makes of the others' hits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asynchicache.pools.sizing import PAGES_PER_STATE, weight
+from asynchicache.specs import ModelSpec
+
+STARVING = 0.5
+"""A pool that can serve less than this share of what attention pages can is worth a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starving:
+    """A pool that is too small for the others: what they hold beyond it is no hit.
+
+    Attributes:
+        pool: its name.
+        tokens: how many tokens of prefixes it can serve.
+        against: the pool that it is measured against, and `against_tokens` that one can serve.
+        slots: slots it has, in the tier where it has more.
+        wanted: slots with which it would serve as many tokens as the other.
+        option: what to raise: the slots of the tier where the other has more.
+    """
+
+    pool: str
+    tokens: int
+    against: str
+    against_tokens: int
+    slots: int
+    wanted: int
+    option: str
+
+    def __str__(self) -> str:
+        return (
+            f"pool {self.pool!r} can serve about {self.tokens:,} tokens with {self.slots:,} slots, "
+            f"{self.against!r} {self.against_tokens:,}: most of what {self.against!r} holds will be no hit. "
+            f"Raise {self.option}[{self.pool!r}] to {self.wanted:,}"
+        )
+
+
+def starving(
+    spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages_per_state: int = PAGES_PER_STATE
+) -> list[Starving]:
+    """The pools that hold the others' hits back, if prefixes are resumed every `pages_per_state` pages.
+
+    A prefix is a hit where every pool has what it needs, so the pool that can serve the fewest tokens
+    decides. What a pool can serve is counted in the tier where it has more slots: the host has copies
+    of what the device has.
+
+    Args:
+        spec: the model's pools.
+        slots: of device and host, by pool, as `plan_slots` gives them.
+        pages_per_state: pages from one place where a prefix can be resumed to the next.
+    """
+    full, *others = (pool.name for pool in spec.owners)
+    scale = _Scale(spec, slots, pages_per_state)
+    small = [name for name in others if scale.turns(name) < STARVING * scale.turns(full)]
+    useless = [name for name in others if scale.most(name) > scale.most(full)]  # no page to stand on
+    return [scale.report(name, full, scale.turns(full) * scale.weights[name]) for name in small] + [
+        scale.report(full, name, scale.most(name)) for name in useless
+    ]
+
+
+class _Scale:
+    """The pools of one cache, measured in turns: prefixes of `pages_per_state` pages."""
+
+    def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages_per_state: int) -> None:
+        self.slots = slots
+        self.weights = {pool.name: weight(pool, pages_per_state) for pool in spec.owners}
+        self.turn_tokens = pages_per_state * spec.page_size
+
+    def most(self, name: str) -> int:
+        return max(self.slots[name])
+
+    def turns(self, name: str) -> float:
+        return self.most(name) / self.weights[name]
+
+    def report(self, name: str, against: str, wanted: float) -> Starving:
+        device, host = self.slots[against]
+        return Starving(
+            name,
+            int(self.turns(name) * self.turn_tokens),
+            against,
+            int(self.turns(against) * self.turn_tokens),
+            self.most(name),
+            math.ceil(wanted),
+            "host_slots" if host > device else "device_slots",
+        )
