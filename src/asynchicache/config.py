@@ -25,7 +25,9 @@ from asynchicache.types import PrefetchPolicy, WritePolicy
 ENVIRONMENT_PREFIX = "ASYNCHICACHE_"
 BACKEND_GROUP = "asynchicache.backends"
 
-_OWN_BACKENDS = {name: f"asynchicache.backends.{name}:open_backend" for name in ("memory", "file", "redis")}
+_OWN_BACKENDS = {
+    name: f"asynchicache.backends.{name}:open_backend" for name in ("memory", "file", "hf3fs", "redis")
+}
 """Found without installed metadata too: a source tree on the path has none."""
 
 

@@ -1,0 +1,136 @@
+"""A folder on 3FS with one preallocated file for each pool, and a metadata service that knows their slots.
+
+The metadata protocol follows SGLang's hf3fs engine (https://github.com/sgl-project/sglang/pull/23241), with
+leases and generations added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from asynchicache.backends.hf3fs.datafile import DataFile, DataPath
+from asynchicache.backends.hf3fs.engine import Hf3fsEngine
+from asynchicache.backends.hf3fs.folder import claim_folder
+from asynchicache.backends.hf3fs.metadata.client import MetadataClient, Namespace
+from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
+from asynchicache.backends.hf3fs.posix import PosixPath
+from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
+from asynchicache.errors import ClosedError, StorageError
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import PoolBinding
+
+logger = logging.getLogger(__name__)
+
+
+class Hf3fsBackend:
+    """The pools of one rank.
+
+    Args:
+        options: where, how much, and how.
+        port: threads, clock, randomness.
+
+    Raises:
+        ConfigError: the metadata service's URL is none.
+        StorageError: something that is needed is not installed.
+    """
+
+    name = "hf3fs"
+
+    def __init__(self, options: Hf3fsOptions, port: Port) -> None:
+        self._options = options
+        self._port = port
+        self._usrbio = load_usrbio() if options.io is Io.USRBIO else None
+        self._client = MetadataClient(options.metadata, port, seconds=options.metadata_seconds)
+        self._engines: dict[str, asyncio.Task[Hf3fsEngine]] = {}
+        self._closed = False
+
+    async def open_pool(self, binding: PoolBinding) -> Hf3fsEngine:
+        """Make the pool known to the metadata service, and open its file.
+
+        Raises:
+            StorageError: no service answers, the folder or the file cannot be used, or the pool is open.
+            StorageFormatError: folder or service hold something else.
+            ClosedError: the backend is closed.
+        """
+        if self._closed:
+            raise ClosedError(f"hf3fs backend over {self._options.path} is closed")
+        name = namespace_name(binding)
+        self._check_free(name)
+        # A task of our own: its file must not be lost if the caller is cancelled.
+        opening = asyncio.create_task(self._open(name, binding))
+        self._engines[name] = opening
+        return await asyncio.shield(opening)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._engines:
+            await asyncio.wait(self._engines.values())
+        for opened in self._engines.values():
+            if opened.exception() is None:
+                await opened.result().aclose()
+        await self._client.aclose()
+
+    def _check_free(self, name: str) -> None:
+        opened = self._engines.get(name)
+        if opened is None or (opened.done() and (opened.exception() is not None or opened.result().closed)):
+            return
+        raise StorageError(f"{name} is open already; each pool is opened once")
+
+    async def _open(self, name: str, binding: PoolBinding) -> Hf3fsEngine:
+        options = self._options
+        frame_bytes = binding.header_bytes + binding.slot_bytes
+        wanted = options.slots_of(binding.pool, frame_bytes)
+        opened = await self._client.open(name, wanted, frame_bytes)
+        if opened.slots > wanted:
+            logger.info("%s has %d slots already; %d were asked for", name, opened.slots, wanted)
+        data = await self._port.run_blocking(
+            partial(self._open_data, name, opened.store, opened.slots, binding)
+        )
+        return Hf3fsEngine(
+            binding,
+            self._port,
+            Namespace(self._client, opened, name, frame_bytes),
+            data,
+            writes=options.replicated_writer or bool(binding.shard),
+            concurrency=options.workers,
+        )
+
+    def _open_data(self, name: str, store: str, slots: int, binding: PoolBinding) -> DataPath:
+        options = self._options
+        claim_folder(options.path, store)
+        file = DataFile(
+            options.path / f"{name}.pages",
+            binding.header_bytes + binding.slot_bytes,
+            slots,
+            direct=options.direct and options.io is Io.POSIX,
+        )
+        if self._usrbio is None:
+            return PosixPath(file, binding)
+        try:
+            return UsrbioPath(self._usrbio, file, binding, options, self._port.now)
+        except BaseException:
+            file.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Hf3fsBackend {self._options.path}, {self._client.url}: {len(self._engines)} pools>"
+
+
+def namespace_name(binding: PoolBinding) -> str:
+    """What no two pools, shards or fingerprints share: names the file, and the pages in the service."""
+    # A shard has `/` and `-`, and never `_`: two shards get two names.
+    shard = f".{binding.shard.replace('/', '_')}" if binding.shard else ""
+    return f"{binding.fingerprint.hex()[:32]}.{binding.pool}{shard}"
+
+
+def open_backend(options: Mapping[str, object], port: Port) -> Hf3fsBackend:
+    """The hf3fs engine; see `Hf3fsOptions` for its options.
+
+    Raises:
+        ConfigError: an option is missing, unknown, or breaks its rule.
+        StorageError: a library that is needed is not installed.
+    """
+    return Hf3fsBackend(Hf3fsOptions.of(options), port)

@@ -1,0 +1,254 @@
+"""One pool: asks the metadata service where pages lie, moves them, and tells it what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from uuid import uuid4
+
+from asynchicache.backends.hf3fs.datafile import DataPath, Frame
+from asynchicache.backends.hf3fs.metadata.client import Namespace
+from asynchicache.backends.hf3fs.metadata.messages import Claim, Place
+from asynchicache.errors import ClosedError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import Capabilities, PoolBinding
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+_MAGIC_BYTES = 8
+
+
+class Hf3fsEngine:
+    """One pool in one file.
+
+    A page is visible once it is written, durable, and confirmed. A read holds a lease on its slots; if
+    the lease ends too early and a slot gets another page, the seal does not fit, the slot's generation
+    is another, and the outcome is MISS.
+
+    Args:
+        binding: the pool's slots in host memory.
+        port: threads and clock.
+        namespace: its pages in the metadata service.
+        data: moves bytes; closed by `aclose`.
+        writes: whether this rank writes; else puts are EXISTS or REJECTED.
+        concurrency: batches that may move at once.
+    """
+
+    def __init__(
+        self,
+        binding: PoolBinding,
+        port: Port,
+        namespace: Namespace,
+        data: DataPath,
+        *,
+        writes: bool,
+        concurrency: int,
+    ) -> None:
+        self.capabilities = Capabilities(durable=True, checks=True, shared=True, concurrency=concurrency)
+        self.closed = False
+        self.corrupt = 0
+        """Pages that were found damaged, and dropped."""
+        self._binding = binding
+        self._port = port
+        self._namespace = namespace
+        self._data = data
+        self._writes = writes
+        self._calls: set[asyncio.Task[list[Outcome]]] = set()
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """
+        Raises:
+            StorageError: the metadata service does not answer.
+        """
+        self._check_open()
+        return bytearray(await self._namespace.exists(_names(keys))) if keys else bytearray()
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._run(partial(self._get, keys, slots), keys)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._run(partial(self._put if self._writes else self._leave, keys, slots), keys)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return await self._run(partial(self._delete, keys), keys)
+
+    async def clear(self) -> int:
+        """Drop every page of this pool, shard and fingerprint, and of no other; how many.
+
+        Raises:
+            StorageError: the metadata service does not answer.
+        """
+        self._check_open()
+        return await self._namespace.clear()
+
+    async def aclose(self) -> None:
+        self.closed = True
+        self._data.stop()
+        while self._calls:
+            await asyncio.wait(self._calls)
+        await self._port.run_blocking(self._data.close)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"hf3fs engine of pool {self._binding.pool!r} is closed")
+
+    async def _run(
+        self, call: Callable[[], Coroutine[object, object, list[Outcome]]], keys: Sequence[ObjectKey]
+    ) -> list[Outcome]:
+        """Run a call to its end, whatever its caller does; FAILED where the service does not answer."""
+        self._check_open()
+        if not keys:
+            return []
+        task = asyncio.create_task(self._answered(call, len(keys)))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await asyncio.shield(task)
+
+    async def _answered(
+        self, call: Callable[[], Coroutine[object, object, list[Outcome]]], count: int
+    ) -> list[Outcome]:
+        try:
+            return await call()
+        except StorageError as error:
+            logger.warning("%s: %s", self._namespace.name, error)
+            return [Outcome.FAILED] * count
+
+    async def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        located = await self._namespace.locate(_names(keys))
+        places = {place: at for place, at in enumerate(located.places) if at is not None}
+        frames = [Frame(at.slot, slots[place]) for place, at in places.items()]
+        try:
+            found = await self._port.run_blocking(
+                partial(self._read, frames, [keys[place] for place in places])
+            )
+        finally:
+            self._namespace.end_read(located)
+        outcomes = [Outcome.MISS] * len(keys)
+        for place, outcome in zip(places, found, strict=True):
+            outcomes[place] = outcome
+        await self._drop_unfit(keys, places, outcomes)
+        return outcomes
+
+    def _read(self, frames: Sequence[Frame], keys: Sequence[ObjectKey]) -> list[Outcome]:
+        outcomes = self._data.read(frames)
+        for index, (frame, key) in enumerate(zip(frames, keys, strict=True)):
+            if outcomes[index] is Outcome.HIT:
+                outcomes[index] = self._check(frame.memory, key)
+        return outcomes
+
+    def _check(self, slot: int, key: ObjectKey) -> Outcome:
+        outcome = self._binding.check(slot, key)
+        if outcome is not Outcome.HIT and not any(self._binding.header(slot)[:_MAGIC_BYTES]):
+            return Outcome.MISS  # a hole in the file, which reads as zeros
+        return outcome
+
+    async def _drop_unfit(
+        self, keys: Sequence[ObjectKey], places: dict[int, Place], outcomes: list[Outcome]
+    ) -> None:
+        """Forget pages that are damaged or not there. If the service has them elsewhere by now, they
+        were evicted while they were read: nothing is damaged."""
+        unfit = [place for place in places if outcomes[place] in (Outcome.CORRUPT, Outcome.MISS)]
+        if not unfit:
+            return
+        claims = [Claim(_name(keys[place]), *_where(places[place])) for place in unfit]
+        try:
+            dropped = await self._namespace.forget(claims)
+        except StorageError as error:
+            logger.warning("%s: %d pages are unfit: %s", self._namespace.name, len(unfit), error)
+            return
+        for place, gone in zip(unfit, dropped, strict=True):
+            if outcomes[place] is Outcome.CORRUPT and not gone:
+                outcomes[place] = Outcome.MISS
+        self.corrupt += sum(outcomes[place] is Outcome.CORRUPT for place in unfit)
+
+    async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        first = {key: place for place, key in reversed(list(enumerate(keys)))}
+        outcomes = [Outcome.EXISTS] * len(keys)  # of a key that is given twice the second exists
+        unique = list(first)
+        asked = self._port.now()
+        # Not from the port: of two ranks with one seed, each would get the other's slots.
+        reserved = await self._namespace.reserve(uuid4().hex, _names(unique))
+        places: dict[int, Place] = {}
+        for key, existed, at in zip(unique, reserved.existed, reserved.places, strict=True):
+            if at is not None:
+                places[first[key]] = at
+            elif not existed:
+                outcomes[first[key]] = Outcome.REJECTED  # every slot is being read or written
+        fresh = [(Frame(at.slot, slots[place]), keys[place]) for place, at in places.items()]
+        written = await self._port.run_blocking(partial(self._write, fresh, asked))
+        for place, outcome in zip(places, written, strict=True):
+            outcomes[place] = outcome
+        await self._settle(keys, places, outcomes)
+        return [Outcome.FAILED if outcome is Outcome.TIMEOUT else outcome for outcome in outcomes]
+
+    def _write(self, fresh: Sequence[tuple[Frame, ObjectKey]], asked: float) -> list[Outcome]:
+        if self._port.now() - asked > self._namespace.lease_seconds / 2:
+            # The thread came late. Whoever gets the slots next must not meet our writes there.
+            return [Outcome.FAILED] * len(fresh)
+        for frame, key in fresh:
+            self._binding.seal(frame.memory, key)
+        return self._data.write([frame for frame, _ in fresh])
+
+    async def _settle(
+        self, keys: Sequence[ObjectKey], places: dict[int, Place], outcomes: list[Outcome]
+    ) -> None:
+        """Show what was written, and give back what was not: those slots only, and none into which a
+        write may still come. Those stay reserved until the lease ends."""
+        stored = [place for place in places if outcomes[place] is Outcome.STORED]
+        unused = [places[place] for place in places if outcomes[place] in (Outcome.FAILED, Outcome.REJECTED)]
+        if stored:
+            claims = [Claim(_name(keys[place]), *_where(places[place])) for place in stored]
+            verdicts = await self._confirm(claims)
+            for place, verdict in zip(stored, verdicts, strict=True):
+                outcomes[place] = _OUTCOME_OF[verdict]
+        if unused:
+            await self._release(unused)
+
+    async def _confirm(self, claims: Sequence[Claim]) -> Sequence[str]:
+        try:
+            return await self._namespace.confirm(claims)
+        except StorageError as error:
+            logger.warning(
+                "%s: %d pages were written, but not shown: %s", self._namespace.name, len(claims), error
+            )
+            return ["lost"] * len(claims)
+
+    async def _release(self, places: Sequence[Place]) -> None:
+        try:
+            await self._namespace.release(places)
+        except StorageError as error:
+            logger.info(
+                "%s: %d slots stay reserved for a while: %s", self._namespace.name, len(places), error
+            )
+
+    async def _leave(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """Another rank writes these pages."""
+        present = await self._namespace.exists(_names(keys))
+        return [Outcome.EXISTS if there else Outcome.REJECTED for there in present]
+
+    async def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        dropped = await self._namespace.delete(_names(keys))
+        return [Outcome.HIT if gone else Outcome.MISS for gone in dropped]
+
+    def __repr__(self) -> str:
+        return f"<Hf3fsEngine {self._namespace.name}: {self._namespace.slots} slots, {self.corrupt} corrupt>"
+
+
+_OUTCOME_OF = {"stored": Outcome.STORED, "existed": Outcome.EXISTS, "lost": Outcome.FAILED}
+
+
+def _name(key: ObjectKey) -> str:
+    """A key inside its namespace."""
+    return key.digest.hex()
+
+
+def _names(keys: Sequence[ObjectKey]) -> list[str]:
+    return [key.digest.hex() for key in keys]
+
+
+def _where(place: Place) -> tuple[int, int]:
+    return place.slot, place.generation

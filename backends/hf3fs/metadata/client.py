@@ -1,0 +1,243 @@
+"""The metadata service as its clients see it: calls with a deadline, tried again only where that is safe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from asynchicache.backends.hf3fs.metadata import messages as m
+from asynchicache.errors import ConfigError, StorageError, StorageFormatError
+from asynchicache.ports import Port
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=m.Message)
+
+_FIRST_PAUSE = 0.05
+_START = "start one: python -m asynchicache.backends.hf3fs.metadata --dir DIR"
+
+
+class MetadataClient:
+    """Connections to one service, for any number of namespaces.
+
+    Args:
+        url: `http://host:port`.
+        port: the randomness of pauses.
+        seconds: deadline of a call, all attempts together.
+        attempts: how often a call that may be repeated is tried when the connection fails.
+
+    Raises:
+        ConfigError: the URL is none.
+        StorageError: the HTTP client is not installed.
+    """
+
+    def __init__(self, url: str, port: Port, *, seconds: float = 5.0, attempts: int = 3) -> None:
+        self.url = _checked_url(url)
+        self._port = port
+        self._seconds = seconds
+        self._attempts = attempts
+        self._http = _http_client(self.url, seconds)
+
+    async def open(self, name: str, slots: int, frame_bytes: int) -> m.Opened:
+        """
+        Raises:
+            StorageFormatError: the namespace has frames of another size.
+            StorageError: no service answers there.
+        """
+        try:
+            return await self.call("/v1/open", m.Open(name, slots, frame_bytes), m.Opened)
+        except StorageFormatError:
+            raise
+        except StorageError as error:
+            raise StorageError(f"no metadata service for hf3fs at {self.url}: {error}; {_START}") from error
+
+    async def call(
+        self, path: str, message: m.Message, answer: type[Answer], *, repeat: bool = True
+    ) -> Answer:
+        """
+        Args:
+            path: what is called.
+            message: what is sent.
+            answer: what is expected.
+            repeat: whether it may be sent again when nobody knows if it has arrived.
+
+        Raises:
+            StorageError: no answer, a refusal, or nonsense.
+        """
+        body = msgspec.json.encode(message)
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._attempt(path, body, answer, self._attempts if repeat else 1)
+        except TimeoutError:
+            raise StorageError(f"{path}: no answer in {self._seconds} s") from None
+
+    async def aclose(self) -> None:
+        """Close the connections; twice is harmless."""
+        await self._http.aclose()
+
+    async def _attempt(self, path: str, body: bytes, answer: type[Answer], attempts: int) -> Answer:
+        import httpx
+
+        pause = _FIRST_PAUSE
+        while True:
+            attempts -= 1
+            try:
+                return _understood(await self._http.post(path, content=body), answer)
+            except httpx.TransportError as error:
+                if attempts < 1:
+                    raise StorageError(f"{path}: {error!r}") from error
+                logger.info("%s%s: %r; trying again", self.url, path, error)
+            await asyncio.sleep(pause * (0.5 + self._port.random.random()))
+            pause *= 2
+
+
+class Namespace:
+    """One pool's pages in the service.
+
+    Args:
+        client: the service.
+        opened: what it said when the namespace was opened.
+        name: of the namespace.
+        frame_bytes: of one slot.
+    """
+
+    def __init__(self, client: MetadataClient, opened: m.Opened, name: str, frame_bytes: int) -> None:
+        self.name = name
+        self.slots = opened.slots
+        self.lease_seconds = opened.lease_seconds
+        self._client = client
+        self._frame_bytes = frame_bytes
+        self._path = f"/v1/namespaces/{opened.handle}"
+        self._finished: list[int] = []
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each page is there.
+
+        Raises:
+            StorageError: no answer, or nonsense; as every call.
+        """
+        found = await self._client.call(
+            f"{self._path}/exists", m.Ask(list(keys), self._ended_reads()), m.Present
+        )
+        return _one_each(found.present, keys)
+
+    async def locate(self, keys: Sequence[str]) -> m.Located:
+        """Where pages are; `end_read` gives their slots free."""
+        located = await self._client.call(
+            f"{self._path}/locate", m.Ask(list(keys), self._ended_reads()), m.Located
+        )
+        _one_each(located.places, keys)
+        await self._check_range(located.places)
+        return located
+
+    def end_read(self, located: m.Located) -> None:
+        """The read has ended; said to the service with the next call."""
+        if located.lease and len(self._finished) < m.MOST_KEYS:
+            self._finished.append(located.lease)
+
+    async def reserve(self, token: str, keys: Sequence[str]) -> m.Reserved:
+        """Slots to write to, one a key that is not there, while there is room; safe to repeat."""
+        reserved = await self._client.call(
+            f"{self._path}/reserve", m.Reserve(token, list(keys), self._ended_reads()), m.Reserved
+        )
+        _one_each(reserved.existed, keys)
+        places = [place.slot for place in _one_each(reserved.places, keys) if place is not None]
+        if len(set(places)) != len(places):
+            raise StorageError(f"{self.name}: one slot was reserved for two pages")
+        await self._check_range(reserved.places)
+        return reserved
+
+    async def confirm(self, claims: Sequence[m.Claim]) -> list[m.Verdict]:
+        """Show what was written; safe to repeat."""
+        confirmed = await self._client.call(f"{self._path}/confirm", m.Confirm(list(claims)), m.Confirmed)
+        return _one_each(confirmed.verdicts, claims)
+
+    async def release(self, places: Sequence[m.Place]) -> None:
+        """Give back what was reserved and not written; safe to repeat."""
+        await self._client.call(f"{self._path}/release", m.Release(list(places)), m.Counted)
+
+    async def forget(self, claims: Sequence[m.Claim]) -> list[bool]:
+        """Drop damaged pages; not repeated, because the second answer would be another."""
+        dropped = await self._client.call(
+            f"{self._path}/forget", m.Forget(list(claims)), m.Dropped, repeat=False
+        )
+        return _one_each(dropped.dropped, claims)
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        """Drop pages by name; not repeated: a page that came back in between would go too."""
+        dropped = await self._client.call(
+            f"{self._path}/delete", m.Ask(list(keys), self._ended_reads()), m.Dropped, repeat=False
+        )
+        return _one_each(dropped.dropped, keys)
+
+    async def clear(self) -> int:
+        """Drop every page of this namespace; how many."""
+        return (await self._client.call(f"{self._path}/clear", m.Clear(), m.Counted, repeat=False)).count
+
+    def _ended_reads(self) -> list[int]:
+        """Once only: if the call fails, the service ends those leases by itself."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def _check_range(self, places: Sequence[m.Place | None]) -> None:
+        highest = max((place.slot for place in places if place is not None), default=-1)
+        if highest >= self.slots:  # another client has made it larger
+            self.slots = (await self._client.open(self.name, self.slots, self._frame_bytes)).slots
+        if highest >= self.slots:
+            raise StorageError(f"{self.name}: slot {highest} of {self.slots}")
+
+
+Item = TypeVar("Item")
+
+
+def _one_each(answers: list[Item], keys: Sequence[object]) -> list[Item]:
+    if len(answers) != len(keys):
+        raise StorageError(f"{len(answers)} answers for {len(keys)} keys")
+    return answers
+
+
+def _understood(response: httpx.Response, answer: type[Answer]) -> Answer:
+    if response.status_code == 200:
+        try:
+            return msgspec.json.decode(response.content, type=answer)
+        except msgspec.MsgspecError as error:
+            raise StorageError(f"{response.url}: this is no metadata service of hf3fs: {error}") from error
+    try:
+        words = msgspec.json.decode(response.content, type=m.Refusal).error
+    except msgspec.MsgspecError:
+        words = f"status {response.status_code}"
+    kind = StorageFormatError if response.status_code == 409 else StorageError
+    raise kind(f"{response.url}: {words}")
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        good = (
+            parts.scheme in ("http", "https") and parts.hostname and parts.port and not parts.path.strip("/")
+        )
+    except ValueError:  # the port is no number
+        good = False
+    if not good:
+        raise ConfigError(f"storage backend 'hf3fs': option metadata={url!r} must be http://host:port")
+    return url.rstrip("/")
+
+
+def _http_client(url: str, seconds: float) -> httpx.AsyncClient:
+    try:
+        import httpx
+    except ImportError as error:
+        raise StorageError("storage 'hf3fs' needs httpx: pip install 'asynchicache[hf3fs]'") from error
+    # Without certificates to load, which takes as long as a hundred calls, where none will be checked.
+    secure = url.startswith("https")
+    context = ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return httpx.AsyncClient(base_url=url, verify=context, timeout=seconds, trust_env=False)

@@ -1,0 +1,118 @@
+"""The service's state on disk: one SQLite database, held by one process, of a format that it knows."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+
+FILE = "metadata.sqlite3"
+FORMAT = 1
+_APPLICATION = 0x48334653  # "H3FS"
+
+_SCHEMA = (
+    "CREATE TABLE store (id TEXT NOT NULL, generation INTEGER NOT NULL)",
+    """CREATE TABLE namespaces (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL UNIQUE,
+        frame_bytes INTEGER NOT NULL,
+        slots INTEGER NOT NULL,
+        evicted INTEGER NOT NULL DEFAULT 0
+    )""",
+    """CREATE TABLE slots (
+        namespace INTEGER NOT NULL,
+        slot INTEGER NOT NULL,
+        state INTEGER NOT NULL,
+        used INTEGER NOT NULL DEFAULT 0,
+        generation INTEGER NOT NULL,
+        key TEXT,
+        token TEXT,
+        PRIMARY KEY (namespace, slot)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX by_age ON slots (namespace, state, used, slot)",
+    "CREATE UNIQUE INDEX by_key ON slots (namespace, key) WHERE state = 2",
+    "CREATE INDEX by_token ON slots (namespace, token) WHERE state = 1",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {FORMAT}",
+)
+"""A slot is free (0), reserved (1), or held by a page (2); it has a row once it was reserved."""
+
+
+def open_database(folder: Path) -> sqlite3.Connection:
+    """The database below `folder`, made if there is none, and locked until it is closed.
+
+    Every commit is on the disk when it returns. The connection may be handed from thread to thread.
+
+    Raises:
+        StorageLockedError: another service has it open.
+        StorageFormatError: it is no such database, or one of another format.
+        StorageError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(folder / FILE, timeout=0, isolation_level=None, check_same_thread=False)
+    except (OSError, sqlite3.Error) as error:
+        raise StorageError(f"{folder} cannot hold the metadata: {error}") from error
+    try:
+        _prepare(database, folder / FILE)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """All of the block, or, if it raises, nothing of it."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    try:
+        # Exclusive: SQLite's own lock keeps a second service out, and ends with the process.
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        _check_format(database, path)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        with transaction(database):  # takes the lock now, not at the first write
+            if _number(database, "user_version") == 0:
+                _create(database)
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):
+            raise StorageLockedError(f"{path} is open in another metadata service: stop that one") from None
+        raise StorageError(f"{path} cannot be used: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise StorageFormatError(f"{path} is no metadata of hf3fs: {error}; give another folder") from error
+
+
+def _create(database: sqlite3.Connection) -> None:
+    for statement in _SCHEMA:
+        database.execute(statement)
+    database.execute("INSERT INTO store VALUES (?, 0)", (uuid4().hex,))
+
+
+def _check_format(database: sqlite3.Connection, path: Path) -> None:
+    application, version = _number(database, "application_id"), _number(database, "user_version")
+    tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if application != _APPLICATION and (application or version or tables):
+        raise StorageFormatError(f"{path} is a database of something else; give another folder")
+    if version > FORMAT:
+        raise StorageFormatError(
+            f"{path} has format {version}; this version reads format {FORMAT}: update asynchicache"
+        )
+
+
+def _number(database: sqlite3.Connection, pragma: str) -> int:
+    number: int = database.execute(f"PRAGMA {pragma}").fetchone()[0]
+    return number

@@ -1,0 +1,110 @@
+"""Frames moved by `preadv` and `pwritev`: through 3FS's FUSE mount, or on any other file system."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from asynchicache.backends.hf3fs.datafile import DataFile, Frame
+from asynchicache.storage.protocol import PoolBinding
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+_MOST_FRAMES = 500  # two views each; IOV_MAX is 1,024 on Linux
+_MOST_BYTES = 64 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+
+_Io = Callable[[int, Sequence[memoryview], int], int]
+
+
+class PosixPath:
+    """A `DataPath` by system calls; neighbours in the file move in one call.
+
+    Args:
+        file: closed with the path.
+        binding: the slots in memory.
+    """
+
+    def __init__(self, file: DataFile, binding: PoolBinding) -> None:
+        self._file = file
+        self._binding = binding
+        self._most = max(1, min(_MOST_FRAMES, _MOST_BYTES // file.frame_bytes))
+        self._broken = False
+
+    def read(self, frames: Sequence[Frame]) -> list[Outcome]:
+        return self._move(os.preadv, frames, whole=Outcome.HIT, short=Outcome.MISS)
+
+    def write(self, frames: Sequence[Frame]) -> list[Outcome]:
+        if self._broken:
+            return [Outcome.FAILED] * len(frames)
+        outcomes = self._move(os.pwritev, frames, whole=Outcome.STORED, short=Outcome.REJECTED)
+        if Outcome.STORED not in outcomes or self._synced():
+            return outcomes
+        return [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
+
+    def stop(self) -> None:
+        """System calls end by themselves."""
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _move(self, io: _Io, frames: Sequence[Frame], *, whole: Outcome, short: Outcome) -> list[Outcome]:
+        outcomes = [short] * len(frames)
+        for run in runs(frames, self._most):
+            while run:
+                done, problem = self._try(io, [frames[place] for place in run], short)
+                if not done and len(run) > 1:  # which frame is it?
+                    done, problem = self._try(io, [frames[run[0]]], short)
+                for place in run[:done]:
+                    outcomes[place] = whole
+                if not done:
+                    outcomes[run[0]] = problem
+                run = run[max(done, 1) :]
+        return outcomes
+
+    def _try(self, io: _Io, run: Sequence[Frame], short: Outcome) -> tuple[int, Outcome]:
+        """How many frames were moved whole, and what became of the next."""
+        views = [view for frame in run for view in self._views(frame)]
+        try:
+            return self._direct_or_not(io, views, self._file.offset(run[0].slot)), short
+        except OSError as error:
+            logger.warning("%s: %d pages from slot %d: %s", self._file.path, len(run), run[0].slot, error)
+            return 0, Outcome.REJECTED if error.errno in _FULL else Outcome.FAILED
+
+    def _views(self, frame: Frame) -> tuple[memoryview, memoryview]:
+        return self._binding.header(frame.memory), self._binding.page(frame.memory)
+
+    def _direct_or_not(self, io: _Io, views: Sequence[memoryview], offset: int) -> int:
+        try:
+            moved = io(self._file.fileno, views, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._file.direct:
+                raise
+            self._file.use_kernel_cache()
+            moved = io(self._file.fileno, views, offset)
+        return moved // self._file.frame_bytes
+
+    def _synced(self) -> bool:
+        try:
+            os.fdatasync(self._file.fileno)
+        except OSError:
+            # The kernel reports lost writes once; the next fdatasync may succeed without them.
+            logger.exception("%s: nothing is written any more until it is reopened", self._file.path)
+            self._broken = True
+            return False
+        return True
+
+
+def runs(frames: Sequence[Frame], most: int) -> Iterator[list[int]]:
+    """Places of `frames` in ascending order of slots, cut where a slot does not follow, and after `most`."""
+    run: list[int] = []
+    for place in sorted(range(len(frames)), key=lambda place: frames[place].slot):
+        if run and (frames[place].slot != frames[run[-1]].slot + 1 or len(run) == most):
+            yield run
+            run = []
+        run.append(place)
+    if run:
+        yield run
