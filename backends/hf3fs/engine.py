@@ -166,7 +166,9 @@ class Hf3fsEngine:
         self.corrupt += sum(outcomes[place] is Outcome.CORRUPT for place in unfit)
 
     async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        first = {key: place for place, key in reversed(list(enumerate(keys)))}
+        first: dict[ObjectKey, int] = {}
+        for place, key in enumerate(keys):
+            first.setdefault(key, place)
         outcomes = [Outcome.EXISTS] * len(keys)  # of a key that is given twice the second exists
         unique = list(first)
         asked = self._port.now()

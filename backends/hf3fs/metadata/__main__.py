@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asynchicache.backends.hf3fs.metadata.store import LEASE_SECONDS, MetadataStore
-from asynchicache.errors import CacheError
+from asynchicache.errors import CacheError, ConfigError
 
 DEFAULT_PORT = 18_000
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         serve(given.dir, given.host, given.port, given.lease_seconds)
-    except (CacheError, OSError, OverflowError) as error:
+    except (CacheError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
@@ -55,8 +55,10 @@ def serve(folder: Path, host: str, port: int, lease_seconds: float) -> None:
         from asynchicache.backends.hf3fs.metadata.service import MetadataService
     except ImportError as error:
         raise OSError(f"{error}; install asynchicache[hf3fs]") from error
-    store = MetadataStore(folder, lease_seconds=lease_seconds)
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"port={port} must be 0 to 65535")
     with socket.create_server((host, port), family=_family(host)) as listener:
+        store = MetadataStore(folder, lease_seconds=lease_seconds)
         # One line, for people and for programs that asked for port 0.
         sys.stdout.write(f"listening on http://{_shown(host)}:{listener.getsockname()[1]}\n")
         sys.stdout.flush()

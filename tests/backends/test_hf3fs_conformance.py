@@ -1,0 +1,112 @@
+"""The 3FS engine on both data paths, bare and behind wrappers, with a real metadata service."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from uuid import uuid4
+
+import pytest
+
+from asynchicache.backends.hf3fs import open_backend
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.testing.backends import BackendConformance, Bench
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from engines import free_port
+from storage.hf3fs_services import service_process
+from storage.usrbio_standin import Usrbio
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    with service_process(tmp_path_factory.mktemp("metadata"), port):
+        yield f"http://127.0.0.1:{port}"
+
+
+class Served(BackendConformance):
+    """Every test has weights of its own, so that all can share one service."""
+
+    @pytest.fixture(autouse=True)
+    def _served(self, service: str) -> None:
+        self.url = service
+        self.salt = uuid4().hex
+
+    async def open(
+        self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
+    ) -> Bench:
+        return await super().open(backend, pool, weights=f"{weights} {self.salt}", shard=shard)
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return self.plain(port, tmp_path)
+
+    def plain(self, port: Port, tmp_path: Path, **more: object) -> StorageBackend:
+        options = {"path": tmp_path / "mount" / "pages", "metadata": self.url, "capacity_bytes": 1 << 20}
+        return open_backend({**options, **more}, port)
+
+
+class ServedByRings(Served):
+    """With the stand-in for `hf3fs_fuse.io`, which breaks no rule but bends all."""
+
+    @pytest.fixture(autouse=True)
+    def _rings(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+        (tmp_path / "mount").mkdir()
+        usrbio = Usrbio(tmp_path / "mount")
+        monkeypatch.setitem(sys.modules, "hf3fs_fuse.io", usrbio.module())
+        yield
+        assert usrbio.faults == []
+        assert usrbio.registered == {}
+
+    def plain(self, port: Port, tmp_path: Path, **more: object) -> StorageBackend:
+        return super().plain(port, tmp_path, **{"io": "usrbio", "entries": 4, **more})
+
+
+@pytest.mark.asyncio
+class TestPosix(Served):
+    pass
+
+
+@pytest.mark.asyncio
+class TestPosixThroughTheKernelsCache(Served):
+    page_bytes = 1
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return self.plain(port, tmp_path, direct=False)
+
+
+@pytest.mark.asyncio
+class TestSlowPosix(Served):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Latency(self.plain(port, tmp_path), 0.001, page=0.0001)
+
+
+@pytest.mark.asyncio
+class TestPosixWithoutFaults(Served):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Faulty(self.plain(port, tmp_path), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+class TestUsrbio(ServedByRings):
+    pass
+
+
+@pytest.mark.asyncio
+class TestUsrbioOneFrameAtATime(ServedByRings):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return self.plain(port, tmp_path, buffer_bytes=1, workers=1)
+
+
+@pytest.mark.asyncio
+class TestSlowUsrbio(ServedByRings):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Latency(self.plain(port, tmp_path), 0.001, page=0.0001)
+
+
+@pytest.mark.asyncio
+class TestUsrbioWithoutFaults(ServedByRings):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Faulty(self.plain(port, tmp_path), FaultRates(), Random(0))
