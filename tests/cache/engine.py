@@ -60,10 +60,15 @@ class Engine:
     def check(self, request: Request, namespace: str | None = None) -> None:
         """What was restored is what was computed, to the byte."""
         pages = request.hit.tokens // PAGE
-        if pages:
-            digests = self.digests(request, namespace)[:pages]
-            assert self.oracle.count_wrong("kv", request.pages("kv")[:pages], digests) == 0
-            assert self.oracle.count_wrong("mamba", [request.state("mamba")], digests[-1:]) == 0
+        digests = self.digests(request, namespace)[:pages]
+        for pool in self.cache.spec.pools if pages else ():
+            if pool.per_token:
+                first = request.first_page(pool.name)
+                assert first <= max(pages - (pool.coverage.pages or pages), 0)
+                slots = request.pages(pool.name)[: pages - first]
+                assert self.oracle.count_wrong(pool.name, slots, digests[first:]) == 0
+            else:
+                assert self.oracle.count_wrong(pool.name, [request.state(pool.name)], digests[-1:]) == 0
 
     async def compute(self, request: Request, length: int, namespace: str | None = None) -> None:
         """Run a forward up to `length` tokens and publish its end."""
@@ -71,7 +76,11 @@ class Engine:
         request.extend(max(length - done, 0))
         digests = self.digests(request, namespace)
         first, last = done // PAGE, length // PAGE
-        self.oracle.write("kv", request.pages("kv")[first:last], digests[first:last])
-        if length % PAGE == 0:
-            self.oracle.write("mamba", [request.state("mamba")], [digests[last - 1]])
+        for pool in self.cache.spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)[first - behind : last - behind]
+                self.oracle.write(pool.name, slots, digests[first:last])
+            elif length % PAGE == 0:
+                self.oracle.write(pool.name, [request.state(pool.name)], [digests[last - 1]])
         await request.checkpoint(length)

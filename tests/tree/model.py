@@ -31,6 +31,14 @@ Slots = dict[int, list[int]]
 """Slots by place."""
 
 
+@dataclass(frozen=True)
+class Pin:
+    """Pages that are kept at one place: of a window several, else the last one of a node."""
+
+    pages: tuple[Page, ...]
+    at: int
+
+
 @dataclass(eq=False)
 class Page:
     """What stands at the end of one prefix: by place a slot and its residency, and pins."""
@@ -48,15 +56,18 @@ class Copy:
     """A flight, page by page."""
 
     filled: list[tuple[Key, int]] = field(default_factory=list)
-    pins: list[tuple[Page, int]] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
     orphans: Slots = field(default_factory=dict)
 
 
 class Model:
     """Rules of residency, one page at a time."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, windows: dict[int, int]) -> None:
+        """`windows`: by component, trailing pages; the other components have states."""
         self.width = width
+        self.windows = windows
+        self.paged = {place(number, tier) for number in (FULL, *windows) for tier in (Tier.DEVICE, Tier.HOST)}
         self.pages: dict[Key, Page] = {}
         self.copies: list[Copy] = []
         self.root = Page(residency=dict.fromkeys(range(TIERS * width), RESIDENT))
@@ -79,11 +90,20 @@ class Model:
         found = [k for k in self.pages if k[0] == seed and k[1][: len(tokens)] == tokens]
         return sorted(found, key=lambda k: len(k[1]), reverse=True)
 
+    def nearest(self, page: Page, number: int) -> Tier | None:
+        if page.at(place(number, Tier.DEVICE)) in (RESIDENT, LOADING):
+            return Tier.DEVICE
+        return Tier.HOST if page.at(place(number, Tier.HOST)) == RESIDENT else None
+
+    def needs(self, key: Key, number: int) -> list[Key]:
+        """The pages, or the one with the state, that a prefix needs of a component."""
+        return self.path(key)[-self.windows.get(number, 1) :]
+
     def restorable(self, key: Key) -> bool:
-        page = self.page(key)
         return all(
-            page.at(place(n, Tier.DEVICE)) in (RESIDENT, LOADING) or page.at(place(n, Tier.HOST)) == RESIDENT
-            for n in range(1, self.width)
+            self.nearest(self.page(prefix), number) is not None
+            for number in range(1, self.width)
+            for prefix in self.needs(key, number)
         )
 
     def match(self, key: Key, limit: int) -> tuple[int, int]:
@@ -99,29 +119,29 @@ class Model:
 
     # Pins
 
-    def anchors(self, key: Key) -> list[tuple[Page, int]]:
-        if self.page(key).at(FULL_DEVICE) != ABSENT:
-            return [(self.page(key), FULL_DEVICE)]
+    def anchors(self, key: Key) -> list[Pin]:
+        page = self.page(key)
+        if page.at(FULL_DEVICE) != ABSENT:
+            return [Pin((page,), FULL_DEVICE)]
         above = self.parent(key)
         while self.page(above).at(FULL_DEVICE) == ABSENT:
             above = self.parent(above)
-        return [(self.page(key), FULL_HOST)] + ([(self.page(above), FULL_DEVICE)] if above[1] else [])
+        return [Pin((page,), FULL_HOST)] + ([Pin((self.page(above),), FULL_DEVICE)] if above[1] else [])
 
-    def state_pins(self, key: Key) -> list[tuple[Page, int]]:
-        if not key[1]:
-            return []
-        page = self.page(key)
+    def state_pins(self, key: Key) -> list[Pin]:
         pins = []
-        for number in range(1, self.width):
-            device = place(number, Tier.DEVICE)
-            tier = Tier.DEVICE if page.at(device) in (RESIDENT, LOADING) else Tier.HOST
-            pins += [(page, place(number, tier)), (page, place(FULL, tier))]
+        for number in range(1, self.width) if key[1] else ():
+            for prefix in self.needs(key, number) if number not in self.windows else ():
+                nearest = self.nearest(self.page(prefix), number)
+                tier = Tier.HOST if nearest is None else nearest
+                pins += [Pin((self.page(prefix),), at) for at in (place(number, tier), place(FULL, tier))]
         return pins
 
     @staticmethod
-    def pin(pins: list[tuple[Page, int]], by: int = 1) -> None:
-        for page, at in pins:
-            page.pins[at] += by
+    def pin(pins: list[Pin], by: int = 1) -> None:
+        for pin in pins:
+            for page in pin.pages:
+                page.pins[pin.at] += by
 
     # Slots
 

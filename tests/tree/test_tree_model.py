@@ -28,11 +28,12 @@ from asynchicache.tree.node import (
     SAVING,
     TIERS,
     Node,
+    Pins,
     place,
 )
-from asynchicache.tree.tree import Inserted, PathLease, UnifiedRadixTree
-from asynchicache.types import Coverage, Tier, trailing_pages
-from tree.model import PAGE, Copy, Key, Model, Page, Slots
+from asynchicache.tree.tree import Inserted, Pages, PathLease, UnifiedRadixTree
+from asynchicache.types import Tier, trailing_pages
+from tree.model import PAGE, Copy, Key, Model, Page, Pin, Slots
 
 ALPHABET = 2  # four different pages, so that sequences share, diverge and split all the time
 LONGEST = 7
@@ -48,7 +49,7 @@ class Held:
 
     lease: PathLease
     key: Key
-    pins: list[tuple[Page, int]]
+    pins: list[Pin]
 
 
 @dataclass(eq=False)
@@ -60,17 +61,21 @@ class Offer:
     key: Key
     slots: list[int]
     states: dict[int, int]
+    windows: dict[int, Pages]
 
 
 class Twins:
     """A tree, its model and its pools; every method is one operation on all of them."""
 
-    def __init__(self, seed: int, coverages: Sequence[Coverage]) -> None:
+    def __init__(self, seed: int, states: int, windows: Sequence[int] = ()) -> None:
+        """`windows`: trailing pages of each window; their components are numbered behind the states."""
         self.random = random.Random(seed)
-        self.tree = UnifiedRadixTree(PAGE, coverages)
-        self.model = Model(self.tree.width)
+        self.windows = dict(enumerate(windows, start=states + 1))
+        coverages = [trailing_pages(pages) for pages in (*[1] * states, *windows)]
+        self.tree = UnifiedRadixTree(PAGE, coverages, windows=self.windows)
+        self.model = Model(self.tree.width, self.windows)
         self.pools = [
-            SlotAllocator((PAGES if at < TIERS else STATES)[Tier(at % TIERS)], name=f"place {at}")
+            SlotAllocator((PAGES if at in self.model.paged else STATES)[Tier(at % TIERS)], name=f"place {at}")
             for at in range(TIERS * self.tree.width)
         ]
         self.leases: list[Held] = []
@@ -94,7 +99,7 @@ class Twins:
 
     def alive(self, held: Held) -> bool:
         """Whether a failed copy has left the lease what it holds; if not, its request must match again."""
-        return all(page.at(at) != ABSENT for page, at in held.pins)
+        return all(page.at(pin.at) != ABSENT for pin in held.pins for page in pin.pages)
 
     # Operations
 
@@ -115,7 +120,7 @@ class Twins:
         lease = self.tree.pin(match)
         end = key[0], key[1][: match.pages * PAGE]
         assert prefix_of(lease.node) == end
-        pins = self.model.anchors(end) + self.model.state_pins(end)
+        pins = self.model.anchors(end) + self.model.state_pins(end) + self.window_pins(end)
         self.model.pin(pins)
         self.leases.append(Held(lease, end, pins))
 
@@ -129,11 +134,16 @@ class Twins:
         if offer := self.offer(Tier.DEVICE):
             arriving = self.random.random() < 0.3
             result = self.tree.insert(
-                offer.held.lease, tokens_of(offer.key), offer.slots, states=offer.states, arriving=arriving
+                offer.held.lease,
+                tokens_of(offer.key),
+                offer.slots,
+                states=offer.states,
+                windows=offer.windows,
+                arriving=arriving,
             )
             taken = self.check_inserted(result, offer, LOADING if arriving else RESIDENT)
             self.repinned(offer.held, offer.key)
-            for number in taken:
+            for number in (*taken, *offer.windows):
                 self.tree.supersede(result.node, number)
             if arriving and taken:
                 self.arrive(result.node, offer.key, taken)
@@ -147,7 +157,7 @@ class Twins:
     def arrive(self, node: Node, key: Key, numbers: list[int]) -> None:
         copy = Copy(
             filled=[(key, place(number, Tier.DEVICE)) for number in numbers],
-            pins=[(self.model.page(key), FULL_DEVICE)] * len(numbers),
+            pins=[Pin((self.model.page(key),), FULL_DEVICE)] * len(numbers),
         )
         self.launch(copies.begin_arrival(self.tree, node, numbers), copy)
 
@@ -160,7 +170,7 @@ class Twins:
             self.make_room(place(number, Tier.HOST), sum(w.size for w in wanted if w.component == number))
         if self.alive(held):  # a lease on the device does not keep host copies: ask again
             wanted = copies.missing_on_host(self.tree, held.lease.node)
-            assert pages_of(wanted) == list(self.unsaved(held.key))
+            assert self.pages_of(wanted) == list(self.unsaved(held.key))
             self.begin(Tier.HOST, wanted)
 
     def load(self) -> None:
@@ -169,37 +179,86 @@ class Twins:
             return
         node = held.lease.node
         wanted = copies.missing_on_device(self.tree, node)
-        wanted += [Wanted(node, aux.number) for aux in self.tree.components if aux.tier(node) is Tier.HOST]
-        assert pages_of(wanted) == list(self.unloaded(held.key))
+        wanted += [
+            Wanted(node, aux.number)
+            for aux in self.tree.components
+            if not aux.paged and aux.tier(node) is Tier.HOST
+        ]
+        assert sorted(self.pages_of(wanted)) == sorted(self.unloaded(held.key))
         self.begin(Tier.DEVICE, wanted)
         self.tree.repin(held.lease, node)  # from here on the request needs them on the device
         self.repinned(held, held.key)
 
     def repinned(self, held: Held, key: Key) -> None:
+        kept = [pin for pin in held.pins if pin.at // TIERS in self.windows]
+        covered = {(page, pin.at) for pin in kept for page in pin.pages}
+        again = [
+            Pin((page,), pin.at)
+            for pin in self.window_pins(key, Tier.DEVICE)
+            for page in pin.pages
+            if (page, pin.at) not in covered
+        ]
         self.model.pin(held.pins, -1)
-        held.key, held.pins = key, self.model.anchors(key)
+        held.key = key
+        held.pins = [*self.model.anchors(key), *kept, *again]
         self.model.pin(held.pins)
 
+    def window_pins(self, key: Key, tier: Tier | None = None) -> list[Pin]:
+        """Node by node, the pages of windows that a prefix needs: where they are nearest, with the full
+        pages that they would go with, or in one tier."""
+        pins = []
+        for number in self.windows if key[1] else ():
+            needed = self.model.needs(key, number)
+            for node in path_of(self.tree, key):
+                keys = [k for k in Model.path(prefix_of(node), node.end - node.pages) if k in needed]
+                pages = tuple(map(self.model.page, keys))
+                nearest = self.model.nearest(pages[-1], number) if pages and tier is None else tier
+                if not pages or nearest is None or pages[-1].at(place(number, nearest)) == ABSENT:
+                    continue
+                pins.append(Pin(pages, place(number, nearest)))
+                if tier is None and (keys[-1] == key or nearest is Tier.HOST):
+                    pins.append(Pin(pages[-1:], place(FULL, nearest)))
+        return pins
+
+    def move_on(self) -> None:
+        """A request has passed its windows."""
+        held = self.holder(lambda held: bool(self.windows))
+        if held is None:
+            return
+        behind: Pins = []
+        for number in self.windows:
+            self.tree.drop_behind(held.lease, number, LONGEST, behind)
+        self.check_leases(behind)
+        self.tree.unpin_all(behind)
+        gone = [pin for pin in held.pins if pin.at // TIERS in self.windows]
+        held.pins = [pin for pin in held.pins if pin not in gone]
+        self.model.pin(gone, -1)
+
     def unsaved(self, key: Key) -> Iterator[tuple[Key, int]]:
-        for prefix in self.model.path(key):
-            page = self.model.page(prefix)
-            if page.at(FULL_HOST) == ABSENT:
-                if page.at(FULL_DEVICE) != RESIDENT:
+        """In the order of the tree's nodes: each with its full pages first."""
+        needed = {number: set(self.model.needs(key, number)) for number in self.windows}
+        for node in path_of(self.tree, key):
+            pages = self.model.path(prefix_of(node), node.end - node.pages)
+            if self.model.page(pages[-1]).at(FULL_HOST) == ABSENT:
+                if self.model.page(pages[-1]).at(FULL_DEVICE) != RESIDENT:
                     return
-                yield prefix, FULL
+                yield from ((page, FULL) for page in pages)
             for number in range(1, self.model.width):
                 device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
-                if page.at(device) == RESIDENT and page.at(host) == ABSENT:
-                    yield prefix, number
+                for page in pages:
+                    wanted = page in needed.get(number, (page,))
+                    at = self.model.page(page)
+                    if wanted and at.at(device) == RESIDENT and at.at(host) == ABSENT:
+                        yield page, number
 
     def unloaded(self, key: Key) -> Iterator[tuple[Key, int]]:
         for prefix in self.model.path(key):
             if self.model.page(prefix).at(FULL_DEVICE) == ABSENT:
                 yield prefix, FULL
         for number in range(1, self.model.width) if key[1] else ():
-            device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
-            if self.model.page(key).at(device) == ABSENT and self.model.page(key).at(host) == RESIDENT:
-                yield key, number
+            for prefix in self.model.needs(key, number):
+                if self.model.nearest(self.model.page(prefix), number) is Tier.HOST:
+                    yield prefix, number
 
     def begin(self, tier: Tier, wanted: list[Wanted]) -> None:
         given: list[tuple[Wanted, list[int]]] = []
@@ -215,13 +274,14 @@ class Twins:
         other = Tier(1 - tier)
         for want, slots in given:
             at, end = place(want.component, tier), self.model.page(prefix_of(want.node))
-            keys = [key for key, _ in pages_of([want])]
+            keys = [key for key, _ in self.pages_of([want])]
+            sources = tuple(map(self.model.page, keys))
             for key, slot in zip(keys, slots, strict=True):
                 assert self.model.offer(key, at, slot, state)
                 copy.filled.append((key, at))
-            copy.pins.append((end, place(want.component, other)))
+            copy.pins.append(Pin(sources if want.component else (end,), place(want.component, other)))
             if want.component:
-                copy.pins += [(end, FULL_DEVICE), (end, FULL_HOST)]
+                copy.pins += [Pin((end,), FULL_DEVICE), Pin((end,), FULL_HOST)]
         self.launch(copies.begin(self.tree, tier, given), copy)
 
     def launch(self, flight: Flight, copy: Copy) -> None:
@@ -253,7 +313,8 @@ class Twins:
         before = len(self.model.pages)
         freed = evict(self.tree, at, count, dirty=dirty)
 
-        assert freed.count(at) <= count or len(freed.slots) > 1, "only a state's node may not be cut"
+        if at not in self.model.paged or at < TIERS:
+            assert freed.count(at) <= count or len(freed.slots) > 1, "only a state's node may not be cut"
         gone = [(owner[where, slot], where) for where, slots in freed.slots.items() for slot in slots]
         for key, where in gone:
             page = self.model.pages[key]
@@ -265,7 +326,7 @@ class Twins:
         assert freed.lost + freed.demoted == (len(freed.slots.get(at, ())) if at < TIERS else 0)
         if freed.count(at) < count:
             left = [key for key in self.model.pages if self.model.evictable(key, at, dirty=dirty)]
-            assert not left, "there was more to evict"
+            assert not left or at // TIERS in self.windows, "there was more to evict"
         self.release(freed.slots)
 
     def make_room(self, at: int, count: int) -> None:
@@ -292,13 +353,27 @@ class Twins:
         slots = self.allocate(at, (len(key[1]) - len(held.key[1])) // PAGE)
         states: dict[int, int] = {}
         for number in range(1, self.tree.width):
-            if self.random.random() < 0.7 and (state := self.allocate(place(number, tier), 1)):
+            if number in self.windows or self.random.random() > 0.7:
+                continue
+            if state := self.allocate(place(number, tier), 1):
                 states[number] = state[0]
+        windows = self.offered_windows(key) if tier is Tier.DEVICE else {}
         if slots is not None and self.model.page(held.key).at(at) != ABSENT:
-            return Offer(tier, held, key, slots, states)
+            return Offer(tier, held, key, slots, states, windows)
         self.release({at: slots or []})  # the room that was made may be the prefix itself
+        self.release({place(number, tier): list(pages.slots) for number, pages in windows.items()})
         self.release({place(number, tier): [state] for number, state in states.items()})
         return None
+
+    def offered_windows(self, key: Key) -> dict[int, Pages]:
+        """Of each window, slots of some of the last pages: the tree may have them already."""
+        offered: dict[int, Pages] = {}
+        pages = len(key[1]) // PAGE
+        for number in self.windows:
+            count = self.random.randint(0, pages)
+            if count and (slots := self.allocate(place(number, Tier.DEVICE), count)):
+                offered[number] = Pages(pages - count, slots)
+        return offered
 
     def check_inserted(self, result: Inserted, offer: Offer, residency: int) -> list[int]:
         """Offer the same to the model; returns the components whose states were taken."""
@@ -316,21 +391,64 @@ class Twins:
             assert result.states[number] == taken
             if not taken:
                 self.release({at: [slot]})
+        for number, pages in offer.windows.items():
+            at = place(number, Tier.DEVICE)
+            offered = zip(self.model.path(offer.key, pages.first), pages.slots, strict=True)
+            kept = [slot for key, slot in offered if not self.model.offer(key, at, slot)]
+            assert sorted(result.windows[number].values()) == sorted(kept)
+            self.release({at: kept})
         return [number for number, taken in result.states.items() if taken]
 
     # Checks
 
     def check(self) -> None:
         tree, model = self.tree, self.model
-        leases = [held.lease for held in self.leases]
-        assert verify.problems(tree, leases, [flight for flight, _ in self.flights]) == []
-        assert {key: seen(page) for key, page in model.pages.items()} == dict(seen_in(tree))
+        self.check_leases()
+        assert {key: self.seen(page) for key, page in model.pages.items()} == dict(self.seen_in())
+        for node in tree.nodes():
+            pages = [model.page(key) for key in model.path(prefix_of(node), node.end - node.pages)]
+            for at in model.paged - {FULL_DEVICE, FULL_HOST}:
+                # A lease keeps whole nodes, and both halves of one that is split: never less than it needs.
+                assert node.pins[at] >= max(page.pins[at] for page in pages)
         for at, pool in enumerate(self.pools):
             owned = [page.slots[at] for page in model.pages.values() if at in page.slots]
             owned += [slot for copy in model.copies for slot in copy.orphans.get(at, ())]
             assert pool.problems() == []
             assert sorted(owned) == sorted(pool.held_slots())
         assert all(root.children or any(root.pins) for root in tree.roots.values())
+
+    def check_leases(self, behind: Pins | None = None) -> None:
+        leases = [held.lease for held in self.leases]
+        flights = [flight for flight, _ in self.flights] + [Flight(Tier.HOST, {}, behind or [])]
+        assert verify.problems(self.tree, leases, flights) == []
+
+    def seen(self, page: Page) -> dict[int, tuple[int, int | None, int]]:
+        pins = {at: count for at, count in page.pins.items() if count and at // TIERS not in self.windows}
+        return {at: (page.at(at), page.slots.get(at), pins.get(at, 0)) for at in {*page.slots, *pins}}
+
+    def seen_in(self) -> Iterator[tuple[Key, dict[int, tuple[int, int | None, int]]]]:
+        """The tree's nodes, cut into pages. States and pins are at the last page of a node."""
+        for node in self.tree.nodes():
+            for index, key in enumerate(Model.path(prefix_of(node), node.end - node.pages)):
+                last = index == node.pages - 1
+                at_page = {}
+                for at, slots in enumerate(node.slots):
+                    paged = at in self.model.paged
+                    here = slots is not None and (last or paged)
+                    slot = node.held(at)[index if paged else 0] if here else None
+                    pins = node.pins[at] if last and at // TIERS not in self.windows else 0
+                    if slot is not None or pins:
+                        at_page[at] = (ABSENT if slot is None else node.residency[at], slot, pins)
+                yield key, at_page
+
+    def pages_of(self, wanted: list[Wanted]) -> list[tuple[Key, int]]:
+        return [
+            (key, number)
+            for node, number in wanted
+            for key in Model.path(
+                prefix_of(node), node.end - (1 if number and number not in self.windows else node.pages)
+            )
+        ]
 
     def settle(self) -> None:
         """End everything: nothing may be pinned or in flight then, and all of it can be evicted."""
@@ -343,26 +461,6 @@ class Twins:
         self.check()
         assert not self.model.pages
         assert not self.tree.roots
-
-
-def seen(page: Page) -> dict[int, tuple[int, int | None, int]]:
-    places = {*page.slots, *(at for at, pins in page.pins.items() if pins)}
-    return {at: (page.at(at), page.slots.get(at), page.pins[at]) for at in places}
-
-
-def seen_in(tree: UnifiedRadixTree) -> Iterator[tuple[Key, dict[int, tuple[int, int | None, int]]]]:
-    """The tree's nodes, cut into pages. States and pins are at the last page of a node."""
-    for node in tree.nodes():
-        for index, key in enumerate(Model.path(prefix_of(node), node.end - node.pages)):
-            last = index == node.pages - 1
-            at_page = {}
-            for at, slots in enumerate(node.slots):
-                here = last or at < TIERS
-                slot = slots[index if at < TIERS else 0] if slots is not None and here else None
-                pins = node.pins[at] if last else 0
-                if slot is not None or pins:
-                    at_page[at] = (ABSENT if slot is None else node.residency[at], slot, pins)
-            yield key, at_page
 
 
 def tokens_of(key: Key) -> array[int]:
@@ -378,12 +476,15 @@ def prefix_of(node: Node) -> Key:
     return node.digests[0], tuple(array("q", b"".join(reversed(keys))))
 
 
-def pages_of(wanted: list[Wanted]) -> list[tuple[Key, int]]:
-    return [
-        (key, component)
-        for node, component in wanted
-        for key in Model.path(prefix_of(node), node.end - (node.pages if component == FULL else 1))
-    ]
+def path_of(tree: UnifiedRadixTree, key: Key) -> list[Node]:
+    """The nodes of the tree that a sequence runs through, as far as they end within it."""
+    node, found = tree.roots[key[0]], []
+    while child := tree.child(node, tokens_of(key)):
+        if child.end * PAGE > len(key[1]):
+            break
+        found.append(child)
+        node = child
+    return found
 
 
 def as_sets(slots: Slots) -> dict[int, list[int]]:
@@ -392,18 +493,32 @@ def as_sets(slots: Slots) -> dict[int, list[int]]:
 
 WEIGHTS = {
     Twins.match: 2, Twins.pin: 4, Twins.unpin: 3, Twins.insert: 4, Twins.insert_host: 2,
-    Twins.save: 4, Twins.load: 4, Twins.finish: 4, Twins.evict: 3, Twins.digests: 1,
+    Twins.save: 4, Twins.load: 4, Twins.finish: 4, Twins.evict: 3, Twins.digests: 1, Twins.move_on: 1,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("states", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(5))
-def test_tree_holds_what_the_model_holds(states: int, seed: int) -> None:
-    twins = Twins(seed, [trailing_pages(1)] * states)
-    operations = twins.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=OPERATIONS)
+SETS = [(0, ()), (1, ()), (2, ()), (0, (2,)), (0, (1,)), (1, (2,)), (1, (3, 1)), (2, (2,))]
+"""States, and windows by trailing pages."""
 
+
+@pytest.mark.parametrize(("states", "windows"), SETS)
+@pytest.mark.parametrize("seed", range(3))
+def test_tree_holds_what_the_model_holds(states: int, windows: tuple[int, ...], seed: int) -> None:
+    search(seed, states, windows, OPERATIONS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("states", "windows"), SETS)
+def test_tree_holds_what_the_model_holds_for_long(states: int, windows: tuple[int, ...]) -> None:
+    for seed in range(100, 115):
+        search(seed, states, windows, OPERATIONS)
+
+
+def search(seed: int, states: int, windows: tuple[int, ...], count: int) -> None:
+    twins = Twins(seed, states, windows)
+    operations = twins.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
     for operation in operations:
         operation(twins)
         twins.check()
-
     twins.settle()

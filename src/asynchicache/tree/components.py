@@ -139,6 +139,9 @@ def pins(aux: Component, node: Node) -> list[tuple[Node, int]]:
     found = []
     for part in aux.needs(node):
         tier = aux.nearest(part)
-        if tier is not None:
-            found += [(part, place(aux.number, tier)), (part, place(FULL, tier))]
+        if tier is None:
+            continue
+        found.append((part, place(aux.number, tier)))
+        if part is node or tier is Tier.HOST:  # on the device the path's own end keeps those above
+            found.append((part, place(FULL, tier)))
     return found

@@ -183,10 +183,14 @@ class UnifiedRadixTree(MatchingTree):
         node = result.node
         for number, slot in (states or {}).items():
             result.states[number] = self.take_state(node, number, Tier.DEVICE, slot, arriving=arriving)
+        begun = [node.end - node.pages for node in result.fresh]
         for number, pages in (windows or {}).items():
             self.cut_window(node, number)  # so that what lies behind it can go by itself
             result.windows[number] = self.take_pages(node, number, Tier.DEVICE, pages)
             self.use(self.components[number - 1], node)
+        result.fresh = [
+            part for fresh, start in zip(result.fresh, begun, strict=True) for part in _parts(fresh, start)
+        ]
         self.touch(node, FULL)
         self.repin(lease, node)
         return result
@@ -314,6 +318,15 @@ class UnifiedRadixTree(MatchingTree):
             node = node.parent
         path.reverse()
         return path
+
+
+def _parts(node: Node, start: int) -> list[Node]:
+    """The nodes that one node is now, which began at page `start` before it was cut, parents first."""
+    found = [node]
+    while (above := found[-1].parent) is not None and above.end > start:
+        found.append(above)
+    found.reverse()
+    return found
 
 
 def device_end(node: Node) -> Node:

@@ -1,0 +1,198 @@
+"""Sliding windows through three tiers, alone and beside states, with real copies and real bytes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine import PAGE, Engine, config
+
+from asynchicache import (
+    CapacityError,
+    ConfigError,
+    HybridCache,
+    MissReason,
+    ModelSpec,
+    RequestStateError,
+    Tier,
+)
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.types import trailing_pages
+
+pytestmark = pytest.mark.asyncio
+
+WINDOW = 2  # pages
+KEYS = TensorSpec("keys", (1,), (3,), "uint8")
+INDEX = TensorSpec("index", (1,), (1,), "uint8")
+KV = PoolSpec("kv", (KEYS,))
+DSA = PoolSpec("dsa", (INDEX,), slots_of="kv")
+SWA = PoolSpec("swa", (TensorSpec("keys", (0, 2), (2,), "uint8"),), coverage=trailing_pages(WINDOW))
+DRAFT = PoolSpec("draft_swa", (KEYS,), coverage=trailing_pages(WINDOW), slots_of="swa")
+STATE = PoolSpec(
+    "mamba", (TensorSpec("recurrent", (3,), (8,), "uint8"),), coverage=trailing_pages(1), per_token=False
+)
+SPECS = [
+    ModelSpec("windows", PAGE, 4, (KV, SWA)),
+    ModelSpec("windows-and-states", PAGE, 4, (KV, SWA, STATE)),
+    ModelSpec("everything", PAGE, 4, (KV, DSA, STATE, SWA, DRAFT)),
+]
+PROMPT = list(range(100, 120))
+
+
+def options(**more: object):
+    slots = {"kv": 32, "swa": 12, "mamba": 8}
+    spec = more.pop("spec", SPECS[0])
+    device = {pool.name: slots[pool.name] for pool in spec.owners}
+    return config(**({"device_slots": device} | more))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)
+@pytest.mark.parametrize("inline", [True, False])
+async def test_each_tier_serves_in_turn(spec: ModelSpec, inline: bool):
+    backend = MemoryBackend(MemoryStore())
+    async with HybridCache.open(spec, options(spec=spec, inline=inline), storage=backend) as cache:
+        engine = Engine(cache)
+        assert (await engine.serve(PROMPT)).tokens == 0
+        device = await engine.serve([*PROMPT, 1, 2, 3])
+        assert device.by_tier == {Tier.DEVICE: 20}
+        for client in range(4):
+            await engine.serve([client * 1000 + n for n in range(32)], prefetch=False)
+        host = await engine.serve([*PROMPT, 4, 5, 6])
+        assert host.by_tier == {Tier.HOST: 20}
+        await cache.flush()
+        storage = await engine.serve([*PROMPT, 7, 8, 9])
+        assert storage.by_tier == {Tier.STORAGE: 20}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)
+async def test_a_file_survives_a_restart(spec: ModelSpec, tmp_path: Path):
+    stored = options(spec=spec, storage="file", storage_options={"path": str(tmp_path / "pages")})
+    async with HybridCache.open(spec, stored) as cache:
+        await Engine(cache).serve(PROMPT, outputs=range(8))
+    async with HybridCache.open(spec, stored) as cache:
+        hit = await Engine(cache).serve([*PROMPT, *range(8), 50, 51])
+    assert hit.by_tier == {Tier.STORAGE: 28}
+
+
+async def test_a_conversation_holds_one_window():
+    async with HybridCache.open(SPECS[0], options()) as cache:
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            for end in range(PAGE, len(PROMPT) + 1, PAGE):  # a prefill in chunks of a page
+                request.extend(PAGE)
+                request.advance(end)
+                assert len(request.pages("swa")) <= WINDOW
+            assert len(request.pages("kv")) == 5
+            assert request.first_page("swa") == 3
+            await request.checkpoint(len(PROMPT))
+        await cache.drain()
+        device, host = cache.statistics().occupancy["swa"]
+        assert (device.held, host.held) == (WINDOW, WINDOW)
+        assert cache.verify() == []
+
+
+async def test_pages_are_given_back_behind_the_forward_that_reads_them():
+    async with HybridCache.open(SPECS[0], options()) as cache:
+        compute = cache.device.stream("compute")
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            request.extend(len(PROMPT))
+            request.advance(len(PROMPT), after=compute)
+            assert cache.statistics().occupancy["swa"][0].held == 5  # the stream has not been asked yet
+            await cache.drain()
+            assert cache.statistics().occupancy["swa"][0].held == WINDOW
+            request.close(after=compute)
+        await cache.drain()
+        assert cache.verify() == []
+
+
+async def test_only_the_window_is_read_from_storage():
+    backend = MemoryBackend(MemoryStore())
+    async with HybridCache.open(SPECS[0], options(), storage=backend) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT)
+        await cache.flush()
+        before = cache.statistics().pages_read
+        hit = await engine.serve([*PROMPT, 1])
+        assert hit.tokens == len(PROMPT)
+        assert cache.statistics().pages_read - before == 5 + WINDOW
+
+
+async def test_what_is_here_of_a_window_is_not_read_again():
+    backend = MemoryBackend(MemoryStore())
+    spec = SPECS[0]
+    async with HybridCache.open(spec, options(), storage=backend) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT)
+        await cache.flush()
+        assert (await engine.serve(PROMPT[:17], prefetch=True)).tokens == 0  # no window at 16 was stored
+        before = cache.statistics().pages_read
+        hit = await engine.serve([*PROMPT, 1])
+        assert hit.tokens == len(PROMPT)
+        # The pages up to 16 are here with their window, which is the first half of the one at 20.
+        assert cache.statistics().pages_read - before == 1 + 1
+
+
+async def test_a_miss_names_the_window():
+    async with HybridCache.open(SPECS[0], options(device_slots={"kv": 32, "swa": 3})) as cache:
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            for end in range(PAGE, len(PROMPT) + 1, PAGE):
+                request.extend(PAGE)
+                request.advance(end)
+            await request.checkpoint(len(PROMPT))
+        async with cache.request([*PROMPT[:12], 7, 7, 7, 7, 7]) as branch:
+            assert branch.hit.tokens == 0
+            assert branch.hit.full_tokens == 12
+            assert branch.hit.reason is MissReason.WINDOW
+            assert branch.hit.held_back_by == "swa"
+            assert "12 tokens" in branch.hit.advice
+            assert branch.cuts == (12,)
+
+
+async def test_a_window_that_made_room_asks_for_more_slots():
+    async with HybridCache.open(
+        SPECS[0], options(device_slots={"kv": 32, "swa": 5}, host_slots={"swa": 0})
+    ) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT, prefetch=False)
+        await engine.serve([n + 500 for n in PROMPT], prefetch=False)
+        async with cache.request([*PROMPT, 1]) as request:
+            assert request.hit.reason is MissReason.WINDOW
+            assert request.hit.advice == "'swa' had to make room for others: raise its device or host slots"
+
+
+async def test_pools_too_small_for_a_window_name_the_number():
+    with pytest.raises(ConfigError, match=r"pool 'swa' has 2 device pages; one request needs 3"):
+        async with HybridCache.open(SPECS[0], options(device_slots={"kv": 32, "swa": 2})):
+            pass
+    with pytest.raises(ConfigError, match=r"pool 'swa' has 1 host pages; one window needs 2"):
+        async with HybridCache.open(SPECS[0], options(host_slots={"swa": 1})):
+            pass
+
+
+async def test_a_prompt_longer_than_the_pool_goes_in_chunks():
+    async with HybridCache.open(SPECS[0], options(device_slots={"kv": 32, "swa": 4})) as cache:
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            with pytest.raises(CapacityError, match="5 more swa device slots wanted"):
+                request.extend(len(PROMPT))
+            request.extend(3 * PAGE)
+            request.advance(3 * PAGE)
+            request.extend(2 * PAGE)
+            await request.checkpoint(len(PROMPT))
+        assert cache.verify() == []
+
+
+async def test_advance_checks_its_length():
+    async with HybridCache.open(SPECS[0], options()) as cache, cache.request(PROMPT) as request:
+        await request.load()
+        with pytest.raises(RequestStateError, match=r"length 4 is outside 0\.\.0"):
+            request.advance(4)
+        with pytest.raises(KeyError, match="none of the pools with pages"):
+            request.first_page("mamba")
