@@ -291,13 +291,13 @@ class NodeStore:
         if node.pins[at] == 1:
             self.queues[at].discard(node)
         if at in self._window_places:
-            node.holders = [*(node.holders or ()), pins]
+            if node.holders is None:
+                node.holders = []
+            node.holders.append(pins)
 
     def _unpin(self, pins: Pins, node: Node, at: int) -> None:
         if at in self._window_places:
-            left = list(node.holders or ())
-            left.pop(next(i for i, other in enumerate(left) if other is pins))
-            node.holders = left or None
+            _forget(node.holders or [], pins)
         node.pins[at] -= 1
         if not node.pins[at]:
             if node.pages:
@@ -326,6 +326,14 @@ class NodeStore:
             current = stack.pop()
             yield current
             stack.extend(current.children.values())
+
+
+def _forget(holders: list[Pins], pins: Pins) -> None:
+    """Take out one entry that is `pins` itself: an equal list may be somebody else's."""
+    for index in range(len(holders) - 1, -1, -1):
+        if holders[index] is pins:
+            del holders[index]
+            return
 
 
 def _parent(node: Node) -> Node:
