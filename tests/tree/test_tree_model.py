@@ -190,7 +190,8 @@ class Twins:
         self.repinned(held, held.key)
 
     def repinned(self, held: Held, key: Key) -> None:
-        kept = [pin for pin in held.pins if pin.at // TIERS in self.windows]
+        devices = [place(number, Tier.DEVICE) for number in self.windows]
+        kept = [pin for pin in held.pins if pin.at in devices]
         covered = {(page, pin.at) for pin in kept for page in pin.pages}
         again = [
             Pin((page,), pin.at)
@@ -319,7 +320,8 @@ class Twins:
         for key, where in gone:
             page = self.model.pages[key]
             assert page.at(where) == RESIDENT
-            assert not page.pins[where]
+            # What a lease lost to a failed copy protects nothing above it either: see `alive`.
+            assert not page.pins[where] or not all(map(self.alive, self.leases))
         for key, where in sorted(gone, key=lambda one: (-len(one[0][1]), -one[1])):
             self.model.vacate(key, where)
         assert freed.lost == before - len(self.model.pages)

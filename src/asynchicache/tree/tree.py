@@ -121,11 +121,12 @@ class UnifiedRadixTree(MatchingTree):
         return anchors
 
     def repin(self, lease: PathLease, node: Node) -> None:
-        """Move a lease to another end of the same sequence. It keeps the windows there, and those that
-        it kept: a forward that reads them may be under way, and `drop_behind` lets go of them."""
+        """Move a lease to another end of the same sequence. It keeps the windows there, and those that it
+        kept on the device: a forward that reads them may be under way; `drop_behind` lets go of them."""
         lease.node = node
         pinned = lease.pinned  # always this list: it is what closing the lease gives back
-        old = [i for i, (_, at) in enumerate(pinned) if at not in self._window_places]
+        kept = {place(aux.number, Tier.DEVICE) for aux in self.windows}
+        old = [i for i, (_, at) in enumerate(pinned) if at not in kept]
         for held, at in self._anchors(node):
             self.pin_for(pinned, held, at)
         self.keep_windows(lease, Tier.DEVICE)
