@@ -94,9 +94,9 @@ async def test_a_ticket_joins_the_transfer_that_brings_what_it_reads(open_rig, o
         apart = rig.engine.submit(nothing, reads=[("kv", [9]), ("dsa", [8])], done=rig.done)
 
         assert rig.outcomes == [None, None]  # nothing of their own to move
-        assert apart.done
         assert joined.status(0) is LayerStatus.PENDING
         await joined.submitted()
+        assert apart.done
         assert not joined.done
         compute, end = rig.device.stream("compute"), rig.device.event()
         joined.fence(4).wait_on(compute)

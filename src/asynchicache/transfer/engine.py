@@ -1,32 +1,45 @@
-"""Runs cache operations: merges those of one loop tick, orders them by their slots, enqueues them off
-the loop, and tells when they have landed.
+"""Runs cache operations: takes them on the loop, enqueues them off it, and tells when they have landed.
 
-Everything but `_enqueue` and what it calls runs on the loop. Ordering is the device's: a copy waits
-on the streams for the copies that it depends on, and the host never waits to enqueue.
+On the loop a submission is checked and written down, no more. At the end of the tick all of them go to the
+submit thread, which merges them, orders them by their slots, and enqueues them. Ordering is the device's: a
+copy waits on the streams for the copies that it depends on, and the host never waits to enqueue.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
 
-from asynchicache.errors import CacheError, ClosedError, RequestStateError, TransferError
+from asynchicache.errors import ClosedError, RequestStateError, TransferError
 from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PageCopier, PoolMemory
-from asynchicache.transfer.hazards import HazardTable
-from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, merge
-from asynchicache.transfer.record import Done, GroupState, TransferRecord, call_done
-from asynchicache.transfer.ticket import Ticket, TransferView
+from asynchicache.transfer.plan import CacheOperation, Direction, check_slots
+from asynchicache.transfer.record import Done, Submission, TransferRecord, call_done
+from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
 
 GROUP_BYTES = 8 << 20
 """Bytes of layers that are worth a launch of their own: some 150 microseconds of a PCIe 5 bus."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tick:
+    """What is submitted between two turns of the loop; `planned` once it is known what becomes of it."""
+
+    submissions: list[Submission] = field(default_factory=list)
+    planned: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def settle(self, record: TransferRecord) -> None:
+        self.planned.set()
+        record.settled.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,7 @@ class TransferStatistics:
     Attributes:
         operations: operations submitted, without empty ones.
         launches: transfers that they were merged into.
-        failed: transfers that failed, or were given up.
+        failed: transfers that failed, or were given up after they were planned.
         in_flight: operations whose `done` has not been called.
         nbytes: bytes landed, by direction.
     """
@@ -81,21 +94,21 @@ class TransferEngine:
         self._layers = layers
         self._port = port
         self._reactor = reactor
-        self._group_bytes = group_bytes
         self._copier = PageCopier(memories)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
-        self._hazards = HazardTable(self._extents)
+        self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
+        self._batcher = Batcher(self._extents, layers, group_bytes, self._event)
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
         # One thread: what is submitted first is enqueued first, so every event that a transfer
         # waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
-        self._pending: dict[Direction, TransferRecord] = {}
-        self._live: dict[int, TransferRecord] = {}
+        self._tick: _Tick | None = None
+        self._untold: dict[Submission, None] = {}  # a set that keeps its order
+        self._spare: deque[Event] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
-        self._flush_due = False
-        self._number = self._operations = self._launches = self._failed = 0
+        self._operations = self._launches = self._failed = 0
         self._nbytes = dict.fromkeys(Direction, 0)
 
     def submit(
@@ -125,28 +138,28 @@ class TransferEngine:
             UsageError: an unknown pool, or a slot that is not there.
             RequestStateError: an event in `after` was never recorded.
         """
-        self._check(operation, after, reads)
-        views = self._views_of_writers(reads)
+        if self._closed:
+            raise ClosedError("the transfer engine is closed")
+        self._check(operation)
+        if after or reads:
+            self._check_surroundings(after, reads)
         if operation.empty:
             call_done(done, None)
-            return Ticket(self._layers, views)
-        since = self._oldest
-        needs = self._records(self._hazards.writers_of_sources(operation, since))
-        follows = self._records(self._hazards.users_of_destinations(operation, since))
-        if any(record.plan is None for record in needs | follows):
-            self._flush()  # copies of one batch have no order, so a dependent one takes the next
-        record = self._open_batch(operation.direction)
-        record.after.extend(after)
-        record.needs |= needs
-        record.follows |= follows
-        self._hazards.mark(operation, record.number)
-        self._operations += 1
-        return Ticket(self._layers, (TransferView(record, record.add(operation, done)), *views))
+            if not (reads and self._untold):
+                return Ticket(self._layers)
+        tick = self._tick or self._open_tick()
+        ticket = Ticket(self._layers, tick.planned)
+        submission = Submission(operation, after, reads, done, ticket)
+        tick.submissions.append(submission)
+        if not operation.empty:
+            self._operations += 1
+            self._untold[submission] = None
+            self._idle.clear()
+        return ticket
 
     def statistics(self) -> TransferStatistics:
-        in_flight = sum(record.unfinished for record in self._live.values())
         return TransferStatistics(
-            self._operations, self._launches, self._failed, in_flight, dict(self._nbytes)
+            self._operations, self._launches, self._failed, len(self._untold), dict(self._nbytes)
         )
 
     async def aclose(self, deadline_seconds: float) -> int:
@@ -157,12 +170,12 @@ class TransferEngine:
             may still write to their pages: leak them.
         """
         self._closed = True
-        self._flush()
+        if self._tick is not None:
+            self._flush(self._tick)
         with anyio.move_on_after(deadline_seconds):
             await self._idle.wait()
-        given_up = self.statistics().in_flight
-        for record in list(self._live.values()):
-            self._fail(record, TransferError(f"given up after {deadline_seconds} s: the engine closed"))
+        given_up = len(self._untold)
+        self._give_up(TransferError(f"given up after {deadline_seconds} s: the engine closed"))
         if self._submitter is not None and given_up:
             self._submitter.abandon()  # it may hang in the driver: nobody could join it
         elif self._submitter is not None:
@@ -171,74 +184,57 @@ class TransferEngine:
 
     # Before the copies, on the loop.
 
-    def _check(
-        self,
-        operation: CacheOperation,
-        after: Iterable[Event],
-        reads: Iterable[tuple[str, Sequence[int]]],
-    ) -> None:
-        if self._closed:
-            raise ClosedError("the transfer engine is closed")
-        direction = operation.direction
+    def _check(self, operation: CacheOperation) -> None:
+        for pool, device, host in operation.reach:
+            device_slots, host_slots = self._capacities.get(pool, (-1, -1))
+            if device >= device_slots or host >= host_slots:
+                self._refuse(operation)
+
+    def _refuse(self, operation: CacheOperation) -> None:
+        """Say what is wrong with an operation that is known to be."""
         for pool, sources, destinations in operation.transfers:
-            check_slots(pool, direction.source, sources, self._extents)
-            check_slots(pool, direction.destination, destinations, self._extents)
+            check_slots(pool, operation.direction.source, sources, self._extents)
+            check_slots(pool, operation.direction.destination, destinations, self._extents)
+
+    def _check_surroundings(
+        self, after: Sequence[Event], reads: Sequence[tuple[str, Sequence[int]]]
+    ) -> None:
         for pool, slots in reads:
             check_slots(pool, Tier.DEVICE, slots, self._extents)
         if not all(event.recorded for event in after):
             raise RequestStateError("an operation is to start after an event that was never recorded")
 
-    def _views_of_writers(self, reads: Iterable[tuple[str, Sequence[int]]]) -> tuple[TransferView, ...]:
-        numbers: set[int] = set()
-        for pool, slots in reads:
-            numbers |= self._hazards.writers(pool, Tier.DEVICE, slots, self._oldest)
-        return tuple(TransferView(record, None) for record in self._records(numbers))
+    def _open_tick(self) -> _Tick:
+        self._tick = tick = _Tick()
+        asyncio.get_running_loop().call_soon(self._flush, tick)
+        return tick
 
-    @property
-    def _oldest(self) -> int:
-        """The number of the oldest transfer in flight; above all numbers if there is none."""
-        return next(iter(self._live), self._number + 1)
-
-    def _records(self, numbers: Iterable[int]) -> set[TransferRecord]:
-        return {self._live[number] for number in numbers if number in self._live}
-
-    def _open_batch(self, direction: Direction) -> TransferRecord:
-        record = self._pending.get(direction)
-        if record is None:
-            self._number += 1
-            record = self._pending[direction] = TransferRecord(self._number, direction)
-            self._live[record.number] = record
-            self._idle.clear()
-        if not self._flush_due:
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-        return record
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        pending, self._pending = list(self._pending.values()), {}
-        # Batches of one flush do not depend on each other, so the most urgent may go first.
-        for record in sorted(pending, key=lambda record: (record.priority, record.number)):
-            self._start(record)
-
-    def _start(self, record: TransferRecord) -> None:
-        group_bytes = self._group_bytes if record.direction is Direction.LOAD else None
-        try:
-            plan = merge(record.operations, self._extents, self._layers, group_bytes)
-        except CacheError as error:
-            self._fail(record, error)
-            return
-        record.start(plan, [GroupState(self._device.event()) for _ in plan.groups])
-        self._launches += 1
+    def _flush(self, tick: _Tick) -> None:
+        if self._tick is not tick:
+            return  # it was flushed ahead of its time
+        self._tick = None
         if self._submitter is None:
-            self._enqueue(record)
+            self._carry_out(tick)
         else:
-            self._submitter.submit(partial(self._enqueue, record))
+            self._submitter.submit(partial(self._carry_out, tick))
 
     # The copies, on the submit thread.
 
+    def _carry_out(self, tick: _Tick) -> None:
+        """Enqueue what one tick submitted, whatever happens: a failure is told, so nobody waits for ever."""
+        try:
+            records = self._batcher.batch(tick.submissions)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread
+            self._tell(partial(self._fail_tick, tick, error))
+            return
+        self._launches += len(records)
+        for record in records:
+            self._enqueue(record)
+            self._tell(partial(tick.settle, record))
+        if not records:
+            self._tell(tick.planned.set)
+
     def _enqueue(self, record: TransferRecord) -> None:
-        """Enqueue a transfer, whatever happens: a failure is told, so that nobody waits for ever."""
         stream = self._streams[record.direction]
         try:
             self._wait_for_dependencies(record, stream)
@@ -248,7 +244,6 @@ class TransferEngine:
             self._abandon(record, stream, error)
         finally:
             record.forget_dependencies()
-            self._tell(record.settled.set)
 
     def _wait_for_dependencies(self, record: TransferRecord, stream: Stream) -> None:
         for other in record.needs:
@@ -264,7 +259,7 @@ class TransferEngine:
     def _enqueue_groups(self, record: TransferRecord, stream: Stream) -> None:
         plan = record.plan
         if plan is None:
-            return
+            raise record.error or TransferError("there is no plan")
         for index, (group, state) in enumerate(zip(plan.groups, record.groups, strict=True)):
             self._copier.enqueue(stream, plan, group)
             stream.record(state.event)
@@ -281,7 +276,14 @@ class TransferEngine:
         except Exception:  # noqa: BLE001 - nothing can be tracked any more, and the cause is known
             self._tell(partial(self._fail, record, error))
 
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _event(self) -> Event:
+        """Events are used again: making and destroying them takes the CUDA context's lock."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._device.event()
+
+    def _tell(self, call: Callable[[], object]) -> None:
         if self._submitter is None:
             call()
         else:
@@ -290,23 +292,43 @@ class TransferEngine:
     # After the copies, on the loop.
 
     def _reached(self, record: TransferRecord, index: int, error: BaseException | None) -> None:
-        if record.number not in self._live:
+        if record.finished:
             return
         if error is not None:
             self._fail(record, error)
             return
-        record.land(index)
-        if record.plan is not None and index == len(record.plan.groups) - 1:
+        self._end(record.land(index))
+        if record.finished and record.plan is not None:
             self._nbytes[record.direction] += record.plan.nbytes
-            self._retire(record)
+            # Who asks a fence of this record sees that it has landed, and does not look at its events.
+            self._spare.extend(group.event for group in record.groups)
 
     def _fail(self, record: TransferRecord, error: BaseException) -> None:
-        if record.number in self._live:
+        if not record.finished:
             self._failed += 1
-            record.fail(error)
-            self._retire(record)
+            self._end(record.fail(error))
 
-    def _retire(self, record: TransferRecord) -> None:
-        del self._live[record.number]
-        if not self._live:
+    def _fail_tick(self, tick: _Tick, error: BaseException) -> None:
+        """Nothing became of what a tick submitted."""
+        tick.planned.set()
+        for submission in tick.submissions:
+            self._disappoint(submission, error)
+
+    def _give_up(self, error: BaseException) -> None:
+        for submission in list(self._untold):
+            for view in submission.ticket.views or ():
+                self._fail(view.record, error)
+            self._disappoint(submission, error)
+
+    def _disappoint(self, submission: Submission, error: BaseException) -> None:
+        """Fail a submission of which no transfer will tell."""
+        submission.ticket.give_up(error)
+        if submission in self._untold:
+            call_done(submission.done, error)
+            self._end([submission])
+
+    def _end(self, submissions: Sequence[Submission]) -> None:
+        for submission in submissions:
+            self._untold.pop(submission, None)
+        if not self._untold:
             self._idle.set()

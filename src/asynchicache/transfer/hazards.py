@@ -1,10 +1,9 @@
-"""Which transfers in flight a new copy must come after: whoever writes what it reads, and whoever
-reads or writes what it writes.
+"""Which copies must wait for which: whoever reads what another writes, or writes what another uses.
 
 Every slot remembers the number of the last transfer that wrote it, and of the last that read it in
-each direction. The last is enough: transfers of one direction run in order on one stream, and each
-waits for the writer before it. Numbers of transfers that are complete mean nothing any more and are
-skipped, so there is nothing to take back when a transfer ends.
+each direction. The last is enough: transfers of one direction run in the order of their numbers on one
+stream, and each waits for the writer before it. Numbers of transfers that are complete mean nothing any
+more and are skipped, so there is nothing to take back when a transfer ends.
 """
 
 from __future__ import annotations
@@ -13,9 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent, Slots, slot_numbers
+from asynchicache.transfer.plan import (
+    CacheOperation,
+    Columns,
+    Direction,
+    PoolExtent,
+    Slots,
+    columns_of,
+    slot_numbers,
+)
 from asynchicache.types import Tier
 
+_TIERS = (Tier.DEVICE, Tier.HOST)
 _READERS = {
     Tier.DEVICE: (Direction.BACKUP, Direction.FORK),
     Tier.HOST: (Direction.LOAD,),
@@ -27,16 +35,15 @@ class HazardTable:
     """The last users of every slot, by transfer number; numbers are positive and ascend."""
 
     def __init__(self, extents: Mapping[str, PoolExtent]) -> None:
-        tiers = (Tier.DEVICE, Tier.HOST)
         self._writers = {
             (pool, tier): np.zeros(extent.capacity(tier), np.int64)
             for pool, extent in extents.items()
-            for tier in tiers
+            for tier in _TIERS
         }
         self._readers = {
             (pool, tier, direction): np.zeros(extent.capacity(tier), np.int64)
             for pool, extent in extents.items()
-            for tier in tiers
+            for tier in _TIERS
             for direction in _READERS[tier]
         }
 
@@ -44,28 +51,67 @@ class HazardTable:
         """Transfers numbered `since` or later that write one of `slots`."""
         return _recent([self._writers[pool, tier]], slot_numbers(slots), since)
 
-    def writers_of_sources(self, operation: CacheOperation, since: int) -> set[int]:
-        """Transfers numbered `since` or later that write what `operation` reads."""
+    def writers_of_sources(self, direction: Direction, columns: Columns, since: int) -> set[int]:
+        """Transfers numbered `since` or later that write what is read here."""
         found: set[int] = set()
-        for pool, (sources, _) in operation.columns().items():
-            found |= self.writers(pool, operation.direction.source, sources, since)
+        for pool, (sources, _) in columns.items():
+            found |= self.writers(pool, direction.source, sources, since)
         return found
 
-    def users_of_destinations(self, operation: CacheOperation, since: int) -> set[int]:
-        """Transfers numbered `since` or later that read or write what `operation` writes."""
-        tier = operation.direction.destination
+    def users_of_destinations(self, direction: Direction, columns: Columns, since: int) -> set[int]:
+        """Transfers numbered `since` or later that read or write what is written here."""
+        tier = direction.destination
         found: set[int] = set()
-        for pool, (_, destinations) in operation.columns().items():
-            readers = [self._readers[pool, tier, direction] for direction in _READERS[tier]]
+        for pool, (_, destinations) in columns.items():
+            readers = [self._readers[pool, tier, reading] for reading in _READERS[tier]]
             found |= _recent([self._writers[pool, tier], *readers], destinations, since)
         return found
 
-    def mark(self, operation: CacheOperation, number: int) -> None:
-        """Transfer `number` carries out `operation`."""
-        direction = operation.direction
-        for pool, (sources, destinations) in operation.columns().items():
+    def mark(self, direction: Direction, columns: Columns, number: int) -> None:
+        """Transfer `number` moves `columns`."""
+        for pool, (sources, destinations) in columns.items():
             self._readers[pool, direction.source, direction][sources] = number
             self._writers[pool, direction.destination][destinations] = number
+
+
+class Independence:
+    """Tells whether operations may run in any order: no slot is written twice, or read and written.
+
+    Every slot that is written is stamped; stamps only ascend, so none has to be taken back.
+    """
+
+    def __init__(self, extents: Mapping[str, PoolExtent]) -> None:
+        self._stamps = {
+            (pool, tier): np.zeros(extent.capacity(tier), np.int64)
+            for pool, extent in extents.items()
+            for tier in _TIERS
+        }
+        self._next = 1
+
+    def holds(self, operations: Sequence[CacheOperation]) -> bool:
+        first = self._next
+        moved = [
+            (direction, columns_of([one for one in operations if one.direction is direction]))
+            for direction in Direction
+        ]
+        for direction, columns in moved:
+            for pool, (_, written) in columns.items():
+                if not self._stamp(self._stamps[pool, direction.destination], written, first):
+                    return False
+        return not any(
+            (self._stamps[pool, direction.source][read] >= first).any()
+            for direction, columns in moved
+            for pool, (read, _) in columns.items()
+        )
+
+    def _stamp(self, table: Slots, slots: Slots, first: int) -> bool:
+        """Whether none of `slots` had a stamp of this call, or comes twice."""
+        if (table[slots] >= first).any():
+            return False
+        stamps = np.arange(self._next, self._next + len(slots))
+        self._next += len(slots)
+        table[slots] = stamps
+        return not (table[slots] != stamps).any()
 
 
 def _recent(tables: Iterable[Slots], slots: Slots, since: int) -> set[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -24,6 +24,11 @@ from asynchicache.specs import PoolSpec
 from asynchicache.types import PoolTransfer, Tier
 
 Slots: TypeAlias = npt.NDArray[np.int64]
+Columns: TypeAlias = dict[str, tuple[Slots, Slots]]
+"""By pool, (sources, destinations) of all that is to be moved."""
+
+_FEW = 64
+"""Up to so many slots Python's own loops are quicker than numpy, which takes microseconds to begin."""
 
 
 class Direction(Enum):
@@ -42,6 +47,14 @@ class Direction(Enum):
         return Tier.HOST if self is Direction.BACKUP else Tier.DEVICE
 
 
+class Reach(NamedTuple):
+    """The highest slots that a transfer touches in each tier, -1 if it touches none."""
+
+    pool: str
+    device: int
+    host: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheOperation:
     """What one request wants moved.
@@ -49,12 +62,16 @@ class CacheOperation:
     Attributes:
         direction: from which tier to which.
         transfers: by pool, slots to slots; a pool may come more than once.
-        priority: lower is sooner.
+        priority: lower is sooner; of operations of one tick only, see `transfer.batches`.
+        reach: the highest slots of each transfer, so that whoever knows the pools checks it in no time.
+        empty: there is nothing to move.
     """
 
     direction: Direction
     transfers: tuple[PoolTransfer, ...]
     priority: int = 0
+    reach: tuple[Reach, ...] = field(init=False, repr=False, compare=False)
+    empty: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """
@@ -62,17 +79,17 @@ class CacheOperation:
             UsageError: lists of unequal length, a slot that is no integer or negative, a destination
                 twice, or a slot that is forked and written at once.
         """
-        object.__setattr__(self, "transfers", tuple(map(_checked, self.transfers)))
-        for pool, (sources, destinations) in self.columns().items():
-            _check_independent(self.direction, pool, sources, np.sort(destinations))
+        transfers = tuple(map(_as_arrays, self.transfers))
+        object.__setattr__(self, "transfers", transfers)
+        object.__setattr__(self, "reach", tuple(_reach(self.direction, transfer) for transfer in transfers))
+        object.__setattr__(self, "empty", not any(transfer.sources for transfer in transfers))
+        if not _plainly_independent(self.direction, transfers):
+            for pool, (sources, destinations) in self.columns().items():
+                _check_independent(self.direction, pool, sources, np.sort(destinations))
 
-    @property
-    def empty(self) -> bool:
-        return not any(transfer.sources for transfer in self.transfers)
-
-    def columns(self) -> dict[str, tuple[Slots, Slots]]:
-        """By pool, (sources, destinations) of all its transfers; pools with nothing to move left out."""
-        return _columns([self])
+    def columns(self) -> Columns:
+        """Slots by pool of all its transfers; pools with nothing to move left out."""
+        return columns_of([self])
 
 
 class PoolExtent(NamedTuple):
@@ -165,7 +182,7 @@ def merge(
         InternalError: no operations, or several directions.
     """
     direction = _common_direction(operations)
-    columns = _columns(operations)
+    columns = columns_of(operations)
     for pool, (sources, destinations) in columns.items():
         check_slots(pool, direction.source, sources, pools)
         check_slots(pool, direction.destination, destinations, pools)
@@ -207,15 +224,43 @@ def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
 # Slots.
 
 
-def _checked(transfer: PoolTransfer) -> PoolTransfer:
-    pool, sources, destinations = transfer.pool, *map(_slot_array, transfer[1:])
+def _as_arrays(transfer: PoolTransfer) -> PoolTransfer:
+    pool, sources, destinations = transfer.pool, _slot_array(transfer[1]), _slot_array(transfer[2])
     if len(sources) != len(destinations):
         raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
-    for slots in (sources, destinations):
-        lowest = slot_numbers(slots).min(initial=0)
-        if lowest < 0:
-            raise UsageError(f"pool {pool!r}: slot {lowest} is negative")
     return PoolTransfer(pool, sources, destinations)
+
+
+def _reach(direction: Direction, transfer: PoolTransfer) -> Reach:
+    pool, source, destination = transfer.pool, *(_highest(transfer.pool, slots) for slots in transfer[1:])
+    match direction:
+        case Direction.LOAD:
+            return Reach(pool, destination, source)
+        case Direction.BACKUP:
+            return Reach(pool, source, destination)
+        case Direction.FORK:
+            return Reach(pool, max(source, destination), -1)
+
+
+def _highest(pool: str, slots: Sequence[int]) -> int:
+    if not slots:
+        return -1
+    few = len(slots) <= _FEW
+    lowest = min(slots) if few else int(slot_numbers(slots).min())
+    if lowest < 0:
+        raise UsageError(f"pool {pool!r}: slot {lowest} is negative")
+    return max(slots) if few else int(slot_numbers(slots).max())
+
+
+def _plainly_independent(direction: Direction, transfers: Sequence[PoolTransfer]) -> bool:
+    """True if a quick look suffices: few slots, each pool once, nothing written twice or also read."""
+    for transfer in transfers:
+        written = set(transfer.destinations) if len(transfer.destinations) <= _FEW else set()
+        if len(written) != len(transfer.destinations):
+            return False
+        if direction is Direction.FORK and not written.isdisjoint(transfer.sources):
+            return False
+    return len(transfers) <= 1 or len({transfer.pool for transfer in transfers}) == len(transfers)
 
 
 def _slot_array(slots: Sequence[int]) -> array[int]:
@@ -225,7 +270,8 @@ def _slot_array(slots: Sequence[int]) -> array[int]:
         raise UsageError(f"slots are not a run of 64-bit integers: {error}") from None
 
 
-def _columns(operations: Sequence[CacheOperation]) -> dict[str, tuple[Slots, Slots]]:
+def columns_of(operations: Sequence[CacheOperation]) -> Columns:
+    """Slots by pool of all their transfers; pools with nothing to move left out."""
     by_pool: dict[str, list[PoolTransfer]] = {}
     for operation in operations:
         for transfer in operation.transfers:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from asynchicache.streams.base import Event
 from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan
@@ -33,14 +34,14 @@ class LayerStatus(Enum):
 class GroupState:
     """One layer group of a transfer."""
 
-    __slots__ = ("error", "event", "finished", "landed", "submitted")
+    __slots__ = ("_landed", "error", "event", "finished", "submitted")
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self.landed = asyncio.Event()
         self.submitted = False
         self.finished = False
         self.error: BaseException | None = None
+        self._landed: asyncio.Event | None = None  # of many groups, few are waited for one by one
 
     @property
     def status(self) -> LayerStatus:
@@ -48,34 +49,72 @@ class GroupState:
             return LayerStatus.COMPLETE if self.error is None else LayerStatus.FAILED
         return LayerStatus.SUBMITTED if self.submitted else LayerStatus.PENDING
 
+    async def landed(self) -> None:
+        """Wait until the group has landed, or will not; on the loop."""
+        if not self.finished:
+            self._landed = self._landed or asyncio.Event()
+            await self._landed.wait()
 
-class _Member(NamedTuple):
+    def wake(self) -> None:
+        """Let those who wait look again; on the loop."""
+        if self._landed is not None:
+            self._landed.set()
+
+
+class Claim(Protocol):
+    """What a submission has to know of its ticket."""
+
+    @property
+    def views(self) -> Sequence[TransferView] | None: ...
+
+    def resolve(self, views: Sequence[TransferView]) -> None: ...
+
+    def give_up(self, error: BaseException) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """One operation as it was submitted.
+
+    Attributes:
+        operation: what to move; it may be empty where only `reads` matter.
+        after: recorded events that its copies wait for.
+        reads: (pool, device slots) that its submitter will read besides.
+        done: to be called once it has ended.
+        ticket: to be given what it sees, before any of that is enqueued.
+    """
+
     operation: CacheOperation
+    after: Sequence[Event]
+    reads: Sequence[tuple[str, Sequence[int]]]
     done: Done
+    ticket: Claim
 
 
 class TransferRecord:
     """Operations of one direction that are carried out as one.
 
     Attributes:
-        number: ascending in the order of submission.
+        number: ascending in the order of enqueueing.
         direction: theirs.
+        submissions: the operations; positions in it are those of the plan.
         after: events of the caller's that the copies wait for.
         needs: transfers that write what this one reads.
         follows: transfers that use what this one writes.
-        plan: what the operations came to; None while others may still join.
+        plan: what the operations come to; None if they come to nothing, see `error`.
         groups: one state for each group of the plan.
         last_event: stands for all that was enqueued so far; None before anything was.
-        error: why it could not be enqueued; set by the enqueuing thread.
+        error: why it could not be enqueued; set by the enqueueing thread.
         failure: why some of it will not land; set on the loop.
-        planned: set once there is a plan, or never will be one.
+        finished: nothing more will land.
         settled: set once every group is enqueued, or never will be.
     """
 
-    def __init__(self, number: int, direction: Direction) -> None:
+    def __init__(self, number: int, direction: Direction, submissions: Sequence[Submission]) -> None:
         self.number = number
         self.direction = direction
-        self.after: list[Event] = []
+        self.submissions = submissions
+        self.after = [event for submission in submissions for event in submission.after]
         self.needs: set[TransferRecord] = set()
         self.follows: set[TransferRecord] = set()
         self.plan: TransferPlan | None = None
@@ -83,67 +122,105 @@ class TransferRecord:
         self.last_event: Event | None = None
         self.error: BaseException | None = None
         self.failure: BaseException | None = None
+        self.finished = False
         self.settled = asyncio.Event()
-        self.planned = asyncio.Event()
-        self._members: list[_Member] = []
         self._landed_groups = 0
-        self._told: set[int] = set()
-
-    @property
-    def operations(self) -> list[CacheOperation]:
-        return [member.operation for member in self._members]
-
-    @property
-    def priority(self) -> int:
-        return min(member.operation.priority for member in self._members)
-
-    @property
-    def unfinished(self) -> int:
-        """Operations whose `done` has not been called."""
-        return len(self._members) - len(self._told)
-
-    def add(self, operation: CacheOperation, done: Done) -> int:
-        """Let an operation join; its position in the plan."""
-        self._members.append(_Member(operation, done))
-        return len(self._members) - 1
+        self._untold: list[list[Submission]] = [list(submissions)]  # by the group they end with
 
     def start(self, plan: TransferPlan, groups: Sequence[GroupState]) -> None:
-        """Nobody joins any more: this is what will be enqueued."""
+        """This is what will be enqueued."""
         self.plan, self.groups = plan, groups
-        self.planned.set()
+        self._untold = [[] for _ in groups]
+        for submission, last in zip(self.submissions, plan.last_groups, strict=True):
+            self._untold[last].append(submission)
 
     def forget_dependencies(self) -> None:
         """They are waited for; records that held on to each other would never be freed."""
         self.after, self.needs, self.follows = [], set(), set()
 
-    def land(self, index: int) -> None:
-        """Group `index` has landed, and with it those before it, as they are on one stream."""
-        self._finish(index + 1, None)
+    def land(self, index: int) -> list[Submission]:
+        """Group `index` has landed, and with it those before it, as they are on one stream.
 
-    def fail(self, error: BaseException) -> None:
-        """What has not landed by now will not be waited for."""
+        Returns:
+            The submissions that have ended by that, whose `done` was called.
+        """
+        return self._finish(index + 1, None)
+
+    def fail(self, error: BaseException) -> list[Submission]:
+        """What has not landed by now will not be waited for; as `land`."""
         self.failure = error
-        self._finish(len(self.groups), error)
-        self.planned.set()
+        ended = self._finish(len(self._untold), error)
         self.settled.set()
+        return ended
 
-    def _finish(self, stop: int, error: BaseException | None) -> None:
-        groups = self.groups[self._landed_groups : stop]
+    def _finish(self, stop: int, error: BaseException | None) -> list[Submission]:
+        start, self._landed_groups = self._landed_groups, max(self._landed_groups, stop)
+        groups = self.groups[start:stop]
         for group in groups:
             group.error = error
             group.finished = True
-        self._landed_groups = max(self._landed_groups, stop)
-        self._tell(error)
+        self.finished = self._landed_groups >= len(self._untold)
+        ended = [submission for some in self._untold[start:stop] for submission in some]
+        for submission in ended:
+            call_done(submission.done, error)
         for group in groups:
-            group.landed.set()
+            group.wake()
+        return ended
 
-    def _tell(self, error: BaseException | None) -> None:
-        """Call `done` of the operations whose last bytes have landed, of all if there is an error."""
-        for position, member in enumerate(self._members):
-            last = -1 if self.plan is None else self.plan.last_groups[position]
-            if position not in self._told and last < self._landed_groups:
-                self._told.add(position)
-                call_done(member.done, error)
+
+class TransferView(NamedTuple):
+    """What one ticket sees of one transfer.
+
+    Attributes:
+        record: the transfer.
+        position: the ticket's own operation in it, or None where the ticket waits for what others move.
+    """
+
+    record: TransferRecord
+    position: int | None
+
+    @property
+    def groups(self) -> Sequence[GroupState]:
+        """The groups up to the last one that matters here; none if there is no plan."""
+        plan = self.record.plan
+        if plan is None or self.position is None:
+            return self.record.groups
+        return self.record.groups[: plan.last_groups[self.position] + 1]
+
+    @property
+    def finished(self) -> bool:
+        groups = self.groups
+        return groups[-1].finished if groups else self.record.failure is not None
+
+    @property
+    def submitted(self) -> bool:
+        groups = self.groups
+        return groups[-1].submitted if groups else False
+
+    @property
+    def error(self) -> BaseException | None:
+        groups = self.groups
+        return groups[-1].error if groups else self.record.failure
+
+    def group(self, layer: int) -> GroupState | None:
+        """The group behind which the bytes of `layer` are; None if there is no plan."""
+        plan, groups = self.record.plan, self.groups
+        return groups[min(plan.group_of(layer), len(groups) - 1)] if plan and groups else None
+
+    def status(self, layer: int) -> LayerStatus:
+        group = self.group(layer)
+        if group is None:
+            return LayerStatus.PENDING if self.record.failure is None else LayerStatus.FAILED
+        return group.status
+
+    async def landed(self, layer: int) -> BaseException | None:
+        """Wait until the bytes of `layer` have landed, or will not; why they will not."""
+        group = self.group(layer)
+        if group is None:
+            await self.record.settled.wait()
+            return self.record.failure or self.record.error
+        await group.landed()
+        return group.error
 
 
 def call_done(done: Done, error: BaseException | None) -> None:

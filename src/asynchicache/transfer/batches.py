@@ -1,0 +1,122 @@
+"""Makes transfers of what one tick of the loop submitted: what is independent merges, what is urgent goes first.
+
+Used by one thread at a time. The arithmetic is numpy's, for a whole tick at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from asynchicache.errors import CacheError
+from asynchicache.streams.base import Event
+from asynchicache.transfer.hazards import HazardTable, Independence
+from asynchicache.transfer.plan import Direction, PoolExtent, columns_of, merge
+from asynchicache.transfer.record import GroupState, Submission, TransferRecord, TransferView
+from asynchicache.types import Tier
+
+_URGENCY = {Direction.FORK: 0, Direction.LOAD: 1, Direction.BACKUP: 2}
+"""Of transfers that could start at once: forks are small, and forwards wait for them and for loads."""
+
+
+class Batcher:
+    """Numbers transfers in the order in which they must be enqueued, and knows what each waits for."""
+
+    def __init__(
+        self,
+        extents: Mapping[str, PoolExtent],
+        layers: int,
+        group_bytes: int,
+        event: Callable[[], Event],
+    ) -> None:
+        """
+        Args:
+            extents: by pool.
+            layers: layers of the model, those without a cache included.
+            group_bytes: what makes a group of a load's layers worth a launch.
+            event: makes the event of a layer group.
+        """
+        self._extents = extents
+        self._layers = layers
+        self._group_bytes = group_bytes
+        self._event = event
+        self._hazards = HazardTable(extents)
+        self._independence = Independence(extents)
+        self._live: dict[int, TransferRecord] = {}
+        self._number = 0
+
+    def batch(self, submissions: Sequence[Submission]) -> list[TransferRecord]:
+        """The transfers of one tick, in the order to enqueue them; every ticket is told what it sees.
+
+        Independent operations of one direction and priority are one transfer. Among independent transfers
+        the lower priority number goes first, and of equal ones forks and loads before backups.
+        """
+        self._forget_finished()
+        moving = [submission for submission in submissions if not submission.operation.empty]
+        records = [record for some in self._rounds(moving) for record in self._round(some)]
+        for record in records:
+            for position, submission in enumerate(record.submissions):
+                others = [view for view in self._writers(submission) if view.record is not record]
+                submission.ticket.resolve((TransferView(record, position), *others))
+        for submission in submissions:
+            if submission.operation.empty:
+                submission.ticket.resolve(tuple(self._writers(submission)))
+        return records
+
+    def _forget_finished(self) -> None:
+        self._live = {number: record for number, record in self._live.items() if not record.finished}
+
+    def _rounds(self, submissions: Sequence[Submission]) -> Iterator[Sequence[Submission]]:
+        """Split where an operation depends on one before it: copies of one round have no order."""
+        while submissions:
+            size = self._independent_prefix(submissions)
+            yield submissions[:size]
+            submissions = submissions[size:]
+
+    def _independent_prefix(self, submissions: Sequence[Submission]) -> int:
+        operations = [submission.operation for submission in submissions]
+        if len(operations) == 1 or self._independence.holds(operations):
+            return len(operations)
+        sizes = range(2, len(operations))  # what is independent stays so with fewer; one alone always is
+        return 1 + bisect_left(sizes, True, key=lambda size: not self._independence.holds(operations[:size]))
+
+    def _round(self, submissions: Iterable[Submission]) -> list[TransferRecord]:
+        merged: dict[tuple[int, int], list[Submission]] = {}
+        for submission in submissions:
+            operation = submission.operation
+            urgency = operation.priority, _URGENCY[operation.direction]
+            merged.setdefault(urgency, []).append(submission)
+        return [self._record(merged[urgency]) for urgency in sorted(merged)]
+
+    def _record(self, submissions: Sequence[Submission]) -> TransferRecord:
+        operations = [submission.operation for submission in submissions]
+        direction, columns = operations[0].direction, columns_of(operations)
+        since = self._oldest
+        self._number += 1
+        record = TransferRecord(self._number, direction, submissions)
+        record.needs = self._records(self._hazards.writers_of_sources(direction, columns, since))
+        record.follows = self._records(self._hazards.users_of_destinations(direction, columns, since))
+        self._hazards.mark(direction, columns, record.number)
+        self._live[record.number] = record
+        group_bytes = self._group_bytes if direction is Direction.LOAD else None
+        try:
+            plan = merge(operations, self._extents, self._layers, group_bytes)
+            record.start(plan, [GroupState(self._event()) for _ in plan.groups])
+        except CacheError as error:
+            record.error = error
+        return record
+
+    def _writers(self, submission: Submission) -> Iterator[TransferView]:
+        """The transfers in flight that bring what a submitter will read."""
+        numbers: set[int] = set()
+        for pool, slots in submission.reads:
+            numbers |= self._hazards.writers(pool, Tier.DEVICE, slots, self._oldest)
+        return (TransferView(record, None) for record in self._records(numbers))
+
+    @property
+    def _oldest(self) -> int:
+        """The number of the oldest transfer in flight; above all numbers if there is none."""
+        return next(iter(self._live), self._number + 1)
+
+    def _records(self, numbers: Iterable[int]) -> set[TransferRecord]:
+        return {self._live[number] for number in numbers if number in self._live}

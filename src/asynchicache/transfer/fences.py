@@ -1,0 +1,130 @@
+"""What orders others behind the bytes of one layer: streams, captured graphs, threads of other engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from asynchicache.errors import DeviceError, RequestStateError
+from asynchicache.streams.base import Event, Stream
+from asynchicache.transfer.record import GroupState, LayerStatus, TransferView
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
+"""Seconds between looks of a thread that waits; they double. A look takes the CUDA driver's lock."""
+
+
+class Fenced(Protocol):
+    """What a fence has to know of a ticket."""
+
+    @property
+    def views(self) -> Sequence[TransferView] | None: ...
+
+    def status(self, layer: int) -> LayerStatus: ...
+
+
+class Fence:
+    """Orders a stream behind the bytes of one layer, on the device, without a host wait.
+
+    A failed transfer lets through, so that a forward never hangs on it: look at `Ticket.ok` before
+    its results are used.
+    """
+
+    __slots__ = ("_layer", "_ticket")
+
+    def __init__(self, ticket: Fenced, layer: int) -> None:
+        self._ticket = ticket
+        self._layer = layer
+
+    def wait_on(self, stream: Stream) -> None:
+        """Let nothing that is enqueued on `stream` from now on run before the layer is there.
+
+        Raises:
+            RequestStateError: the layer is not submitted yet, so there is nothing to wait for.
+        """
+        views = self._ticket.views
+        if views is None:
+            raise self._too_early()
+        groups = [self._group(view) for view in views]
+        for group in groups:
+            if group is not None and not group.finished:
+                stream.wait_event(group.event)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let `event` stand for the layer, and for what else is enqueued on `stream`.
+
+        For external events, which a captured graph waits for: record them anew before each replay. Keep
+        a stream for this, which would else be held up until the layer is there.
+
+        Raises:
+            RequestStateError: the layer is not submitted yet.
+        """
+        self.wait_on(stream)
+        stream.record(event)
+
+    def _group(self, view: TransferView) -> GroupState | None:
+        """What to wait for; None where the transfer failed before there was anything."""
+        group = view.group(self._layer)
+        pending = view.record.failure is None if group is None else group.status is LayerStatus.PENDING
+        if pending:
+            raise self._too_early()
+        return group
+
+    def _too_early(self) -> RequestStateError:
+        return RequestStateError(
+            f"layer {self._layer} is not submitted yet; await Ticket.submitted() before its fence"
+        )
+
+
+class HostFence:
+    """Lets a thread of another engine wait for one layer, as vLLM's `wait_for_layer_load` does.
+
+    It asks the layer's events and never needs the loop, which may stand still meanwhile. As with other
+    fences, a failed transfer lets through.
+    """
+
+    __slots__ = ("_layer", "_ticket")
+
+    def __init__(self, ticket: Fenced, layer: int) -> None:
+        self._ticket = ticket
+        self._layer = layer
+
+    @property
+    def open(self) -> bool:
+        """Whether the layer is there, or will never be; from any thread."""
+        views = self._ticket.views
+        if views is None:
+            return self._ticket.status(self._layer) is LayerStatus.FAILED
+        return all(self._passes(view) for view in views)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block this thread until the layer is there or has failed; never on the loop's own thread.
+
+        Args:
+            timeout: seconds to wait at most; None waits without end.
+
+        Returns:
+            Whether the fence is open; False if the time was up first.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        while not self.open:
+            left = _LONGEST_PAUSE if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def _passes(self, view: TransferView) -> bool:
+        group = view.group(self._layer)
+        if group is None:
+            return (view.record.failure or view.record.error) is not None
+        if group.finished:
+            return True
+        if not group.submitted:
+            return view.record.error is not None
+        try:
+            return group.event.query()
+        except DeviceError:
+            return True
