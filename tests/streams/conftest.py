@@ -6,13 +6,14 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
 import pytest_asyncio
 import torch
 
-from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.streams.base import Device, Event, Graph, Stream
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import Driver, InlineDriver, SeededDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
@@ -112,9 +113,12 @@ class LossyDevice:
     def stream(self, name: str) -> Stream:
         return self._inner.stream(name)
 
-    def event(self) -> Event:
+    def event(self, *, external: bool = False) -> Event:
         self.events += 1
-        return self._inner.event()
+        return self._inner.event(external=external)
+
+    def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
+        return self._inner.capture(stream)
 
     def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
         if self._lost():

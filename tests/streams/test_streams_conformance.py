@@ -212,3 +212,75 @@ async def test_close_runs_what_is_enqueued_and_may_be_called_twice(rig) -> None:
     rig.device.close()
     rig.device.close()
     assert state.item() == 4
+
+
+# Graphs: captured once, replayed with what their external events stand for then.
+
+
+@pytest.mark.asyncio
+async def test_a_graph_runs_at_its_replays_only(rig) -> None:
+    stream, state = rig.device.stream("compute"), rig.tensor(1)
+    with rig.device.capture(stream) as graph:
+        stream.launch(lambda: state.mul_(3))
+        stream.launch(lambda: state.add_(1))
+    assert await rig.finished(stream) == [None]
+    assert state.item() == 1
+    for expected in (4, 13):
+        graph.replay()
+        await rig.finished(stream)
+        assert state.item() == expected
+
+
+@pytest.mark.asyncio
+async def test_a_captured_wait_binds_when_the_graph_is_replayed(rig) -> None:
+    load, compute, arrived = rig.device.stream("load"), rig.device.stream("compute"), []
+    loaded, source, target = rig.device.event(external=True), rig.tensor(0), rig.tensor(0)
+    with rig.device.capture(compute) as graph:
+        compute.wait_event(loaded)  # never recorded yet: it is the replay that needs a record
+        compute.launch(lambda: target.copy_(source))
+    for round_ in (1, 2, 3):
+
+        def build(round_: int = round_) -> None:
+            for _ in range(50):
+                load.launch(lambda: source.add_(1))
+            load.record(loaded)
+            graph.replay()
+
+        rig.enqueue([load, compute], build)
+        await rig.finished(compute)
+        arrived.append(target.item())
+    assert arrived == [50, 100, 150]
+
+
+@pytest.mark.asyncio
+async def test_a_replay_that_waits_for_nothing_recorded_is_refused(rig) -> None:
+    stream, event, ran = rig.device.stream("compute"), rig.device.event(external=True), rig.tensor(0)
+    with rig.device.capture(stream) as graph:
+        stream.wait_event(event)
+        stream.launch(lambda: ran.fill_(1))
+    with pytest.raises(RequestStateError, match="compute waits for an event that was never recorded"):
+        graph.replay()
+    with pytest.raises(RequestStateError, match="compute waits for an event that was never recorded"):
+        stream.wait_event(event)  # outside of a capture it is an event like any other
+    await rig.finished(stream)
+    assert ran.item() == 0
+
+
+@pytest.mark.asyncio
+async def test_only_external_events_cross_the_border_of_a_graph(rig) -> None:
+    stream, other, event = rig.device.stream("compute"), rig.device.stream("other"), rig.device.event()
+    other.record(event)
+    with rig.device.capture(stream):
+        stream.launch(lambda: None)
+        for crossing in (stream.wait_event, stream.record):
+            with pytest.raises(RequestStateError, match="compute is captured: events .* must be external"):
+                crossing(event)
+        with pytest.raises(RequestStateError, match="compute is being captured already"):
+            with rig.device.capture(stream):
+                pass
+    foreign = EmulatedDevice(InlineDriver()).stream("foreign")
+    with pytest.raises(UsageError, match="is not a stream of"):
+        with rig.device.capture(foreign):
+            pass
+    stream.wait_event(event)
+    assert await rig.finished(stream) == [None]

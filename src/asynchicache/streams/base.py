@@ -10,11 +10,15 @@ Rules that all drivers keep (CUDA runtime: cudaEventRecord, cudaStreamWaitEvent)
    completes with that error.
 5. Stricter than CUDA, where it would be a silent no-op: waiting on an event that was never
    recorded raises `RequestStateError`.
+6. What is captured in a graph runs at each replay. Only external events cross a graph's border: a
+   captured wait binds to the latest record at the time of the replay, not of the capture
+   (cudaEventWaitExternal).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 
@@ -63,7 +67,19 @@ class Stream(Protocol):
         """Let nothing enqueued later run before the latest record of `event`.
 
         Raises:
-            RequestStateError: `event` was never recorded.
+            RequestStateError: `event` was never recorded, or is not external and this is captured.
+        """
+        ...
+
+
+class Graph(Protocol):
+    """What a stream was given once, to be given again and again."""
+
+    def replay(self) -> None:
+        """Enqueue it once more, on the stream that it was captured from.
+
+        Raises:
+            RequestStateError: an event that it waits for was never recorded.
         """
         ...
 
@@ -83,7 +99,17 @@ class Device(Protocol):
 
     def stream(self, name: str) -> Stream: ...
 
-    def event(self) -> Event: ...
+    def event(self, *, external: bool = False) -> Event:
+        """A new event.
+
+        Args:
+            external: it crosses the border of graphs: what is captured may wait for it. Default: False.
+        """
+        ...
+
+    def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
+        """While the context is open, what is enqueued on `stream` does not run: it becomes the graph."""
+        ...
 
     def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
         """Call `reached(error)` from any thread, once, when all work now enqueued has run.

@@ -67,8 +67,40 @@ class CudaDevice:
                 self._wrapped[handle] = CudaStream(self, torch_stream, f"wrapped-{handle:#x}")
             return self._wrapped[handle]
 
-    def event(self) -> CudaEvent:
-        return CudaEvent(self)
+    def event(self, *, external: bool = False) -> CudaEvent:
+        """
+        Raises:
+            DeviceError: `external`, and torch has no such events.
+        """
+        event = CudaEvent(self, external)
+        if external:
+            # Torch creates an event with its first record, and skips waits for events that are not
+            # created: a capture would silently hold no wait.
+            event.torch_event.record(torch.cuda.Stream(self.index))  # type: ignore[no-untyped-call]
+        return event
+
+    @contextmanager
+    def capture(self, stream: Stream) -> Iterator[CudaGraph]:
+        """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.
+
+        Captured in CUDA's thread-local mode: in the global one, which is torch's default, the queries of
+        our waiter threads would break the capture. Whoever captures by torch alone should do the same.
+
+        Raises:
+            RequestStateError: `stream` is being captured already.
+            UsageError: `stream` is of another device.
+        """
+        own = self._own(stream)
+        if own.graph is not None:
+            raise RequestStateError(f"stream {own.name} is being captured already")
+        own.graph = graph = CudaGraph(own)
+        try:
+            with torch.cuda.graph(
+                graph.torch_graph, stream=own.torch_stream, capture_error_mode="thread_local"
+            ):
+                yield graph
+        finally:
+            own.graph = None
 
     def notify(self, stream: Stream, reached: Reached) -> None:
         """Call `reached(error)` once, from the stream's waiter thread, when all work now enqueued
@@ -78,11 +110,15 @@ class CudaDevice:
             ClosedError: the device is closed.
             UsageError: `stream` is of another device.
         """
+        own = self._own(stream)
+        event = self._spare_event()
+        own.record(event)
+        self._waiter(own).put(event, reached)
+
+    def _own(self, stream: Stream) -> CudaStream:
         if not isinstance(stream, CudaStream) or stream.device is not self:
             raise UsageError(f"{stream!r} is not a stream of {self.name}")
-        event = self._spare_event()
-        stream.record(event)
-        self._waiter(stream).put(event, reached)
+        return stream
 
     def _spare_event(self) -> Event:
         try:
@@ -133,7 +169,8 @@ class CudaStream:
     def __init__(self, device: CudaDevice, torch_stream: torch.cuda.Stream, name: str) -> None:
         self.device = device
         self.name = name
-        self._stream = torch_stream
+        self.torch_stream = torch_stream
+        self.graph: CudaGraph | None = None  # while it is captured by us
 
     def launch(self, work: Callable[[], object]) -> None:
         """Call `work` now, with this stream as torch's current one, which is a thing of the thread:
@@ -141,7 +178,7 @@ class CudaStream:
         where work runs later: nobody knows which of its copies were enqueued.
         """
         if self.device.error is None:
-            with self.device.sticky(), torch.cuda.stream(self._stream):
+            with self.device.sticky(), torch.cuda.stream(self.torch_stream):
                 work()
 
     def record(self, event: Event) -> None:
@@ -152,30 +189,36 @@ class CudaStream:
         """
         own = self._own(event)
         with self.device.sticky():
-            own.torch_event.record(self._stream)
+            own.torch_event.record(self.torch_stream)
         own.recorded = True
 
     def wait_event(self, event: Event) -> None:
         """Let nothing enqueued later run before the latest record of `event`; does not block.
 
         Raises:
-            RequestStateError: `event` was never recorded.
+            RequestStateError: `event` was never recorded, or is not external and this is captured.
             UsageError: `event` is of another device.
         """
         own = self._own(event)
-        if not own.recorded:
+        if self.graph is not None:
+            self.graph.waits.append(own)
+        elif not own.recorded and not (own.external and torch.cuda.is_current_stream_capturing()):
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
         with self.device.sticky():
-            self._stream.wait_event(own.torch_event)
+            # Torch makes it an external wait if the event is external and this thread's current stream
+            # is captured, as it is within `capture` and within `torch.cuda.graph`.
+            self.torch_stream.wait_event(own.torch_event)
 
     def synchronize(self) -> None:
         """Block this thread until everything enqueued has run; an error fails the device."""
         with self.device.sticky():
-            self._stream.synchronize()
+            self.torch_stream.synchronize()
 
     def _own(self, event: Event) -> CudaEvent:
         if not isinstance(event, CudaEvent) or event.device is not self.device:
             raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
+        if self.graph is not None and not event.external:
+            raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
         return event
 
     def __repr__(self) -> str:
@@ -185,10 +228,11 @@ class CudaStream:
 class CudaEvent:
     """A blocking event: who waits for it sleeps, and does not spin on the driver's lock."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, external: bool) -> None:
         self.device = device
+        self.external = external
         self.recorded = False
-        self.torch_event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.torch_event = _torch_event(external)
 
     def query(self) -> bool:
         """Whether the latest record has been reached; True if there is none.
@@ -213,6 +257,34 @@ class CudaEvent:
             with self.device.sticky():
                 self.torch_event.synchronize()
         self.device.check()
+
+
+class CudaGraph:
+    """A `torch.cuda.CUDAGraph`, and the events that must be recorded before it is replayed."""
+
+    def __init__(self, stream: CudaStream) -> None:
+        self.torch_graph = torch.cuda.CUDAGraph()
+        self.waits: list[CudaEvent] = []
+        self._stream = stream
+
+    def replay(self) -> None:
+        """Enqueue it on the stream that it was captured from.
+
+        Raises:
+            RequestStateError: an event that it waits for was never recorded: CUDA would not wait.
+        """
+        if not all(event.recorded for event in self.waits):
+            raise RequestStateError(f"stream {self._stream.name} waits for an event that was never recorded")
+        self._stream.launch(self.torch_graph.replay)
+
+
+def _torch_event(external: bool) -> torch.cuda.Event:
+    if not external:
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    try:
+        return torch.cuda.Event(blocking=True, external=True)  # type: ignore[no-untyped-call]
+    except TypeError as error:
+        raise DeviceError(f"torch {torch.__version__} has no external events; 2.8 has") from error
 
 
 class Waiter:

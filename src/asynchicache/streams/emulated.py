@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -173,10 +174,11 @@ def _perform(acts: list[Run]) -> None:
 class EmulatedEvent:
     """A point in an emulated stream; made by `EmulatedDevice.event`."""
 
-    __slots__ = ("machine", "mark")
+    __slots__ = ("external", "machine", "mark")
 
-    def __init__(self, machine: _Machine) -> None:
+    def __init__(self, machine: _Machine, external: bool) -> None:
         self.machine = machine
+        self.external = external
         self.mark: _Mark | None = None
 
     @property
@@ -209,12 +211,13 @@ class EmulatedEvent:
 class EmulatedStream:
     """A queue of work; made by `EmulatedDevice.stream`."""
 
-    __slots__ = ("lane", "machine", "name")
+    __slots__ = ("graph", "lane", "machine", "name")
 
     def __init__(self, machine: _Machine, name: str) -> None:
         self.name = name
         self.machine = machine
         self.lane = machine.lane(name)
+        self.graph: EmulatedGraph | None = None  # while it is captured
 
     def launch(self, work: Work) -> None:
         """Enqueue `work`. The first exception that any work raises fails the device: later work is
@@ -223,6 +226,9 @@ class EmulatedStream:
         Raises:
             ClosedError: the device is closed.
         """
+        if self.graph is not None:
+            self.graph.calls.append(lambda: self.launch(work))
+            return
         self.machine.push(self.lane, _Launch(work))
 
     def record(self, event: Event) -> None:
@@ -233,6 +239,9 @@ class EmulatedStream:
             UsageError: `event` is of another device.
         """
         own, mark = self._own(event), _Mark()
+        if self.graph is not None:
+            self._capture(own, lambda: self.record(own))
+            return
         self.machine.push(self.lane, _Record(mark))
         own.mark = mark
 
@@ -241,13 +250,23 @@ class EmulatedStream:
 
         Raises:
             ClosedError: the device is closed.
-            RequestStateError: `event` was never recorded.
+            RequestStateError: `event` was never recorded, or is not external and this is captured.
             UsageError: `event` is of another device.
         """
-        mark = self._own(event).mark
+        own = self._own(event)
+        if self.graph is not None:
+            self._capture(own, lambda: self.wait_event(own))
+            return
+        mark = own.mark
         if mark is None:
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
         self.machine.push(self.lane, _Wait(mark))
+
+    def _capture(self, event: EmulatedEvent, call: Work) -> None:
+        if not event.external:
+            raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
+        if self.graph is not None:
+            self.graph.calls.append(call)
 
     def _own(self, event: Event) -> EmulatedEvent:
         if not isinstance(event, EmulatedEvent) or event.machine is not self.machine:
@@ -256,6 +275,23 @@ class EmulatedStream:
 
     def __repr__(self) -> str:
         return f"<EmulatedStream {self.name} of {self.machine.name}>"
+
+
+class EmulatedGraph:
+    """Calls of one stream, made again at each replay; made by `EmulatedDevice.capture`."""
+
+    def __init__(self) -> None:
+        self.calls: list[Work] = []
+
+    def replay(self) -> None:
+        """Enqueue everything once more; waits bind now.
+
+        Raises:
+            ClosedError: the device is closed.
+            RequestStateError: an event that is waited for was never recorded.
+        """
+        for call in self.calls:
+            call()
 
 
 class EmulatedDevice:
@@ -285,8 +321,25 @@ class EmulatedDevice:
     def stream(self, name: str) -> EmulatedStream:
         return EmulatedStream(self._machine, name)
 
-    def event(self) -> EmulatedEvent:
-        return EmulatedEvent(self._machine)
+    def event(self, *, external: bool = False) -> EmulatedEvent:
+        return EmulatedEvent(self._machine, external)
+
+    @contextmanager
+    def capture(self, stream: Stream) -> Iterator[EmulatedGraph]:
+        """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.
+
+        Raises:
+            RequestStateError: `stream` is being captured already.
+            UsageError: `stream` is of another device.
+        """
+        own = self._own(stream)
+        if own.graph is not None:
+            raise RequestStateError(f"stream {own.name} is being captured already")
+        own.graph = graph = EmulatedGraph()
+        try:
+            yield graph
+        finally:
+            own.graph = None
 
     def notify(self, stream: Stream, reached: Reached) -> None:
         """Call `reached(error)` once when all work now enqueued has run, or was skipped; at once
@@ -296,9 +349,12 @@ class EmulatedDevice:
             ClosedError: the device is closed.
             UsageError: `stream` is of another device.
         """
+        self._machine.push(self._own(stream).lane, _Record(_Mark(callbacks=[reached])))
+
+    def _own(self, stream: Stream) -> EmulatedStream:
         if not isinstance(stream, EmulatedStream) or stream.machine is not self._machine:
             raise UsageError(f"{stream!r} is not a stream of device {self.name}")
-        self._machine.push(stream.lane, _Record(_Mark(callbacks=[reached])))
+        return stream
 
     def close(self) -> None:
         """Run what is enqueued, then join the driver's threads; twice is harmless."""

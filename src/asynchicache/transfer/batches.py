@@ -1,4 +1,4 @@
-"""Makes transfers of what one tick of the loop submitted: what is independent merges, what is urgent goes first.
+"""Makes transfers of what one tick of the loop submitted: the independent merge, the urgent go first.
 
 Used by one thread at a time. The arithmetic is numpy's, for a whole tick at once.
 """

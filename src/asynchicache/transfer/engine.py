@@ -196,9 +196,7 @@ class TransferEngine:
             check_slots(pool, operation.direction.source, sources, self._extents)
             check_slots(pool, operation.direction.destination, destinations, self._extents)
 
-    def _check_surroundings(
-        self, after: Sequence[Event], reads: Sequence[tuple[str, Sequence[int]]]
-    ) -> None:
+    def _check_surroundings(self, after: Sequence[Event], reads: Sequence[tuple[str, Sequence[int]]]) -> None:
         for pool, slots in reads:
             check_slots(pool, Tier.DEVICE, slots, self._extents)
         if not all(event.recorded for event in after):
@@ -253,7 +251,8 @@ class TransferEngine:
         for event in record.after:
             stream.wait_event(event)
         for other in sorted(record.needs | record.follows, key=lambda other: other.number):
-            if other.last_event is not None:
+            # Those of the same direction are ahead on the same stream.
+            if other.last_event is not None and other.direction is not record.direction:
                 stream.wait_event(other.last_event)
 
     def _enqueue_groups(self, record: TransferRecord, stream: Stream) -> None:

@@ -63,8 +63,7 @@ class HazardTable:
         tier = direction.destination
         found: set[int] = set()
         for pool, (_, destinations) in columns.items():
-            readers = [self._readers[pool, tier, reading] for reading in _READERS[tier]]
-            found |= _recent([self._writers[pool, tier], *readers], destinations, since)
+            found |= _recent(self._users(pool, tier), destinations, since)
         return found
 
     def mark(self, direction: Direction, columns: Columns, number: int) -> None:
@@ -72,6 +71,10 @@ class HazardTable:
         for pool, (sources, destinations) in columns.items():
             self._readers[pool, direction.source, direction][sources] = number
             self._writers[pool, direction.destination][destinations] = number
+
+    def _users(self, pool: str, tier: Tier) -> list[Slots]:
+        """Who wrote each slot last, then who read it last, by direction."""
+        return [self._writers[pool, tier], *(self._readers[pool, tier, one] for one in _READERS[tier])]
 
 
 class Independence:

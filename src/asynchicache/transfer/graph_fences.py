@@ -1,0 +1,56 @@
+"""Fences inside captured graphs: one external event a layer, armed anew for each replay."""
+
+from __future__ import annotations
+
+from asynchicache.errors import UsageError
+from asynchicache.streams.base import Device, Stream
+from asynchicache.transfer.ticket import Ticket
+
+
+class GraphFences:
+    """What a captured forward waits for, layer by layer; see `torch.cuda.graph`.
+
+        fences = GraphFences(device, layers)
+        with device.capture(compute) as graph:     # once
+            for layer in range(layers):
+                fences.wait_on(layer, compute)
+                ...
+        await ticket.submitted()                   # for each forward
+        fences.arm(ticket)
+        graph.replay()
+
+    A wait binds to what was armed last when the graph is replayed. So arm once for each replay, and not
+    again before the one before has run: it would wait for the next one's pages. Forwards that overlap
+    take turns with two of these, and two graphs.
+    """
+
+    def __init__(self, device: Device, layers: int) -> None:
+        """
+        Args:
+            device: where the graph is captured.
+            layers: of the model.
+
+        Raises:
+            DeviceError: the device has no external events.
+        """
+        self._stream = device.stream("graph-fences")
+        self._events = [device.event(external=True) for _ in range(layers)]
+
+    def wait_on(self, layer: int, stream: Stream) -> None:
+        """Let what is captured on `stream` from now on wait for the layer, at each replay.
+
+        Raises:
+            UsageError: the model has no such layer.
+        """
+        if not 0 <= layer < len(self._events):
+            raise UsageError(f"layer {layer} is not within 0 to {len(self._events) - 1}")
+        stream.wait_event(self._events[layer])
+
+    def arm(self, ticket: Ticket) -> None:
+        """Let the next replay wait for the layers of `ticket`.
+
+        Raises:
+            RequestStateError: the ticket is not submitted yet.
+        """
+        for layer, event in enumerate(self._events):
+            ticket.fence(layer).record(event, self._stream)
