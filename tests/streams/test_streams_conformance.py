@@ -273,7 +273,7 @@ async def test_only_external_events_cross_the_border_of_a_graph(rig) -> None:
     with rig.device.capture(stream):
         stream.launch(lambda: None)
         for crossing in (stream.wait_event, stream.record):
-            with pytest.raises(RequestStateError, match="compute is captured: events .* must be external"):
+            with pytest.raises(RequestStateError, match=r"compute is captured: events .* must be external"):
                 crossing(event)
         with pytest.raises(RequestStateError, match="compute is being captured already"):
             with rig.device.capture(stream):

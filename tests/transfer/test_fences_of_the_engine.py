@@ -1,7 +1,7 @@
 """The engine's fences suffice, and none is there in vain: without any kind of them bytes go wrong.
 
-Random programs of copies in all directions, and of forwards that are ordered with them as the engine asks of its
-users, run in virtual time and are compared with the same steps one after another.
+Random programs of copies in all directions, and of forwards that are ordered with them as the engine asks of
+its users, run in virtual time and are compared with the same steps one after another.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Program:
                 self._readers[slot].append(ticket)
 
     async def _forward(self) -> None:
-        """Change one slot by another, layer by layer; behind what brings both, and what still reads the one."""
+        """Change one slot by another, by layers; behind what brings both, and what still reads the one."""
         slot, other = self._rng.sample(range(DEVICE_SLOTS), 2)
         arriving = self._engine.submit(
             CacheOperation(Direction.LOAD, ()), reads=[("kv", [slot, other])], done=lambda error: None
@@ -155,8 +155,8 @@ def test_a_thousand_programs_end_like_their_steps_one_after_another() -> None:
     assert list(wrong(range(1_000))) == []
 
 
-# Each kind of fence, and what is left of the engine without it. Copies of one direction need none: they are on
-# one stream.
+# Each kind of fence, and what is left of the engine without it. Copies of one direction need none: they are
+# on one stream.
 
 
 def _without(users: int, tier: Tier) -> Callable[..., list[Any]]:
