@@ -6,17 +6,16 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
 
 import pytest
 import pytest_asyncio
 import torch
 
-from asynchicache.streams.base import Device, Event, Graph, Stream
+from asynchicache.streams.base import Device, Stream
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import Driver, InlineDriver, SeededDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.devices import LossyDevice
 
 PATIENCE = 30.0
 KINDS = [
@@ -91,43 +90,6 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     made = Rig(request.param)
     yield made
     made.device.close()
-
-
-class LossyDevice:
-    """A device some of whose notifications are lost, or late: the test may still call `withheld`."""
-
-    def __init__(self, inner: Device, lost: Callable[[], bool] = lambda: True) -> None:
-        self._inner = inner
-        self._lost = lost
-        self.withheld: list[Callable[[], None]] = []
-        self.events = 0
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._inner.error
-
-    def stream(self, name: str) -> Stream:
-        return self._inner.stream(name)
-
-    def event(self, *, external: bool = False) -> Event:
-        self.events += 1
-        return self._inner.event(external=external)
-
-    def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
-        return self._inner.capture(stream)
-
-    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
-        if self._lost():
-            self.withheld.append(partial(reached, None))
-        else:
-            self._inner.notify(stream, reached)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @pytest.fixture

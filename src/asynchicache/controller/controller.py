@@ -67,7 +67,6 @@ class HybridCacheController:
 
     Attributes:
         planner: what decides.
-        failure: the device's error once it failed; everything is a miss from then on.
         closing: requests are refused; what is under way goes on.
     """
 
@@ -87,7 +86,7 @@ class HybridCacheController:
         self.planner = planner
         self.traffic = Traffic()
         self.served = Served()
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self.closing = False
         self.fetcher = Fetcher(
             planner,
@@ -109,6 +108,12 @@ class HybridCacheController:
         self._stopped = False
         self._active = 0
         self._progress = asyncio.Event()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why everything is a miss from now on: the device's error, known as soon as the device knows,
+        or that of a copy. What is published after it might have been computed from what never came."""
+        return self._failure or self._device.error
 
     # Requests
 
@@ -269,7 +274,7 @@ class HybridCacheController:
     def _copied(self, copy: Copy, error: BaseException | None) -> None:
         if error is not None:
             self.traffic.copies_failed += 1
-            self.failure = self.failure or error
+            self._failure = self._failure or error
         try:
             node = self.planner.copied(copy, error)
             if node is not None and not self._stopped:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
+from asynchicache.errors import DeviceError
 from asynchicache.streams.base import Event
 from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan
 
@@ -199,8 +200,14 @@ class TransferView(NamedTuple):
 
     @property
     def error(self) -> BaseException | None:
+        """Why it will not land, as far as is known; what the device knows, the loop may not know yet."""
         groups = self.groups
-        return groups[-1].error if groups else self.record.failure
+        if not groups:
+            return self.record.failure or self.record.error
+        last = groups[-1]
+        if last.finished or not last.submitted:
+            return last.error or self.record.error
+        return device_error(last.event)
 
     def group(self, layer: int) -> GroupState | None:
         """The group behind which the bytes of `layer` are; None if there is no plan."""
@@ -221,6 +228,15 @@ class TransferView(NamedTuple):
             return self.record.failure or self.record.error
         await group.landed()
         return group.error
+
+
+def device_error(event: Event) -> DeviceError | None:
+    """The error of an event's device, if it has failed."""
+    try:
+        event.query()
+    except DeviceError as error:
+        return error
+    return None
 
 
 def call_done(done: Done, error: BaseException | None) -> None:

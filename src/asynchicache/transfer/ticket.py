@@ -58,7 +58,7 @@ class Ticket:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing has failed so far; final once `done`."""
+        """Whether nothing has failed so far, as the device knows it; final once `done`."""
         return self._failure is None and all(view.error is None for view in self._views or ())
 
     def status(self, layer: int) -> LayerStatus:

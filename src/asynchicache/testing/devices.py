@@ -1,0 +1,65 @@
+"""Devices that misbehave on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+from asynchicache.streams.base import Device, Event, Graph, Stream
+
+
+class LossyDevice:
+    """A device some of whose notifications get lost; its events are as truthful as ever.
+
+    Attributes:
+        withheld: what was lost, to be called by those who want it to be late instead.
+        events: how many were made.
+    """
+
+    def __init__(self, inner: Device, lost: Callable[[], bool] = lambda: True) -> None:
+        """
+        Args:
+            inner: the device behind it.
+            lost: asked for each notification. Default: all of them are.
+        """
+        self._inner = inner
+        self._lost = lost
+        self.withheld: list[Callable[[], None]] = []
+        self.events = 0
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._inner.error
+
+    def stream(self, name: str) -> Stream:
+        return self._inner.stream(name)
+
+    def event(self, *, external: bool = False) -> Event:
+        self.events += 1
+        return self._inner.event(external=external)
+
+    def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
+        return self._inner.capture(stream)
+
+    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
+        if self._lost():
+            self.withheld.append(partial(reached, None))
+        else:
+            self._inner.notify(stream, reached)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def break_device(device: Device) -> None:
+    """Let the device fail, once a stream of its own gets its turn; as a bad kernel of somebody would."""
+    device.stream("broken").launch(_raise)
+
+
+def _raise() -> None:
+    raise RuntimeError("made to fail")

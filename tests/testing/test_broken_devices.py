@@ -1,0 +1,242 @@
+"""The whole cache on devices that fail, or whose notifications get lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+from asynchicache import CacheConfig, CapacityError, HybridCache, MissReason, TransferError
+from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.testing.devices import LossyDevice, break_device
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.plan import CacheOperation
+from asynchicache.types import token_array
+
+PAGE, SWEEP = 4, 0.05
+SPEC = synthetic_spec(PAGE)
+CONFIG = CacheConfig(device_slots={"kv": 24, "mamba": 8})
+PROMPTS = [[family * 100 + n for n in range(20)] for family in range(4)]
+
+
+class Engine:
+    """Serves prompts on a compute stream, and waits for no copy that a fence can order."""
+
+    def __init__(self, world: SeededWorld, cache: HybridCache) -> None:
+        self._world = world
+        self._cache = cache
+        self._oracle = ByteOracle(SPEC, cache.device_tensor)
+        self._compute = cache.device.stream("compute")
+        self.wrong = 0
+        self.hits: list[int] = []
+        self.failures = 0
+
+    async def serve(self, tokens: list[int]) -> MissReason:
+        """Serve a prompt; what it is given is checked where a forward would read it."""
+        request = self._cache.request(tokens)
+        async with request:
+            digests = page_digests(token_array(tokens), PAGE, namespace_seed(None))
+            ticket = request.load()
+            self.hits.append(request.hit.tokens)
+            try:
+                await self._follow(ticket)
+                hit = request.hit.tokens // PAGE
+                if hit:
+                    self._launch(self._check, "kv", request.pages("kv")[:hit], digests[:hit])
+                    self._launch(self._check, "mamba", [request.state("mamba")], digests[hit - 1 : hit])
+                await self._prefill(request, digests)
+            except (TransferError, CapacityError):  # the latter: too much is in quarantine
+                self.failures += 1
+            reason = request.hit.reason
+            request.close(after=self._compute)
+        return reason
+
+    async def _prefill(self, request, digests: list[bytes]) -> None:
+        for cut in sorted({*request.cuts, len(digests) * PAGE}):
+            first, last = request.reserved // PAGE, cut // PAGE
+            await request.reserve(max(cut - request.reserved, 0))
+            self._launch(self._oracle.write, "kv", request.pages("kv")[first:last], digests[first:last])
+            self._launch(self._oracle.write, "mamba", [request.state("mamba")], digests[last - 1 : last])
+            await self._follow(request.checkpoint(cut, after=self._compute))
+
+    async def _follow(self, ticket) -> None:
+        await ticket.submitted()
+        for layer in range(SPEC.layers):
+            ticket.fence(layer).wait_on(self._compute)
+
+    def _launch(self, work, *args) -> None:
+        self._compute.launch(lambda: work(*args))
+
+    def _check(self, pool: str, slots: list[int], digests: list[bytes]) -> None:
+        self.wrong += self._oracle.count_wrong(pool, slots, digests)
+
+
+async def clients(world: SeededWorld, engine: Engine, count: int = 4, turns: int = 4) -> None:
+    async def client() -> None:
+        for _ in range(turns):
+            await world.sleep(5e-4)
+            await engine.serve([*world.random.choice(PROMPTS), world.random.randrange(1000, 1004)])
+
+    await asyncio.gather(*(client() for _ in range(count)))
+
+
+class Poison:
+    """Follows which slots failed copies may still write to, and that nobody is given one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slots: dict[str, set[int]] = defaultdict(set)
+        self.handed_out: list[tuple[str, int]] = []
+        submit, allocate = TransferEngine.submit, SlotAllocator.allocate
+
+        def watched_submit(engine, operation, *, done, **others):
+            def told(error):
+                if error is not None:
+                    self._note(operation)
+                done(error)
+
+            return submit(engine, operation, done=told, **others)
+
+        def watched_allocate(allocator, count):
+            slots = allocate(allocator, count)
+            self._check(allocator.name, slots)
+            return slots
+
+        monkeypatch.setattr(TransferEngine, "submit", watched_submit)
+        monkeypatch.setattr(SlotAllocator, "allocate", watched_allocate)
+
+    def _note(self, operation: CacheOperation) -> None:
+        tier = operation.direction.destination.name.lower()
+        for transfer in operation.transfers:
+            self.slots[f"{transfer.pool} {tier} slots"] |= set(transfer.destinations)
+
+    def _check(self, name: str, slots: Iterable[int]) -> None:
+        self.handed_out += [(name, slot) for slot in slots if slot in self.slots[name]]
+
+
+async def failing(world: SeededWorld) -> tuple[Engine, int]:
+    """Clients on a device that fails in their midst; the engine, and how many slots are quarantined."""
+    device = world.device()
+    async with world.open_cache(SPEC, CONFIG, device=device) as cache:
+        engine = Engine(world, cache)
+        serving = asyncio.create_task(clients(world, engine))
+        await world.sleep(2e-3)
+        break_device(device)
+        await serving
+        await cache.drain()
+        while device.error is None:  # it had its turn after everyone else
+            await world.sleep(1e-4)
+        served = len(engine.hits)
+        assert await engine.serve([*PROMPTS[0], 1]) is MissReason.TRANSFER_FAILED
+        assert engine.hits[served:] == [0]
+        await cache.drain()
+        assert cache.verify() == []
+        quarantined = sum(o.quarantined for tiers in cache.statistics().occupancy.values() for o in tiers)
+    assert len(asyncio.all_tasks()) == 1
+    return engine, quarantined
+
+
+def test_after_a_device_error_everyone_knows_and_no_poisoned_page_comes_back(monkeypatch) -> None:
+    quarantined = failures = 0
+    for seed in range(60):
+        poison = Poison(monkeypatch)
+        engine, held_back = run_seeded(seed, failing)
+        monkeypatch.undo()
+        assert engine.wrong == 0, f"seed {seed}"
+        assert poison.handed_out == [], f"seed {seed}"
+        quarantined += held_back
+        failures += bool(poison.slots)
+    assert failures > 30
+    assert quarantined > 100
+
+
+def test_quarantine_is_what_keeps_poisoned_pages_back(monkeypatch) -> None:
+    """The test before this one notices when failed slots are simply released."""
+    found = []
+    for seed in range(60):
+        poison = Poison(monkeypatch)
+        monkeypatch.setattr(SlotAllocator, "quarantine", SlotAllocator.release)
+        run_seeded(seed, failing)
+        monkeypatch.undo()
+        found += poison.handed_out
+    assert found
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_with_notifications_lost_everything_completes_within_one_sweep(share: float) -> None:
+    async def main(world: SeededWorld) -> float:
+        device = LossyDevice(world.device(), lambda: world.random.random() < share)
+        async with world.open_cache(SPEC, CONFIG, device=device) as cache:
+            engine = Engine(world, cache)
+            await clients(world, engine)
+            await cache.drain()
+            assert cache.verify() == []
+            # Nothing is under way, so the next copy has the device to itself.
+            async with cache.request([*PROMPTS[0], 1]) as request:
+                started = world.port.now()
+                await request.load()
+                waited = world.port.now() - started
+            assert engine.wrong == 0
+            assert any(engine.hits)
+        return waited
+
+    for seed in range(15):
+        assert run_seeded(seed, main) < SWEEP + 0.01
+
+
+def test_crowds_on_a_compute_stream_get_the_right_bytes() -> None:
+    async def main(world: SeededWorld) -> int:
+        async with world.open_cache(SPEC, CONFIG) as cache:
+            engine = Engine(world, cache)
+            await clients(world, engine)
+            await cache.drain()
+            assert cache.verify() == []
+        assert engine.wrong == 0
+        return sum(engine.hits)
+
+    assert all(run_seeded(seed, main) for seed in range(30))
+
+
+def test_a_failed_load_is_seen_before_outputs_are_published() -> None:
+    """Also by an engine that never awaits the load, and before the loop is told of the failure."""
+
+    async def main(world: SeededWorld) -> None:
+        inner = world.device()
+        device = LossyDevice(inner)
+        async with world.open_cache(SPEC, CONFIG, device=device) as cache:
+            engine = Engine(world, cache)
+            await engine.serve([*PROMPTS[0], 1])
+            await cache.drain()
+            compute = device.stream("forward")
+            async with cache.request([*PROMPTS[0], *PROMPTS[1]]) as request:
+                ticket = request.load()
+                await ticket.submitted()
+                assert ticket.ok
+                assert request.hit.tokens > 0
+                break_device(inner)
+                for layer in range(SPEC.layers):
+                    ticket.fence(layer).wait_on(compute)  # lets through: the forward must not hang
+                request.extend(40 - request.reserved)
+                end = device.event()
+                compute.record(end)
+                while inner.error is None:
+                    await world.sleep(1e-5)
+                assert not ticket.ok
+                before = cache.statistics().transfers.operations
+                request.checkpoint(40, after=compute)
+                request.close(after=compute)
+            assert cache.statistics().transfers.operations == before, "nothing goes to the host"
+            await cache.drain()
+            async with cache.request([*PROMPTS[0], *PROMPTS[1], 1]) as request:
+                assert request.hit.tokens <= len(PROMPTS[0]), "the second half was never published"
+                request.load()
+                assert request.hit.tokens == 0
+            await cache.drain()
+            assert cache.verify() == []
+
+    for seed in range(20):
+        run_seeded(seed, main)
