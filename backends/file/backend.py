@@ -1,4 +1,4 @@
-"""A folder with one file of pages for each pool."""
+"""A folder of pools: its options, its lock, its engines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.engine import FileEngine
 from asynchicache.backends.file.folder import StoreFolder
-from asynchicache.backends.file.index import PageIndex
-from asynchicache.backends.file.pages import PageFile
+from asynchicache.backends.file.manifest import Manifest, settle
+from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.options import Options
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import Port
@@ -25,9 +26,9 @@ class FileOptions:
 
     Attributes:
         path: the folder; made if it is missing.
-        capacity_bytes: most bytes of one pool's file: one number for every pool, or one for each by
-            name, where a pool that is not named has no limit. Default: as many as the disk has. A
-            full file evicts what was not used for longest.
+        capacity_bytes: most bytes of the folder's files, or of the files of single pools, by their names;
+            a pool that is not named then has no limit. Default: as many as the disk has. A full store
+            evicts what was not used for longest.
         read_only: serve what is there, write nothing; several readers may share a folder. Default: false.
         direct: go around the kernel's cache where the file system allows it. Default: true.
     """
@@ -58,11 +59,14 @@ class FileOptions:
         taken.finish()
         return cls(Path(path), capacity, read_only, direct)
 
-    def capacity_of(self, pool: str) -> int | None:
-        """Most bytes of a pool's file, None for no limit."""
-        if isinstance(self.capacity_bytes, Mapping):
-            return self.capacity_bytes.get(pool)
-        return self.capacity_bytes
+    @property
+    def folder_limit(self) -> int | None:
+        """Most bytes of all files, None for no limit."""
+        return None if isinstance(self.capacity_bytes, Mapping) else self.capacity_bytes
+
+    def limit_of(self, pool: str) -> int | None:
+        """Most bytes of a pool's files, None for no limit of its own."""
+        return self.capacity_bytes.get(pool) if isinstance(self.capacity_bytes, Mapping) else None
 
 
 def _check_capacities(taken: Options, capacities: Mapping[object, object]) -> None:
@@ -88,24 +92,41 @@ class FileBackend:
         self._options = options
         self._port = port
         self._folder = StoreFolder(options.path, read_only=options.read_only)
+        self._budget = Budget(options.folder_limit)
+        for pool in self._folder.pools():
+            self._budget.found(pool)
         self._engines: dict[Path, asyncio.Task[FileEngine]] = {}
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> FileEngine:
-        """Open the pool's file and find its pages.
+        """Open the pool's files and find its pages.
 
         Raises:
-            StorageError: the pool is open already, or its file cannot be used.
+            StorageFormatError: the files hold something else.
+            StorageError: the pool is open already, or its files cannot be used.
             ClosedError: the backend is closed.
         """
         if self._closed:
             raise ClosedError(f"file store {self._options.path} is closed")
-        path = self._folder.pages_path(binding.pool, binding.shard, binding.fingerprint)
+        path = self._folder.pool_path(binding.pool, binding.shard, binding.fingerprint)
         self._check_free(path)
-        # A task of our own: its file must not be lost if the caller is cancelled.
-        opening = asyncio.create_task(self._port.run_blocking(partial(self._open, path, binding)))
+        # A task of our own: its files must not be lost if the caller is cancelled.
+        opening = asyncio.create_task(self._open(path, binding))
         self._engines[path] = opening
         return await asyncio.shield(opening)
+
+    async def clear(self) -> int:
+        """Forget every page of the pools that are open here; other pools of the folder are left alone.
+
+        Returns:
+            How many pages there were.
+
+        Raises:
+            UsageError: the store is read-only.
+            OSError: the disk refuses.
+        """
+        engines = [opened.result() for opened in self._engines.values() if _usable(opened)]
+        return sum([await engine.clear() for engine in engines])
 
     async def aclose(self) -> None:
         self._closed = True
@@ -118,39 +139,38 @@ class FileBackend:
 
     def _check_free(self, path: Path) -> None:
         opened = self._engines.get(path)
-        if opened is None or (opened.done() and (opened.exception() is not None or opened.result().closed)):
-            return
-        raise StorageError(f"{path} is open already; each pool is opened once")
+        if opened is not None and (not opened.done() or _usable(opened)):
+            raise StorageError(f"{path} is open already; each pool is opened once")
 
-    def _open(self, path: Path, binding: PoolBinding) -> FileEngine:
+    async def _open(self, path: Path, binding: PoolBinding) -> FileEngine:
+        manifest = Manifest.of(binding)
+        await self._port.run_blocking(partial(self._folder.make, path))
+        await settle(path, manifest, read_only=self._options.read_only)
+        store = await self._port.run_blocking(partial(self._store, path, manifest))
+        return FileEngine(binding, self._port, store)
+
+    def _store(self, path: Path, manifest: Manifest) -> PageStore:
         options = self._options
-        self._folder.make(path)
-        file = PageFile(
-            path,
-            binding.header_bytes,
-            binding.slot_bytes,
-            read_only=options.read_only,
-            direct=options.direct,
-        )
-        return FileEngine(
-            binding,
-            self._port,
-            file,
-            scan(file, binding),
-            capacity_bytes=options.capacity_of(binding.pool),
-            read_only=options.read_only,
-        )
+        try:
+            return PageStore(
+                path,
+                manifest.frame_bytes,
+                self._budget,
+                limit=options.limit_of(manifest.pool),
+                read_only=options.read_only,
+                direct=options.direct,
+            )
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{path} cannot be used: {error.strerror}") from error
 
     def __repr__(self) -> str:
         return f"<FileBackend {self._options.path}: {len(self._engines)} pools>"
 
 
-def scan(file: PageFile, binding: PoolBinding) -> PageIndex:
-    """Find the pages of a file by their headers; a slot whose header is damaged is free."""
-    found = ((binding.identify(header), slot) for slot, header in file.headers())
-    index = PageIndex()
-    index.load(((key.digest, slot) for key, slot in found if key is not None), file.slots)
-    return index
+def _usable(opened: asyncio.Task[FileEngine]) -> bool:
+    return opened.done() and opened.exception() is None and not opened.result().closed
 
 
 def open_backend(options: Mapping[str, object], port: Port) -> FileBackend:

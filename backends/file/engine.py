@@ -1,18 +1,16 @@
-"""One pool's pages in one file: plans under a lock, moves bytes without it, one thread hop a batch."""
+"""One pool's pages in files: one thread hop a batch, one call of the kernel for neighbours."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from asynchicache.backends.file.index import PageIndex
-from asynchicache.backends.file.pages import PageFile
-from asynchicache.errors import ClosedError
+from asynchicache.backends.file.store import PageStore
+from asynchicache.errors import ClosedError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -28,7 +26,7 @@ Mover = Callable[[int, Sequence[memoryview]], int]
 
 
 class Move(NamedTuple):
-    """A page on its way: the file's slot, and the page's place in its batch."""
+    """A page on its way: the store's slot, and the page's place in its batch."""
 
     slot: int
     place: int
@@ -39,9 +37,17 @@ class _Batch(NamedTuple):
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
 
+    def page(self, move: Move) -> tuple[bytes, int]:
+        """A page's digest, and its slot in the store."""
+        return self.keys[move.place].digest, move.slot
+
+    def end(self, moves: Sequence[Move], outcome: Outcome) -> None:
+        for move in moves:
+            self.outcomes[move.place] = outcome
+
 
 def runs(moves: Sequence[Move], most: int) -> Iterator[list[Move]]:
-    """Moves in ascending order of file slots, cut where a slot does not follow, and after `most`."""
+    """Moves in ascending order of store slots, cut where a slot does not follow, and after `most`."""
     run: list[Move] = []
     for move in moves:
         if run and (move.slot != run[-1].slot + 1 or len(run) == most):
@@ -53,49 +59,31 @@ def runs(moves: Sequence[Move], most: int) -> Iterator[list[Move]]:
 
 
 class FileEngine:
-    """One pool in one `PageFile`.
+    """One pool in one `PageStore`.
 
-    A put is acknowledged, and visible, after its header and page are written and `fdatasync` has
-    returned. A page that was torn by a crash is still found by its header when the file is reopened;
-    its checksum does not match when it is read, and it is a miss.
+    A put is acknowledged, and visible, after `fdatasync` has returned for its pages, and then for the
+    entries that name them.
 
     Args:
         binding: the pool's slots in host memory.
         port: threads.
-        file: the pool's file, scanned already into `index`.
-        index: what is in it.
-        capacity_bytes: most bytes of the file; None for as many as the disk has.
-        read_only: puts are rejected.
+        store: the pool's files.
     """
 
     capabilities = Capabilities(durable=True, checks=True)
 
-    def __init__(
-        self,
-        binding: PoolBinding,
-        port: Port,
-        file: PageFile,
-        index: PageIndex,
-        *,
-        capacity_bytes: int | None,
-        read_only: bool,
-    ) -> None:
+    def __init__(self, binding: PoolBinding, port: Port, store: PageStore) -> None:
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
         self._port = port
-        self._file = file
-        self._index = index
-        self._limit = None if capacity_bytes is None else capacity_bytes // file.frame_bytes
-        self._read_only = read_only
-        self._broken = False
-        self._lock = threading.Lock()
-        self._hops: set[asyncio.Task[list[Outcome]]] = set()
+        self._store = store
+        self._hops: set[asyncio.Task[object]] = set()
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         self._check_open()
-        index = self._index  # a look into a dictionary needs no lock, and the loop waits for none
+        index = self._store.index  # a look into a dictionary needs no lock, and the loop waits for none
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -107,17 +95,30 @@ class FileEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._hop(partial(self._delete, keys))
 
+    async def clear(self) -> int:
+        """Forget every page of this pool, and of no other; how many there were.
+
+        Raises:
+            OSError: the disk refuses; the pages may come back when the pool is reopened.
+            UsageError: the store is read-only.
+        """
+        if self._store.read_only:
+            raise UsageError(f"pool {self._binding.pool!r} is open for reading only; it cannot be cleared")
+        return await self._hop(self._store.clear)
+
     async def aclose(self) -> None:
+        if self.closed and not self._hops:
+            return
         self.closed = True
         while self._hops:
             await asyncio.wait(self._hops)
-        self._file.close()
+        await self._port.run_blocking(self._store.close)
 
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"file engine of pool {self._binding.pool!r} is closed")
 
-    async def _hop(self, work: Callable[[], list[Outcome]]) -> list[Outcome]:
+    async def _hop(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread; it runs to its end, and is waited for, whatever its caller does."""
         self._check_open()
         task = asyncio.create_task(self._port.run_blocking(work))
@@ -127,110 +128,85 @@ class FileEngine:
 
     def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         batch = _Batch(keys, slots, [Outcome.MISS] * len(keys))
-        moves = self._pin(keys)
+        found = self._store.pin(key.digest for key in keys)
+        moves = sorted(Move(slot, place) for place, slot in enumerate(found) if slot is not None)
         try:
-            for run in runs(moves, self._file.most_frames):
-                for move in self._move(self._file.read, run, batch):
+            for run in runs(moves, self._store.segments.most_frames):
+                for move in self._move(self._store.segments.read, run, batch):
                     slot, key = slots[move.place], keys[move.place]
                     batch.outcomes[move.place] = self._binding.check(slot, key)
+            self._drop([move for move in moves if batch.outcomes[move.place] is Outcome.CORRUPT], batch)
         finally:
-            self._unpin(moves, batch)
+            self._store.unpin(move.slot for move in moves)
         return batch.outcomes
 
-    def _pin(self, keys: Sequence[ObjectKey]) -> list[Move]:
-        with self._lock:
-            found = ((self._index.pin(key.digest), place) for place, key in enumerate(keys))
-            return sorted(Move(slot, place) for slot, place in found if slot is not None)
-
-    def _unpin(self, moves: Sequence[Move], batch: _Batch) -> None:
-        with self._lock:
-            for move in moves:
-                if batch.outcomes[move.place] is Outcome.CORRUPT:
-                    if self._index.forget(batch.keys[move.place].digest, move.slot):
-                        self.corrupt += 1
-                    else:  # deleted while it was read: nothing is damaged
-                        batch.outcomes[move.place] = Outcome.MISS
-                self._index.unpin(move.slot)
+    def _drop(self, damaged: Sequence[Move], batch: _Batch) -> None:
+        if not damaged:
+            return
+        for move, there in zip(damaged, self._store.drop(list(map(batch.page, damaged))), strict=True):
+            if there:
+                self.corrupt += 1
+            else:  # deleted while it was read: nothing is damaged
+                batch.outcomes[move.place] = Outcome.MISS
 
     def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        if self._read_only or self._broken:
-            return [Outcome.REJECTED if self._read_only else Outcome.FAILED] * len(keys)
+        if self._store.read_only or self._store.broken:
+            return [Outcome.REJECTED if self._store.read_only else Outcome.FAILED] * len(keys)
         batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys))
-        fresh = self._missing(keys)
+        fresh = self._store.missing([key.digest for key in keys])
         for place in fresh:
             self._binding.seal(slots[place], keys[place])
         moves = self._take(fresh, batch)
-        durable: list[Move] = []
+        written: list[Move] = []
         try:
-            for run in runs(moves, self._file.most_frames):
-                durable += self._move(self._file.write, run, batch)
-            durable = self._sync(durable, batch)
+            for run in runs(moves, self._store.segments.most_frames):
+                written += self._move(self._store.segments.write, run, batch)
         finally:
-            self._commit(moves, frozenset(durable), batch)
+            kept = set(written)
+            self._store.release(move.slot for move in moves if move not in kept)
+        self._publish(written, batch)
+        self._repeat(fresh, batch)
         return batch.outcomes
 
-    def _missing(self, keys: Sequence[ObjectKey]) -> list[int]:
-        with self._lock:
-            return [place for place, key in enumerate(keys) if not self._index.touch(key.digest)]
-
     def _take(self, fresh: Sequence[int], batch: _Batch) -> list[Move]:
-        """A file slot for each page, new ones first, then those of pages that were not used for long."""
-        with self._lock:
-            short = len(fresh) - self._index.free
-            if short > 0:
-                self._index.grow(self._file.grow(short, self._limit))
-            taken = self._index.take(len(fresh))
+        """A slot of the store for each page; what gets none has its outcome."""
+        refusal, taken = Outcome.REJECTED, []
+        try:
+            taken = self._store.take(len(fresh))
+        except OSError as error:
+            logger.warning("pool %s: no slots for %d pages: %s", self._binding.pool, len(fresh), error)
+            refusal = Outcome.FAILED
         for place in fresh[len(taken) :]:
-            batch.outcomes[place] = Outcome.REJECTED
+            batch.outcomes[place] = refusal
         return [Move(slot, place) for slot, place in zip(taken, fresh, strict=False)]
 
-    def _sync(self, written: list[Move], batch: _Batch) -> list[Move]:
-        """The pages that are durable: all, or, if the disk says no, none."""
+    def _publish(self, written: Sequence[Move], batch: _Batch) -> None:
         try:
-            if written:
-                self._file.sync()
-        except OSError:
-            # The kernel reports lost writes once; the next fdatasync may succeed without them.
-            logger.exception("%s: nothing is written any more until it is reopened", self._file.path)
-            self._broken = True
-            for move in written:
-                batch.outcomes[move.place] = Outcome.FAILED
-            return []
-        return written
+            first = self._store.publish(list(map(batch.page, written)))
+        except OSError as error:
+            logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(written), error)
+            batch.end(written, Outcome.FAILED)
+        else:
+            batch.end([move for move, new in zip(written, first, strict=True) if new], Outcome.STORED)
 
-    def _commit(self, moves: Sequence[Move], durable: frozenset[Move], batch: _Batch) -> None:
-        """Make durable pages visible, and give the other slots back."""
-        with self._lock:
-            for move in moves:
-                digest = batch.keys[move.place].digest
-                if move in durable and self._index.hold(move.slot, digest):
-                    batch.outcomes[move.place] = Outcome.STORED
-                else:  # failed, or another put of the same page came first
-                    self._index.release(move.slot)
+    def _repeat(self, fresh: Sequence[int], batch: _Batch) -> None:
+        """A page that is in its batch twice ends as its first time did."""
+        if len({key.digest for key in batch.keys}) == len(batch.keys):
+            return
+        ends = {batch.keys[place].digest: batch.outcomes[place] for place in fresh}
+        for place in set(range(len(batch.keys))).difference(fresh):
+            end = ends.get(batch.keys[place].digest, Outcome.EXISTS)
+            batch.outcomes[place] = Outcome.EXISTS if end is Outcome.STORED else end
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        if self._read_only:
+        if self._store.read_only or self._store.broken:
             return [Outcome.FAILED] * len(keys)
-        with self._lock:
-            slots = [self._index.remove(key.digest) for key in keys]
-        gone = [slot for slot in slots if slot is not None]
-        done = Outcome.HIT
         try:
-            self._clear(gone)
+            there = self._store.remove([key.digest for key in keys])
         except OSError as error:
-            logger.warning("%s: deleting %d pages: %s", self._file.path, len(gone), error)
-            done = Outcome.FAILED
-        finally:
-            with self._lock:
-                for slot in gone:
-                    self._index.release(slot)
-        return [Outcome.MISS if slot is None else done for slot in slots]
-
-    def _clear(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._file.clear(slot)
-        if slots:
-            self._file.sync()
+            logger.warning("pool %s: deleting %d pages: %s", self._binding.pool, len(keys), error)
+            return [Outcome.FAILED] * len(keys)
+        return [Outcome.HIT if was else Outcome.MISS for was in there]
 
     def _move(self, mover: Mover, run: list[Move], batch: _Batch) -> list[Move]:
         """Move a run in as few calls as it takes.
@@ -253,7 +229,9 @@ class FileEngine:
         try:
             return mover(run[0].slot, self._views(run, batch)), Outcome.HIT
         except OSError as error:
-            logger.warning("%s: %d pages from slot %d: %s", self._file.path, len(run), run[0].slot, error)
+            logger.warning(
+                "pool %s: %d pages from slot %d: %s", self._binding.pool, len(run), run[0].slot, error
+            )
             return 0, _outcome(error)
 
     def _views(self, run: list[Move], batch: _Batch) -> list[memoryview]:
@@ -261,7 +239,7 @@ class FileEngine:
         return [view for slot in slots for view in (self._binding.header(slot), self._binding.page(slot))]
 
     def __repr__(self) -> str:
-        index = self._index
+        index = self._store.index
         return (
             f"<FileEngine {self._binding.pool}: {len(index)} pages, {index.slots} slots, "
             f"{index.evicted} evicted, {self.corrupt} corrupt>"

@@ -2,7 +2,7 @@
 
     FORMAT                                 magic and version
     LOCK                                   flock: one writer, or any number of readers
-    <pool>[-<shard>]-<fingerprint>/pages.bin
+    <pool>[-<shard>]-<fingerprint>/        one pool: pool.json, names.bin, 00000.pages, ...
 
 Anything else that lies there is left alone.
 """
@@ -18,12 +18,13 @@ from pathlib import Path
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
 
 _MAGIC = "asynchicache file store"
-_VERSION = 1
+_VERSION = 2
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
+MANIFEST = "pool.json"
+"""What a folder of a pool holds, in the folder; written before anything else in it."""
 _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
-_PAGES = "pages.bin"
 
 _POOL = re.compile(r"[a-z0-9_]+")
 _SHARD = re.compile(r"[0-9a-z/-]*")
@@ -56,8 +57,8 @@ class StoreFolder:
             self.close()
             raise StorageError(self._advice(error)) from error
 
-    def pages_path(self, pool: str, shard: str, fingerprint: bytes) -> Path:
-        """Where the pages of a pool lie, in a folder of their own.
+    def pool_path(self, pool: str, shard: str, fingerprint: bytes) -> Path:
+        """The folder of a pool.
 
         Raises:
             StorageError: a name may not be part of a path.
@@ -65,10 +66,10 @@ class StoreFolder:
         if not _POOL.fullmatch(pool) or not _SHARD.fullmatch(shard):
             raise StorageError(f"pool {pool!r}, shard {shard!r}: a-z, 0-9, _ (and /, - in the shard) only")
         parts = [pool, shard.replace("/", "-"), fingerprint.hex()[:32]]
-        return self.path / "-".join(part for part in parts if part) / _PAGES
+        return self.path / "-".join(part for part in parts if part)
 
-    def make(self, pages: Path) -> None:
-        """Make a pool's file, if it is missing and may be written; its name is durable then.
+    def make(self, pool: Path) -> None:
+        """Make a pool's folder, if it is missing and may be written; its name is durable then.
 
         Raises:
             StorageError: it cannot be made.
@@ -76,12 +77,14 @@ class StoreFolder:
         if self.read_only:
             return
         try:
-            pages.parent.mkdir(exist_ok=True)
-            pages.touch()
-            _sync_folder(pages.parent)
-            _sync_folder(self.path)
+            pool.mkdir(exist_ok=True)
+            sync_folder(self.path)
         except OSError as error:
             raise StorageError(self._advice(error)) from error
+
+    def pools(self) -> list[Path]:
+        """The folders of pools that are there."""
+        return sorted(entry for entry in self.path.iterdir() if (entry / MANIFEST).is_file())
 
     def close(self) -> None:
         """Unlock; twice is harmless."""
@@ -150,7 +153,7 @@ class StoreFolder:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self.path / _FORMAT)
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
     def _advice(self, error: OSError) -> str:
         if self.read_only:
@@ -159,7 +162,7 @@ class StoreFolder:
         return f"{self.path} cannot be written: {error.strerror}; {advice}"
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 
 class PageIndex:
@@ -18,6 +19,8 @@ class PageIndex:
     def __init__(self) -> None:
         self.slots = 0
         self.evicted = 0
+        self.used = False
+        """Whether the order of use has changed since `load`."""
         self._pages: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, least recently used first
         self._free: list[int] = []  # a heap
         self._readers: Counter[int] = Counter()
@@ -41,7 +44,7 @@ class PageIndex:
         self.slots += count
 
     def load(self, pages: Iterable[tuple[bytes, int]], slots: int) -> None:
-        """Start with what a file of `slots` slots holds: digests and slots, the last of two alike."""
+        """Start with digests and slots of what `slots` slots hold, the least recently used first."""
         self._pages = OrderedDict(pages)
         held = set(self._pages.values())
         self._free = [slot for slot in range(slots) if slot not in held]
@@ -52,6 +55,7 @@ class PageIndex:
         if digest not in self._pages:
             return False
         self._pages.move_to_end(digest)
+        self.used = True
         return True
 
     def pin(self, digest: bytes) -> int | None:
@@ -60,6 +64,7 @@ class PageIndex:
         if slot is not None:
             self._pages.move_to_end(digest)
             self._readers[slot] += 1
+            self.used = True
         return slot
 
     def unpin(self, slot: int) -> None:
@@ -72,10 +77,45 @@ class PageIndex:
                 heapq.heappush(self._free, slot)
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` slots to write to, ascending; pages that nobody reads are evicted for them."""
-        while len(self._free) < count and self._evict():
-            pass
+        """Up to `count` free slots to write to, ascending."""
         return [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+
+    def evict(self, count: int) -> list[int]:
+        """Forget up to `count` pages that nobody reads, the least recently used; their slots are taken."""
+        idle = (item for item in self._pages.items() if item[1] not in self._readers)
+        victims = list(islice(idle, max(count, 0)))
+        for digest, _ in victims:
+            del self._pages[digest]
+        self.evicted += len(victims)
+        return [slot for _, slot in victims]
+
+    def cut(self, slots: int) -> list[bytes] | None:
+        """Forget the pages in the slots from number `slots` on, which are no more.
+
+        Returns:
+            Their digests, or None if one of the slots is read or written just now; nothing changes then.
+        """
+        going = [(digest, slot) for digest, slot in self._pages.items() if slot >= slots]
+        free = [slot for slot in self._free if slot >= slots]
+        if len(going) + len(free) < self.slots - slots or any(slot in self._readers for _, slot in going):
+            return None
+        for digest, _ in going:
+            del self._pages[digest]
+        self.evicted += len(going)
+        self._free = [slot for slot in self._free if slot < slots]
+        heapq.heapify(self._free)
+        self.slots = slots
+        return [digest for digest, _ in going]
+
+    def clear(self) -> list[int]:
+        """Forget every page; their slots are taken until `release`."""
+        slots = list(self._pages.values())
+        self._pages.clear()
+        return slots
+
+    def in_order(self) -> list[tuple[bytes, int]]:
+        """Digests and slots, the least recently used first."""
+        return list(self._pages.items())
 
     def hold(self, slot: int, digest: bytes) -> bool:
         """A taken slot holds a page from now on; False if another slot does already."""
@@ -96,17 +136,8 @@ class PageIndex:
         return self._pages.pop(digest, None)
 
     def forget(self, digest: bytes, slot: int) -> bool:
-        """Forget a damaged page; False if the slot does not hold it any more."""
+        """Forget a damaged page, whose slot is taken until `release`; False if it is not there any more."""
         if self._pages.get(digest) != slot:
             return False
         del self._pages[digest]
-        self.release(slot)
-        return True
-
-    def _evict(self) -> bool:
-        victim = next((digest for digest, slot in self._pages.items() if slot not in self._readers), None)
-        if victim is None:
-            return False
-        heapq.heappush(self._free, self._pages.pop(victim))
-        self.evicted += 1
         return True

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.types import Outcome
-from storage.file_stores import bench_at, other_process
+from storage.file_stores import bench_at, capacity_for, other_process
 
 HIT, MISS, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT
 
@@ -87,7 +87,7 @@ async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, lines: int)
 
 @pytest.mark.asyncio
 async def test_a_kill_while_slots_are_used_again_serves_no_torn_page(tmp_path: Path) -> None:
-    options = "{'capacity_bytes': 40 * 12288}"
+    options = f"{{'capacity_bytes': {capacity_for(40)}}}"
     stored = acknowledged_before_kill(tmp_path, 60, options)
     async with bench_at(tmp_path) as bench:
         known = list(range(max(stored) + 64))

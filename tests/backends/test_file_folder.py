@@ -109,7 +109,7 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"asynchicache file store 2\n", "format 2; this version reads format 1: update asynchicache"),
+        (b"asynchicache file store 3\n", "format 3; this version reads format 2: update asynchicache"),
         (b"asynchicache file store x\n", "holds no file store"),
         (b"something else 1\n", "holds no file store"),
         (b"", "holds no file store"),
@@ -132,7 +132,7 @@ async def test_a_crash_between_lock_and_format_does_no_harm(tmp_path: Path) -> N
     async with backend_at(tmp_path):
         pass
 
-    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 1\n"
+    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 2\n"
 
 
 @pytest.mark.asyncio
@@ -180,7 +180,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, pool: str, shard: str) 
     folder = StoreFolder(tmp_path, read_only=False)
     try:
         with pytest.raises(StorageError, match="a-z, 0-9, _"):
-            folder.pages_path(pool, shard, bytes(32))
+            folder.pool_path(pool, shard, bytes(32))
     finally:
         folder.close()
 
@@ -188,11 +188,11 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, pool: str, shard: str) 
 def test_shards_have_folders_of_their_own(tmp_path: Path) -> None:
     folder = StoreFolder(tmp_path, read_only=False)
     try:
-        paths = {folder.pages_path("kv", shard, bytes(32)) for shard in ("", "0/2", "1/2")}
+        paths = {folder.pool_path("kv", shard, bytes(32)) for shard in ("", "0/2", "1/2")}
     finally:
         folder.close()
 
-    assert sorted(path.parent.name for path in paths) == [
+    assert sorted(path.name for path in paths) == [
         "kv-0-2-" + "0" * 32,
         "kv-" + "0" * 32,
         "kv-1-2-" + "0" * 32,

@@ -31,17 +31,43 @@ class IndexMachine(RuleBasedStateMachine):
     def take(self, count: int) -> object:
         free = self.index.free
         slots = self.index.take(count)
-        evicted = {digest for digest in self.pages if digest not in self.index}
 
-        assert len(evicted) == max(0, len(slots) - free)
-        assert not {self.pages.pop(digest) for digest in evicted} & set(self.reading)
+        assert len(slots) == min(free, count)
         assert slots == sorted(slots)
         assert not set(slots) & (self.writing | set(self.reading) | set(self.pages.values()))
-        if len(slots) < count:
-            assert self.index.free == 0
-            assert set(self.pages.values()) <= set(self.reading)
         self.writing |= set(slots)
         return multiple(*slots)
+
+    @rule(target=taken, count=st.integers(-1, 3))
+    def evict(self, count: int) -> object:
+        idle = [slot for slot in self.pages.values() if slot not in self.reading]
+        slots = self.index.evict(count)
+
+        assert len(slots) == max(0, min(count, len(idle)))
+        assert set(slots) <= set(idle)
+        self.pages = {digest: slot for digest, slot in self.pages.items() if slot not in slots}
+        self.writing |= set(slots)
+        return multiple(*slots)
+
+    @rule(target=taken)
+    def clear(self) -> object:
+        slots = self.index.clear()
+
+        assert sorted(slots) == sorted(self.pages.values())
+        self.pages.clear()
+        self.writing |= set(slots)
+        return multiple(*slots)
+
+    @rule(count=st.integers(1, 3))
+    def cut(self, count: int) -> None:
+        slots = max(0, self.index.slots - count)
+        busy = any(slot >= slots for slot in self.writing | set(self.reading))
+        gone = self.index.cut(slots)
+
+        assert (gone is None) == busy
+        if gone is not None:
+            assert set(gone) == {digest for digest, slot in self.pages.items() if slot >= slots}
+            self.pages = {digest: slot for digest, slot in self.pages.items() if slot < slots}
 
     @rule(slot=consumes(taken), digest=DIGESTS)
     def hold(self, slot: int, digest: bytes) -> None:
@@ -78,6 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.forget(digest, slot) == (self.pages.get(digest) == slot)
         if self.pages.get(digest) == slot:
             del self.pages[digest]
+            self.index.release(slot)
         self.unpin(pin)
 
     @rule(digest=DIGESTS)
@@ -93,7 +120,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_somewhere(self) -> None:
-        held = self.writing | set(self.reading) | set(self.pages.values())
+        held = self.writing | set(self.reading) | set(self.pages.values())  # a slot being read may be all three
 
         assert self.index.free == self.index.slots - len(held)
         assert len(self.index) == len(self.pages)
@@ -104,9 +131,12 @@ TestIndex = IndexMachine.TestCase
 
 def test_a_scan_fills_it() -> None:
     index = PageIndex()
-    index.load([(b"a", 1), (b"b", 3), (b"a", 4)], 6)
+    index.load([(b"a", 4), (b"b", 3)], 6)
 
+    assert index.in_order() == [(b"a", 4), (b"b", 3)]
+    assert not index.used
     assert [index.pin(b"a"), index.pin(b"b")] == [4, 3]
+    assert index.used
     assert index.take(9) == [0, 1, 2, 5]
 
 
@@ -116,8 +146,8 @@ def test_the_least_recently_used_page_goes_first() -> None:
     index.pin(b"a")
     index.touch(b"b")
 
-    assert index.take(2) == [2, 3]
-    assert index.take(2) == [1]
+    assert index.evict(2) == [2, 3]
+    assert index.evict(2) == [1]
     assert b"a" in index
     assert index.evicted == 3
 

@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from asynchicache.backends.file import FileBackend, open_backend
+from asynchicache.backends.file.budget import FIXED_BYTES
+from asynchicache.layouts import ALIGNMENT
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
@@ -46,8 +48,18 @@ async def bench_at(path: Path | str, *, slots: int = 64, **options: object) -> A
 
 def pages_file(path: Path) -> Path:
     """The one file of pages below a folder."""
-    (found,) = path.glob("*/pages.bin")
+    (found,) = path.glob("*/*.pages")
     return found
+
+
+def capacity_for(slots: int) -> int:
+    """Bytes of a folder that holds so many slots of one pool, and not one more; 64 at most."""
+    return FIXED_BYTES + slots * FRAME_BYTES + ALIGNMENT
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def other_process(script: str, *arguments: object) -> subprocess.Popen[str]:

@@ -1,0 +1,125 @@
+"""A file that is moved in whole blocks, around the kernel's cache where the file system allows it.
+
+What lies in it is cached in host memory already; the kernel's cache would be a second copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asynchicache.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+Io = Callable[[int, Sequence[memoryview], int], int]
+
+
+class BlockFile:
+    """All methods block; reads and writes may run side by side.
+
+    Args:
+        path: the file; made if it is missing. A reader finds an empty one instead.
+        read_only: nothing is written.
+        direct: use O_DIRECT. Offsets, lengths and memory are multiples of 4,096 then.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool, direct: bool) -> None:
+        self.path = path
+        self.direct = direct
+        self._descriptor: int | None = self._open(os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fileno).st_size
+
+    def read(self, views: Sequence[memoryview], offset: int) -> int:
+        """Fill `views` from `offset` on; how many bytes there were, fewer at the file's end."""
+        return self._direct_or_not(os.preadv, views, offset)
+
+    def write(self, views: Sequence[memoryview], offset: int) -> int:
+        """Write `views` to `offset` and on; how many bytes were written. Durable after `sync`."""
+        return self._direct_or_not(os.pwritev, views, offset)
+
+    def sync(self) -> None:
+        """Make everything that was written until now durable."""
+        os.fdatasync(self._fileno)
+
+    def grow(self, size: int) -> bool:
+        """Preallocate up to `size` bytes; False, and as before, if the disk refuses."""
+        start = self.size
+        try:
+            os.posix_fallocate(self._fileno, start, size - start)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return self._grow_sparse(size)
+            logger.warning("%s cannot grow: %s", self.path, error.strerror)
+            self.truncate(start)  # gives back what a failed preallocation has left behind
+            return False
+        return True
+
+    def truncate(self, size: int) -> None:
+        """Cut the file, or let it grow with zeros."""
+        os.ftruncate(self._fileno, size)
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @property
+    def _fileno(self) -> int:
+        if self._descriptor is None:
+            raise OSError(errno.EBADF, "the file is closed", str(self.path))
+        return self._descriptor
+
+    def _open(self, flags: int) -> int:
+        reads_nothing = flags == os.O_RDONLY and not self.path.exists()
+        path = os.devnull if reads_nothing else self.path
+        try:
+            if self.direct:
+                try:
+                    return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o666)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.direct = False
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
+
+    def _direct_or_not(self, io: Io, views: Sequence[memoryview], offset: int) -> int:
+        """Some file systems take O_DIRECT when a file is opened and refuse it when it is used."""
+        try:
+            return io(self._fileno, views, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+        self._use_kernel_cache()
+        return io(self._fileno, views, offset)
+
+    def _use_kernel_cache(self) -> None:
+        logger.info(
+            "%s: no O_DIRECT here, or memory that is not aligned; using the kernel's cache", self.path
+        )
+        flags = fcntl.fcntl(self._fileno, fcntl.F_GETFL)
+        fcntl.fcntl(self._fileno, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.direct = False
+
+    def _grow_sparse(self, size: int) -> bool:
+        try:
+            self.truncate(size)
+        except OSError as error:
+            logger.warning("%s cannot grow: %s", self.path, error.strerror)
+            return False
+        return True

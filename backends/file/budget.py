@@ -1,0 +1,116 @@
+"""How many bytes the files of a folder may have in all, and what each pool has of them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from asynchicache.layouts import ALIGNMENT
+
+FIXED_BYTES = 4 * ALIGNMENT
+"""Counted for what is small: FORMAT, and the pools' manifests."""
+
+
+class Holder(Protocol):
+    """A pool that has files in the folder."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+        ...
+
+    def give_back(self, nbytes: int) -> int:
+        """Forget pages and cut files by about so many bytes; how many it were, 0 if it is busy."""
+        ...
+
+
+class DormantPool:
+    """A pool that is in the folder but not open: of other weights, most likely.
+
+    Args:
+        folder: the pool's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self._folder.iterdir() if path.is_file())
+
+    def give_back(self, nbytes: int) -> int:
+        """Removes whole files of pages, the last ones first: to cut them would take a look at each page."""
+        freed = 0
+        for path in sorted(self._folder.glob("*.pages"), reverse=True):
+            if freed < nbytes:
+                freed += path.stat().st_size
+                path.unlink()
+        return freed
+
+
+class Budget:
+    """Shares a folder's bytes among its pools. Methods may be called from any thread.
+
+    A pool takes what is free, then what pools have that are not open. Where nothing is left, one that has
+    less than its equal share gets room from the one that has most: so the first pool to write does not
+    shut out the others for ever.
+
+    Args:
+        limit: most bytes; None for as many as the disk has.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.lock = threading.Lock()
+        """Held by a pool that grows, from asking until it has grown."""
+        self._limit = limit
+        self._open: list[Holder] = []
+        self._dormant: dict[Path, DormantPool] = {}
+
+    def found(self, folder: Path) -> None:
+        """There is a pool that nobody has opened."""
+        with self.lock:
+            self._dormant[folder] = DormantPool(folder)
+
+    def join(self, folder: Path, holder: Holder) -> None:
+        """A pool was opened."""
+        with self.lock:
+            self._dormant.pop(folder, None)
+            self._open.append(holder)
+
+    def leave(self, folder: Path, holder: Holder) -> None:
+        """A pool was closed; twice is harmless."""
+        with self.lock:
+            if holder in self._open:
+                self._open.remove(holder)
+                self._dormant[folder] = DormantPool(folder)
+
+    def room(self, holder: Holder, wanted: int) -> int | None:
+        """How many bytes `holder`'s files may grow; None for no limit. `lock` is held.
+
+        Args:
+            holder: who asks.
+            wanted: bytes that it needs at the least.
+
+        Raises:
+            OSError: a file cannot be cut or looked at.
+        """
+        if self._limit is None:
+            return None
+        free = self._limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._dormant.values()])
+        for dormant in self._dormant.values():
+            if free < wanted:
+                free += dormant.give_back(wanted - free)
+        if free < wanted:
+            share = self._limit // max(1, len(self._open))
+            if holder.nbytes + wanted <= share:
+                free += self._from_the_richest(holder, share, wanted - free)
+        return max(free, 0)
+
+    def _from_the_richest(self, holder: Holder, share: int, missing: int) -> int:
+        others = [other for other in self._open if other is not holder]
+        if not others:
+            return 0
+        richest = max(others, key=lambda other: other.nbytes)
+        spare = richest.nbytes - share
+        return richest.give_back(min(missing, spare)) if spare > 0 else 0

@@ -1,0 +1,196 @@
+"""The slots of one pool, in preallocated files of a fixed number of slots each.
+
+A slot is a header and a page, one behind the other, on 4,096-byte boundaries, so that one `preadv`
+or `pwritev` moves a run of slots without a copy by the kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from asynchicache.backends.file.blocks import BlockFile
+from asynchicache.backends.file.folder import sync_folder
+from asynchicache.layouts import round_up
+
+_MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
+_MOST_BYTES = 64 << 20  # longer calls gain nothing, and Linux moves 2 GiB at most
+_SEGMENT_BYTES = 4 << 30
+_FEWEST_SLOTS, _MOST_SLOTS = 64, 4096
+_FIRST_BYTES = 1 << 20
+_LARGEST_BYTES = 256 << 20
+
+
+def segment_slots(frame_bytes: int) -> int:
+    """Slots of a segment: about 4 GiB, from 64 to 4,096; follows from the size of a slot alone."""
+    wanted = round_up(_SEGMENT_BYTES // frame_bytes, _FEWEST_SLOTS)
+    return min(max(wanted, _FEWEST_SLOTS), _MOST_SLOTS)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:05}.pages"
+
+
+class Segments:
+    """Slots, numbered through all files. All methods block; reads and writes may run side by side.
+
+    Args:
+        folder: of the pool.
+        frame_bytes: of a slot: header and page, a multiple of 4,096.
+        read_only: nothing is written.
+        direct: go around the kernel's cache where the file system lets us.
+
+    Raises:
+        StorageError: a file cannot be opened.
+    """
+
+    def __init__(self, folder: Path, frame_bytes: int, *, read_only: bool, direct: bool) -> None:
+        self.frame_bytes = frame_bytes
+        self.most_frames = max(1, min(_MOST_VIEWS // 2, _MOST_BYTES // frame_bytes))
+        self.segment_slots = segment_slots(frame_bytes)
+        self._folder = folder
+        self._read_only = read_only
+        self._direct = direct
+        self._full = False
+        self._files: list[BlockFile] = []
+        try:
+            for number in range(_count(folder)):
+                self._files.append(self._file(number))
+        except OSError:
+            self.close()
+            raise
+        self.slots = sum(self._frames(number) for number in range(len(self._files)))
+        if self._files:  # a file that was cut has holes where slots were
+            self.slots = (len(self._files) - 1) * self.segment_slots + self._frames(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self._files)
+
+    def holds(self, slot: int) -> bool:
+        """Whether the slot lies within its file, which may have been cut."""
+        number, place = divmod(slot, self.segment_slots)
+        return number < len(self._files) and place < self._frames(number)
+
+    def mend(self) -> None:
+        """Files that were cut get their length back, without what was in them.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        for number in range(len(self._files) - 1):
+            if self._frames(number) < self.segment_slots:
+                self._files[number].truncate(self.segment_slots * self.frame_bytes)
+
+    def read(self, slot: int, views: Sequence[memoryview]) -> int:
+        """Read slots from `slot` on into `views`: header, page, header, page.
+
+        Returns:
+            How many slots were read whole, from the first, 1 at least; fewer where a file ends.
+
+        Raises:
+            OSError: none was; ENODATA if the file ends before.
+        """
+        file, offset, frames = self._place(slot, len(views) // 2)
+        done = file.read(views[: 2 * frames], offset) // self.frame_bytes
+        if done == 0:
+            raise OSError(errno.ENODATA, "the file ends before the page", str(file.path))
+        return done
+
+    def write(self, slot: int, views: Sequence[memoryview]) -> int:
+        """Write slots from `slot` on from `views`: header, page, header, page; durable after `sync`.
+
+        Returns:
+            How many slots were written whole, from the first, 1 at least; fewer where a file ends.
+
+        Raises:
+            OSError: none was; ENOSPC if the disk is full.
+        """
+        file, offset, frames = self._place(slot, len(views) // 2)
+        done = file.write(views[: 2 * frames], offset) // self.frame_bytes
+        if done == 0:
+            raise OSError(errno.ENOSPC, "the page was written in part", str(file.path))
+        return done
+
+    def sync(self, slots: Iterable[int]) -> None:
+        """Make everything durable that was written to these slots."""
+        for number in sorted({slot // self.segment_slots for slot in slots}):
+            self._files[number].sync()
+
+    def grow(self, wanted: int, allowed: int) -> int:
+        """Preallocate `wanted` more slots, and some ahead, as far as the disk lets us.
+
+        The pool grows by half of itself, so that there are few extents and few calls. Once the disk
+        has refused, it is not asked again until the pool is reopened: what there is, is reused.
+
+        Args:
+            wanted: slots.
+            allowed: most slots more.
+
+        Returns:
+            How many slots there are more.
+        """
+        ahead = min(max(self.nbytes // 2, _FIRST_BYTES), _LARGEST_BYTES) // self.frame_bytes
+        gained = 0
+        for count in (max(wanted, ahead), wanted, 1):
+            while not self._full and gained < min(count, allowed):
+                more = self._extend(min(count, allowed) - gained)
+                if not more:
+                    break
+                gained += more
+            if gained:
+                return gained
+        self._full = self._full or allowed > 0
+        return gained
+
+    def shrink(self, slots: int) -> None:
+        """Give back what lies behind the first `slots`; nobody may use it.
+
+        Raises:
+            OSError: a file cannot be cut.
+        """
+        keep = -(-slots // self.segment_slots)
+        for number in reversed(range(keep, len(self._files))):
+            segment_path(self._folder, number).unlink()
+            self._files.pop().close()
+        if self._files:
+            last = slots - (keep - 1) * self.segment_slots
+            self._files[-1].truncate(last * self.frame_bytes)
+        self.slots = slots
+        self._full = False
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        for file in self._files:
+            file.close()
+
+    def _place(self, slot: int, frames: int) -> tuple[BlockFile, int, int]:
+        """The file of a slot, the slot's offset, and how many of `frames` lie in that file."""
+        number, place = divmod(slot, self.segment_slots)
+        return self._files[number], place * self.frame_bytes, min(frames, self.segment_slots - place)
+
+    def _frames(self, number: int) -> int:
+        return min(self._files[number].size // self.frame_bytes, self.segment_slots)
+
+    def _file(self, number: int) -> BlockFile:
+        return BlockFile(segment_path(self._folder, number), read_only=self._read_only, direct=self._direct)
+
+    def _extend(self, count: int) -> int:
+        """Up to `count` slots more in the last file, or in a new one."""
+        number, place = divmod(self.slots, self.segment_slots)
+        if number == len(self._files):
+            self._files.append(self._file(number))
+            sync_folder(self._folder)
+        more = min(count, self.segment_slots - place)
+        if not self._files[number].grow((place + more) * self.frame_bytes):
+            return 0
+        self.slots += more
+        return more
+
+
+def _count(folder: Path) -> int:
+    """Segments up to the last one that is there; a missing one before it is as if it were empty."""
+    numbers = [int(path.stem) for path in folder.glob("[0-9][0-9][0-9][0-9][0-9].pages")]
+    return max(numbers, default=-1) + 1
