@@ -103,8 +103,8 @@ class Budget:
                 free += dormant.give_back(wanted - free)
         if free < wanted:
             share = self._limit // max(1, len(self._open))
-            if holder.nbytes + wanted <= share:
-                free += self._from_the_richest(holder, share, wanted - free)
+            missing = min(wanted, share - holder.nbytes) - free
+            free += self._from_the_richest(holder, share, missing) if missing > 0 else 0
         return max(free, 0)
 
     def _from_the_richest(self, holder: Holder, share: int, missing: int) -> int:

@@ -89,23 +89,23 @@ class PageIndex:
         self.evicted += len(victims)
         return [slot for _, slot in victims]
 
-    def cut(self, slots: int) -> list[bytes] | None:
+    def cut(self, slots: int) -> bool:
         """Forget the pages in the slots from number `slots` on, which are no more.
 
         Returns:
-            Their digests, or None if one of the slots is read or written just now; nothing changes then.
+            False if one of the slots is read or written just now; nothing changes then.
         """
         going = [(digest, slot) for digest, slot in self._pages.items() if slot >= slots]
         free = [slot for slot in self._free if slot >= slots]
         if len(going) + len(free) < self.slots - slots or any(slot in self._readers for _, slot in going):
-            return None
+            return False
         for digest, _ in going:
             del self._pages[digest]
         self.evicted += len(going)
         self._free = [slot for slot in self._free if slot < slots]
         heapq.heapify(self._free)
         self.slots = slots
-        return [digest for digest, _ in going]
+        return True
 
     def clear(self) -> list[int]:
         """Forget every page; their slots are taken until `release`."""

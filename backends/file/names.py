@@ -88,6 +88,15 @@ class NameFile:
         self._reserve(size)
         return True
 
+    def shrink(self, slots: int) -> None:
+        """Cut what lies behind the entries of the first `slots`; those were cleared.
+
+        Raises:
+            OSError: the file cannot be cut.
+        """
+        self._size = self.size_for(slots)
+        self._file.truncate(self._size)
+
     def set(self, slot: int, digest: bytes, stamp: int) -> None:
         """The slot holds a page; on disk after `flush`."""
         self._write(slot, _sealed(slot, _ENTRY.pack(digest, stamp)))

@@ -169,18 +169,16 @@ class PageStore:
     def give_back(self, nbytes: int) -> int:
         """Forget the pages at the end of the pool, and cut its files; how many bytes that made free."""
         slots = max(0, self.segments.slots - -(-nbytes // self.segments.frame_bytes))
-        before = self.nbytes
+        before, last = self.nbytes, self.segments.slots
         with self._lock:
-            last = self.segments.slots
-            gone = None if self.broken else self.index.cut(slots)
-        if gone is None:
-            return 0
+            if self.broken or not self.index.cut(slots):
+                return 0
         try:
             self._commits.commit([Change(slot) for slot in range(slots, last)])
             self.segments.shrink(slots)
+            self._names.shrink(slots)
         except OSError as error:
             logger.warning("%s cannot give up %d slots: %s", self._folder, last - slots, error)
-            return 0
         return before - self.nbytes
 
     def close(self) -> None:

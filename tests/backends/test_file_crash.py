@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.file.verify import verify_store
+from asynchicache.storage.binding import sealed_key
 from asynchicache.types import Outcome
-from storage.file_stores import bench_at, capacity_for, other_process
+from storage.file_stores import bench_at, capacity_for, other_process, size_of
 
 HIT, MISS, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT
 
@@ -16,7 +19,7 @@ import asyncio, sys
 from storage.file_stores import bench_at
 
 async def worker(bench, lane):
-    for batch in range(lane, 1_000_000, 4):
+    for batch in range(int(sys.argv[3]) + lane, 100_000_000, 4):
         numbers = range(batch * 4, batch * 4 + 4)
         slots = range(lane * 4, lane * 4 + 4)
         outcomes = await bench.put(bench.keys(*numbers), slots)
@@ -59,14 +62,54 @@ asyncio.run(main())
 """
 
 
-def acknowledged_before_kill(path: Path, lines: int, options: str = "{}") -> list[int]:
-    """Pages that a writer was told are stored, in order; it is killed after some lines."""
-    with other_process(WRITE_FOREVER, path, options) as writer:
+def acknowledged_before_kill(path: Path, lines: int, options: str = "{}", first: int = 0) -> list[int]:
+    """Pages that a writer was told are stored, in order; it is killed after some lines.
+
+    Args:
+        path: of the store.
+        lines: how many.
+        options: of the store, as code.
+        first: number of its first batch of 4 pages.
+    """
+    with other_process(WRITE_FOREVER, path, options, first) as writer:
         assert writer.stdout is not None
         told = [writer.stdout.readline() for _ in range(lines)]
         writer.kill()
         told += writer.stdout.read().splitlines(keepends=True)
     return [int(word) for line in told if line.endswith("\n") for word in line.split()]
+
+
+async def check_killed_again_and_again(path: Path, kills: int, seed: int) -> None:
+    """A writer that fills a bounded store, killed at random instants, and started again on what is there."""
+    chance = random.Random(seed)
+    capacity = capacity_for(60)
+    batch = 0
+    for _ in range(kills):
+        stored = acknowledged_before_kill(
+            path, chance.randint(1, 60), f"{{'capacity_bytes': {capacity}}}", batch
+        )
+        report = verify_store(path, sealed_key)
+        assert (report.corrupt, report.problems) == (0, [])
+        assert size_of(path) <= capacity
+        async with bench_at(path) as bench:
+            # 60 slots; each of the 16 pages under way may have cost one of the oldest.
+            last = stored[-40:]
+            for start in range(0, len(last), 20):
+                some = last[start : start + 20]
+                assert await bench.get(bench.keys(*some), range(len(some))) == [HIT] * len(some)
+        batch += max(stored) // 4 + 100
+        batch -= batch % 4
+
+
+@pytest.mark.asyncio
+async def test_a_writer_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    await check_killed_again_and_again(tmp_path, kills=4, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio
+async def test_a_writer_that_is_killed_at_200_instants(tmp_path: Path) -> None:
+    await check_killed_again_and_again(tmp_path, kills=200, seed=2)
 
 
 @pytest.mark.asyncio

@@ -29,6 +29,7 @@ class Setting(NamedTuple):
         help: one line for people.
         minimum: the least value that means something, or None.
         choices: the values that there are; empty if the type alone decides.
+        positional: whether it is a word of its own on the command line, and must be there.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Setting(NamedTuple):
     help: str
     minimum: int | None
     choices: tuple[str, ...]
+    positional: bool = False
 
     @property
     def flag(self) -> str:
@@ -48,13 +50,14 @@ def option(
     *,
     minimum: int | None = None,
     choices: Iterable[str] = (),
+    positional: bool = False,
 ) -> T:
     """A dataclass field that can be set from outside; see `Setting`.
 
     Returns:
         a `dataclasses.Field`, typed as its default so that the dataclass reads as usual.
     """
-    metadata = {"help": help, "minimum": minimum, "choices": tuple(choices)}
+    metadata = {"help": help, "minimum": minimum, "choices": tuple(choices), "positional": positional}
     return field(default=default, metadata=metadata)
 
 

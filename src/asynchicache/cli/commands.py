@@ -15,7 +15,7 @@ from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_pre
 from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.run import run_storage
-from asynchicache.cli import demo, doctor
+from asynchicache.cli import demo, doctor, stores
 from asynchicache.cli.output import Outcome, Output
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -148,6 +148,18 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "pages to a storage engine and back, beside the plainest client of the same medium",
         StorageBenchOptions,
         _storage,
+    ),
+    Command[stores.VerifyOptions](
+        ("verify",),
+        "read every page of a file store, and say what is damaged",
+        stores.VerifyOptions,
+        stores.verify,
+    ),
+    Command[stores.ClearOptions](
+        ("clear",),
+        "remove some pools of a file store, and nothing else",
+        stores.ClearOptions,
+        stores.clear,
     ),
     Command[DoctorOptions](
         ("doctor",),

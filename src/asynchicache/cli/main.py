@@ -1,4 +1,4 @@
-"""The command line: `asynchicache demo | bench | doctor`.
+"""The command line: `asynchicache demo | bench | verify | clear | doctor`.
 
 Exit codes: 0 it ran and what it checked held; 1 a violation, or it could not run; 2 bad arguments;
 130 interrupted.
@@ -84,7 +84,9 @@ def _add_command(parser: argparse.ArgumentParser, command: AnyCommand) -> None:
 def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     text = f"{setting.help} (default: {setting.default})"
     kind = type(setting.default)
-    if isinstance(setting.default, bool):
+    if setting.positional:
+        parser.add_argument(setting.name, metavar=setting.name.upper(), help=setting.help)
+    elif isinstance(setting.default, bool):
         parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=setting.help)
     elif isinstance(setting.default, tuple):
         again = f"{setting.help}; may be given again"

@@ -80,6 +80,14 @@ def read_header(data: bytes | bytearray | memoryview) -> PageHeader | None:
     return PageHeader(key, page_bytes, checksum)
 
 
+def sealed_key(header: memoryview, page: memoryview) -> ObjectKey | None:
+    """The page that header and page were sealed as, whichever pool it is of; None if one is damaged."""
+    found = read_header(header)
+    if found is None or xxh3_64_digest(page[: found.page_bytes]) != found.checksum:
+        return None
+    return found.key
+
+
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode("ascii", "replace")
 

@@ -1,0 +1,69 @@
+"""Removes pools from a store that nobody has open: their files, and no other file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from asynchicache.backends.file.folder import MANIFEST, StoreFolder, sync_folder
+from asynchicache.backends.file.manifest import parse
+from asynchicache.backends.file.store import NAMES
+from asynchicache.errors import StorageError
+
+
+class Cleared(NamedTuple):
+    """What was removed.
+
+    Attributes:
+        pools: names of their folders.
+        bytes: of their files.
+    """
+
+    pools: list[str]
+    bytes: int
+
+
+def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
+    """Remove the pools that fit, whole.
+
+    Args:
+        path: folder of the store.
+        pool: their name; empty for any.
+        fingerprint: what theirs begins with, in hex; empty for any.
+
+    Raises:
+        StorageLockedError: the store is open.
+        StorageFormatError: the folder holds no store, or a manifest is damaged.
+        StorageError: a file cannot be removed.
+    """
+    if not path.exists():
+        raise StorageError(f"{path} does not exist")
+    folder = StoreFolder(path, read_only=False)
+    try:
+        going = [found for found in folder.pools() if _fits(found, pool, fingerprint.lower())]
+        size = sum(map(_remove, going))
+        sync_folder(path)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be cleared: {error}") from error
+    finally:
+        folder.close()
+    return Cleared([found.name for found in going], size)
+
+
+def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
+    manifest = parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+    return pool in ("", manifest.pool) and manifest.fingerprint.startswith(fingerprint)
+
+
+def _remove(folder: Path) -> int:
+    """Remove a pool's files; how many bytes they had. The manifest goes last: a crash leaves a pool."""
+    ours = [folder / NAMES, *sorted(folder.glob("*.pages")), folder / MANIFEST]
+    there = [file for file in ours if file.is_file()]
+    size = sum(file.stat().st_size for file in there)
+    for file in there:
+        file.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return size

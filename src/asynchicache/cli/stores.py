@@ -1,0 +1,79 @@
+"""`verify` and `clear`: what lies in the folder of a file store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from asynchicache.backends.file.clear import Cleared, clear_store
+from asynchicache.backends.file.verify import StoreReport, verify_store
+from asynchicache.bench.options import option
+from asynchicache.cli.output import Outcome, Output
+from asynchicache.errors import ConfigError
+from asynchicache.storage.binding import sealed_key
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The flags of `verify`."""
+
+    path: str = option("", "folder of the store", positional=True)
+    repair: bool = option(False, "forget damaged pages; the store must not be open elsewhere")
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOptions:
+    """The flags of `clear`.
+
+    Raises:
+        ConfigError: it is not said which pools.
+    """
+
+    path: str = option("", "folder of the store", positional=True)
+    pool: str = option("", "only pools of this name")
+    fingerprint: str = option("", "only pools whose fingerprint begins with this, in hex")
+    everything: bool = option(False, "all pools of the folder")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.pool or self.fingerprint or self.everything):
+            raise ConfigError("say what to clear: --pool, --fingerprint or --everything")
+        if self.everything and (self.pool or self.fingerprint):
+            raise ConfigError("--everything is more than --pool or --fingerprint: say one of them")
+
+
+def verify(options: VerifyOptions, output: Output) -> Outcome:
+    """Read every page; not ok if something is damaged and was not repaired."""
+    with output.console.status(f"reading {options.path}"):
+        report = verify_store(Path(options.path), sealed_key, repair=options.repair)
+    return Outcome(report.as_json(), _report(report), report.ok)
+
+
+def clear(options: ClearOptions, output: Output) -> Outcome:
+    """Remove the pools that are named."""
+    cleared = clear_store(Path(options.path), options.pool, options.fingerprint)
+    return Outcome(cleared._asdict(), _cleared(cleared))
+
+
+def _report(report: StoreReport) -> RenderableType:
+    table = Table(title=f"{len(report.pools)} pools", show_header=False)
+    table.add_row("whole pages", f"{report.pages:,}")
+    table.add_row("damaged", f"{report.corrupt:,}")
+    table.add_row("repaired", f"{report.repaired:,}")
+    table.add_row("whole, but forgotten", f"{report.orphaned:,}")
+    table.add_row("bytes", f"{report.bytes:,}")
+    for problem in report.problems:
+        table.add_row("", problem)
+    return table
+
+
+def _cleared(cleared: Cleared) -> RenderableType:
+    table = Table(title="cleared", show_header=False)
+    for name in cleared.pools:
+        table.add_row(name)
+    table.add_row(f"{cleared.bytes:,} bytes")
+    return table

@@ -1,0 +1,291 @@
+"""How much a store takes, who gives way, what a restart keeps, and what `clear` removes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.file import segments
+from asynchicache.backends.file.clear import clear_store
+from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
+from asynchicache.layouts import ALIGNMENT
+from asynchicache.testing.backends import Bench, fingerprint_of
+from asynchicache.types import Outcome
+from storage.file_stores import (
+    FRAME_BYTES,
+    backend_at,
+    bench_at,
+    capacity_for,
+    open_bench,
+    pages_file,
+    size_of,
+)
+
+HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FAILED
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of 64 slots, so that a few pages need several."""
+    monkeypatch.setattr(segments, "_MOST_SLOTS", 64)
+
+
+async def fill(bench: Bench, numbers: Sequence[int]) -> None:
+    for start in range(0, len(numbers), 32):
+        some = numbers[start : start + 32]
+        await bench.put(bench.keys(*some), range(len(some)))
+
+
+def names_below(folder: Path) -> list[str]:
+    """Files in the folders of pools."""
+    return sorted(path.name for path in folder.glob("*/*"))
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """The one file of that name in a pool's folder."""
+    (found,) = folder.glob(f"*/{name}")
+    return found
+
+
+async def there(bench: Bench, numbers: Sequence[int]) -> list[int]:
+    found = await bench.engine.exists(bench.keys(*numbers))
+    return [number for number, bit in zip(numbers, found, strict=True) if bit]
+
+
+@pytest.mark.asyncio
+async def test_pages_lie_in_several_segments(tmp_path: Path, small_segments: None) -> None:
+    numbers = range(150)
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, numbers)
+    async with bench_at(tmp_path, slots=150) as bench:
+        assert await bench.get(bench.keys(*numbers), numbers) == [HIT] * 150
+        assert await bench.get(bench.keys(*reversed(numbers)), numbers) == [HIT] * 150
+
+    assert names_below(tmp_path) == [f"0000{n}.pages" for n in range(3)] + ["names.bin", "pool.json"]
+
+
+@pytest.mark.asyncio
+async def test_a_segment_that_is_gone_costs_its_pages_only(tmp_path: Path, small_segments: None) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, range(150))
+    file_of(tmp_path, "00001.pages").unlink()
+    async with bench_at(tmp_path) as bench:
+        assert await there(bench, range(150)) == [*range(64), *range(128, 150)]
+        await fill(bench, range(64, 128))
+    async with bench_at(tmp_path, slots=150) as bench:
+        assert await bench.get(bench.keys(*range(150)), range(150)) == [HIT] * 150
+
+
+@pytest.mark.asyncio
+async def test_a_restart_keeps_the_order_of_use(tmp_path: Path) -> None:
+    capacity = capacity_for(4)
+    async with bench_at(tmp_path, capacity_bytes=capacity) as bench:
+        await bench.put(bench.keys(1, 2, 3, 4), range(4))
+        await bench.get(bench.keys(1), [0])
+        await bench.get(bench.keys(3), [0])
+    async with bench_at(tmp_path, capacity_bytes=capacity) as bench:
+        await bench.put(bench.keys(5, 6), range(2))
+        assert await there(bench, range(1, 7)) == [1, 3, 5, 6]
+
+
+@pytest.mark.asyncio
+async def test_a_deleted_page_stays_deleted(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1, 2), range(2))
+        await bench.engine.delete(bench.keys(1))
+    async with bench_at(tmp_path) as bench:
+        assert await there(bench, [1, 2]) == [2]
+
+
+@pytest.mark.asyncio
+async def test_names_that_cannot_be_written_stop_writing_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwritev = os.pwritev
+
+    def refuse_names(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if len(views) == 1:
+            raise OSError(5, "bad sector")
+        return pwritev(descriptor, views, offset)
+
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1, 2), [0, 1])
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwritev", refuse_names)
+            assert await bench.put(bench.keys(3), [2]) == [FAILED]
+        assert await bench.put(bench.keys(4), [3]) == [FAILED]
+        assert await bench.engine.delete(bench.keys(1)) == [FAILED]
+        assert await bench.get(bench.keys(1, 2, 3), [4, 5, 6]) == [HIT, HIT, MISS]
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(1, 2, 3), [4, 5, 6]) == [HIT, HIT, MISS]
+        assert await bench.put(bench.keys(3), [2]) == [STORED]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_files_of_all_pools_stay_within_the_bound(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    capacity = capacity_for(60)
+    for weights in ("w1", "w2"):
+        async with backend_at(tmp_path, capacity_bytes=capacity) as backend:
+            benches = [await open_bench(backend, pool, weights=weights) for pool in ("kv", "mamba", "swa")]
+            for _ in range(20):
+                bench = chance.choice(benches)
+                numbers = chance.sample(range(200), chance.randint(1, 12))
+                await bench.put(bench.keys(*numbers), range(len(numbers)))
+                assert size_of(tmp_path) <= capacity
+
+
+@pytest.mark.asyncio
+async def test_the_first_pool_to_write_does_not_shut_out_the_second(tmp_path: Path) -> None:
+    async with backend_at(tmp_path, capacity_bytes=capacity_for(40)) as backend:
+        first, second = await open_bench(backend), await open_bench(backend, "mamba")
+        await fill(first, range(60))
+        assert len(await there(first, range(60))) == 40
+
+        await fill(second, range(60))
+
+        kept = [len(await there(bench, range(60))) for bench in (first, second)]
+        assert kept[1] >= 18
+        assert 18 <= kept[0] <= 22
+        for bench, count in zip((first, second), kept, strict=True):
+            assert (await bench.get(bench.keys(*range(60)), range(60))).count(HIT) == count
+
+
+@pytest.mark.asyncio
+async def test_pools_of_other_weights_give_way(tmp_path: Path) -> None:
+    capacity = capacity_for(40)
+    async with bench_at(tmp_path, capacity_bytes=capacity) as bench:
+        await fill(bench, range(40))
+    async with backend_at(tmp_path, capacity_bytes=capacity) as backend:
+        bench = await open_bench(backend, weights="w2")
+        await fill(bench, range(30))
+        assert await there(bench, range(30)) == [*range(30)]
+        old = await open_bench(backend)
+        assert await there(old, range(40)) == []
+
+
+@pytest.mark.asyncio
+async def test_a_bound_that_was_lowered_holds_after_reopening(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, range(40))
+    limit = 10 * FRAME_BYTES + ALIGNMENT
+    async with bench_at(tmp_path, capacity_bytes={"kv": limit}) as bench:
+        kept = await there(bench, range(40))
+        assert kept == [*range(9)]
+        assert await bench.get(bench.keys(*kept), range(9)) == [HIT] * 9
+        await fill(bench, range(50, 60))
+
+    assert pages_file(tmp_path).stat().st_size <= limit
+
+
+@pytest.mark.asyncio
+async def test_clear_forgets_the_pools_that_are_open_and_no_others(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, range(3))
+    async with backend_at(tmp_path) as backend:
+        benches = [await open_bench(backend, pool, weights="w2") for pool in ("kv", "mamba")]
+        for bench in benches:
+            await fill(bench, range(5))
+        assert await backend.clear() == 10
+        assert [await there(bench, range(5)) for bench in benches] == [[], []]
+        assert await benches[0].put(benches[0].keys(1), [0]) == [STORED]
+    async with backend_at(tmp_path) as backend:
+        old, new = await open_bench(backend), await open_bench(backend, weights="w2")
+        assert (await there(old, range(5)), await there(new, range(5))) == ([0, 1, 2], [1])
+    async with bench_at(tmp_path, read_only=True) as bench:
+        with pytest.raises(UsageError, match="for reading only"):
+            await bench.engine.clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.asyncio
+async def test_clearing_a_closed_store_removes_what_fits(tmp_path: Path) -> None:
+    async with backend_at(tmp_path) as backend:
+        for pool, weights in (("kv", "w1"), ("mamba", "w1"), ("kv", "w2")):
+            await fill(await open_bench(backend, pool, weights=weights), range(3))
+        with pytest.raises(StorageLockedError):
+            clear_store(tmp_path)
+    fingerprint = fingerprint_of("w1").hex()
+    (tmp_path / f"mamba-{fingerprint[:32]}" / "notes").touch()
+
+    cleared = clear_store(tmp_path, "kv", fingerprint[:8].upper())
+
+    assert cleared.pools == [f"kv-{fingerprint[:32]}"]
+    assert cleared.bytes > 3 * FRAME_BYTES
+    assert len(clear_store(tmp_path).pools) == 2
+    assert names_below(tmp_path) == ["notes"]
+    assert clear_store(tmp_path).pools == []
+
+
+def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
+    fields = {"pool": "kv", "shard": "", "fingerprint": fingerprint, "page_bytes": page_bytes}
+    return json.dumps(fields | {"header_bytes": 1, "slot_bytes": 1}).encode()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"{}", "pool.json is damaged: Object missing required field"),
+        (b"\xff", "pool.json is damaged"),
+        (manifest(fingerprint="zz"), "pool.json is damaged: non-hexadecimal"),
+        (manifest(page_bytes=0), "sizes must be above 0"),
+        (manifest(page_bytes=7), r"holds Manifest\(.*, not Manifest\(.*remove it, or give another folder"),
+    ],
+)
+async def test_a_pool_with_another_manifest_is_refused(tmp_path: Path, text: bytes, words: str) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, [1])
+    file_of(tmp_path, "pool.json").write_bytes(text)
+    with pytest.raises(StorageFormatError, match=words):
+        async with bench_at(tmp_path):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_a_folder_where_a_file_should_be(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, [1])
+    names = file_of(tmp_path, "names.bin")
+    names.unlink()
+    names.mkdir()
+    with pytest.raises(StorageError, match=r"names\.bin cannot be opened: Is a directory"):
+        async with bench_at(tmp_path):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_names_of_other_slots_and_noise_are_no_names(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, range(4))
+    names = file_of(tmp_path, "names.bin")
+    entries = bytearray(names.read_bytes())
+    entries[64:128], entries[128:192] = entries[128:192], entries[64:128]
+    entries[192 + 5] ^= 1
+    names.write_bytes(entries)
+    async with bench_at(tmp_path) as bench:
+        assert await there(bench, range(4)) == [0]
+        await fill(bench, range(4))
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(*range(4)), range(4)) == [HIT] * 4
+
+
+@pytest.mark.asyncio
+async def test_the_same_page_from_many_callers_has_one_slot_in_the_end(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        keys = bench.keys(*range(8))
+        calls = [bench.put(keys, range(8 * lane, 8 * lane + 8)) for lane in range(6)]
+        answers = await asyncio.gather(*calls)
+        assert [sum(answer[n] is STORED for answer in answers) for n in range(8)] == [1] * 8
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("copy"))
+    async with bench_at(copy) as bench:
+        assert "8 pages" in repr(bench.engine)
+        assert await bench.get(keys, range(8)) == [HIT] * 8

@@ -1,0 +1,122 @@
+"""Power cuts: whatever a disk has done of what was not yet synced, the store opens, whole.
+
+Every write and barrier of a run is recorded. At each point the log is cut; of what no finished sync
+covers, some is dropped, the rest done in any order and in part. What was acknowledged must be there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.file.budget import Budget
+from asynchicache.backends.file.index import PageIndex
+from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.file.verify import verify_store
+from asynchicache.storage.binding import sealed_key
+from asynchicache.testing.backends import Bench
+from storage.file_stores import FRAME_BYTES, bench_at, capacity_for
+from storage.power_cuts import DiskLog
+
+PAGES = 48
+
+
+async def work(bench: Bench, log: DiskLog, chance: random.Random, steps: int) -> None:
+    """Puts side by side, deletes, pages evicted; before each step the log hears which pages are there."""
+    keys = bench.keys(*range(PAGES))
+    for _ in range(steps):
+        batches = [chance.sample(keys, chance.randint(1, 9)) for _ in range(3)]
+        found = await bench.engine.exists(keys)
+        there = [key.digest for key, bit in zip(keys, found, strict=True) if bit]
+        log.promise(there, [key.digest for batch in batches for key in batch])
+        calls = [
+            bench.put(batch, range(16 * lane, 16 * lane + len(batch))) for lane, batch in enumerate(batches)
+        ]
+        if chance.random() < 0.4:
+            calls.append(bench.engine.delete(chance.sample(keys, 4)))
+        await asyncio.gather(*calls)
+
+
+def watch_index(log: DiskLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell the log of every page that the index forgets."""
+
+    def watched(name: str) -> Callable[..., object]:
+        real = getattr(PageIndex, name)
+
+        def forget(index: PageIndex, *arguments: object) -> object:
+            before = dict(index.in_order())
+            answer = real(index, *arguments)
+            log.give_up(before.keys() - dict(index.in_order()))
+            return answer
+
+        return forget
+
+    for name in ("evict", "remove", "forget", "cut", "clear"):
+        monkeypatch.setattr(PageIndex, name, watched(name))
+
+
+async def record(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, steps: int) -> DiskLog:
+    """Run on a store that was made already, and is empty."""
+    log = DiskLog(folder)
+    capacity = capacity_for(random.Random(seed).choice([20, 30, 64]))
+    with log.recording(monkeypatch), monkeypatch.context() as watching:
+        watch_index(log, watching)
+        async with bench_at(folder, capacity_bytes=capacity) as bench:
+            await work(bench, log, random.Random(seed), steps)
+    return log
+
+
+def served(image: Path) -> frozenset[bytes]:
+    """Pages that a store opened on the image serves, each of which was read and checked before."""
+    report = verify_store(image, sealed_key)
+    assert (report.corrupt, report.problems) == (0, [])
+    (folder,) = image.glob("kv-*")
+    store = PageStore(folder, FRAME_BYTES, Budget(None))
+    try:
+        found = frozenset(digest for digest, _ in store.index.in_order())
+    finally:
+        store.close()
+    assert len(found) == report.pages
+    return found
+
+
+async def try_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, *, steps: int, every: int
+) -> int:
+    """Record a run, then cut it before every so many requests; how many cuts that made."""
+    folder, skeleton, image = (tmp_path / f"{name}-{seed}" for name in ("store", "skeleton", "image"))
+    async with bench_at(folder) as bench:
+        pages = frozenset(key.digest for key in bench.keys(*range(PAGES)))
+    shutil.copytree(folder, skeleton)
+    log = await record(folder, monkeypatch, seed, steps)
+    cuts = range(log.promises[0].at + seed % every, len(log.requests) + 1, every)
+    for cut in cuts:
+        shutil.copytree(skeleton, image)
+        log.image(cut, random.Random(f"{seed} {cut}"), image)
+        found = served(image)
+        assert log.kept_at(cut) <= found, f"seed {seed}: lost before request {cut}"
+        assert not log.gone_at(cut, pages) & found, f"seed {seed}: back before request {cut}"
+        shutil.rmtree(image)
+    return len(cuts)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_power_cut_loses_nothing_and_tears_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    assert await try_seed(tmp_path, monkeypatch, seed, steps=12, every=2) > 60
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(100, 120))
+async def test_every_power_cut_of_long_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    await try_seed(tmp_path, monkeypatch, seed, steps=40, every=1)

@@ -1,0 +1,155 @@
+"""`verify` and `clear` on stores that were written, damaged and killed for real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from asynchicache.cli.main import main
+from asynchicache.storage.binding import HEADER_BYTES
+from asynchicache.types import Outcome
+from storage.file_stores import FRAME_BYTES, backend_at, bench_at, open_bench
+
+PAGES = 6
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Pages 0 to 5 of `kv`, of which 5 was deleted, and one of `mamba`."""
+
+    async def write() -> None:
+        async with backend_at(tmp_path / "store") as backend:
+            bench, other = await open_bench(backend), await open_bench(backend, "mamba")
+            await bench.put(bench.keys(*range(PAGES)), range(PAGES))
+            await bench.engine.delete(bench.keys(5))
+            await other.put(other.keys(1), [0])
+
+    asyncio.run(write())
+    return tmp_path / "store"
+
+
+def flip(folder: Path, name: str, offset: int) -> None:
+    (path,) = folder.glob(f"kv-*/{name}")
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
+    code = main([*arguments, "--json", "-"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def outcomes(store: Path) -> list[Outcome]:
+    async def read() -> list[Outcome]:
+        async with bench_at(store) as bench:
+            return await bench.get(bench.keys(*range(PAGES)), range(PAGES))
+
+    return asyncio.run(read())
+
+
+def test_a_whole_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run(capsys, "verify", str(store))
+
+    assert code == 0
+    assert {name: result[name] for name in ("pages", "corrupt", "orphaned", "repaired")} == {
+        "pages": PAGES,
+        "corrupt": 0,
+        "orphaned": 1,  # what was deleted is still in its slot
+        "repaired": 0,
+    }
+    assert result["bytes"] == sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"),
+    [
+        ("00000.pages", 2 * FRAME_BYTES + HEADER_BYTES + 100),  # the page
+        ("00000.pages", 2 * FRAME_BYTES + 30),  # its header
+        ("names.bin", 2 * 64 + 8),  # its name
+    ],
+)
+def test_damage_is_found_and_repaired(
+    store: Path, name: str, offset: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(store, name, offset)
+    code, result = run(capsys, "verify", str(store))
+    assert (code, result["pages"], result["corrupt"], result["repaired"]) == (1, PAGES - 1, 1, 0)
+    assert "slot 2" in str(result["problems"])
+
+    code, result = run(capsys, "verify", str(store), "--repair")
+    assert (code, result["corrupt"], result["repaired"]) == (0, 1, 1)
+
+    code, result = run(capsys, "verify", str(store))
+    named_again = name == "names.bin"  # the page itself was whole
+    assert (code, result["pages"], result["corrupt"]) == (0, PAGES - 1 + named_again, 0)
+    hit = Outcome.HIT
+    assert outcomes(store) == [hit, hit, hit if named_again else Outcome.MISS, hit, hit, Outcome.MISS]
+
+
+def test_a_damaged_manifest(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(store, "pool.json", 0)
+    code, result = run(capsys, "verify", str(store))
+    assert (code, result["corrupt"], result["pages"]) == (1, 1, 1)
+
+    assert run(capsys, "verify", str(store), "--repair")[0] == 0
+    assert outcomes(store) == [Outcome.HIT] * 5 + [Outcome.MISS]
+
+
+def test_pages_that_were_cut_off(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (pages,) = store.glob("kv-*/00000.pages")
+    pages.write_bytes(pages.read_bytes()[: 3 * FRAME_BYTES])
+    code, result = run(capsys, "verify", str(store))
+    assert (code, result["pages"], result["corrupt"]) == (1, 4, 2)
+
+
+def test_a_store_that_is_open(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def verify_while_open() -> int:
+        async with backend_at(store):
+            return main(["verify", str(store)])
+
+    assert asyncio.run(verify_while_open()) == 1
+    assert "is open already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify"], ["clear", "--everything"]])
+def test_a_folder_without_a_store_is_left_alone(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert main([command[0], str(tmp_path), *command[1:]]) == 1
+    assert main([command[0], str(tmp_path / "nowhere"), *command[1:]]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert "thesis.tex" in capsys.readouterr().err
+
+
+def test_clear_removes_one_pool(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = run(capsys, "clear", str(store), "--pool", "kv")
+
+    assert code == 0
+    assert [str(name)[:3] for name in result["pools"]] == ["kv-"]  # type: ignore[attr-defined]
+    assert run(capsys, "verify", str(store))[1]["pages"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [([], "say what to clear"), (["--everything", "--pool", "kv"], "more")]
+)
+def test_clear_must_be_told_what(
+    store: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["clear", str(store), *flags])
+
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_people_get_a_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(store, "names.bin", 8)
+    assert main(["verify", str(store)]) == 1
+    assert "the name of slot 0 is damaged" in capsys.readouterr().out
+    assert main(["clear", str(store), "--everything"]) == 0
+    assert "mamba-" in capsys.readouterr().out
