@@ -15,14 +15,21 @@ BLOCK = 4096
 HEADER = Struct("<8sHH4xQ32s64s32s32s8s")
 
 
-def pages(file: Path, slot_bytes: int) -> int:
-    """Print and count the pages of one pool's file."""
+def names(file: Path) -> list[int]:
+    """Slots that hold a page."""
+    data = file.read_bytes()
+    entries = [data[start : start + 64] for start in range(0, len(data), 64)]
+    return [slot for slot, entry in enumerate(entries) if entry[56:] == xxh3_64_digest(entry[:56], seed=slot)]
+
+
+def pages(file: Path, slot_bytes: int, used: list[int]) -> int:
+    """Print and count the pages of one segment."""
     data, count = file.read_bytes(), 0
-    for start in range(0, len(data) - len(data) % (BLOCK + slot_bytes), BLOCK + slot_bytes):
+    for start in (slot * (BLOCK + slot_bytes) for slot in used):
         header = data[start : start + HEADER.size]
         seal = data[start + HEADER.size : start + HEADER.size + 8]
         if seal != xxh3_64_digest(header):
-            continue  # a slot that was never written, or whose header is damaged
+            continue  # damaged
         magic, version, _, size, _, pool, _, digest, checksum = HEADER.unpack(header)
         page = data[start + BLOCK : start + BLOCK + size]
         whole = checksum == xxh3_64_digest(page)
@@ -48,8 +55,9 @@ def main() -> None:
         asyncio.run(write(folder))
         print(sorted(path.name[:8] for path in Path(folder).iterdir()))
         print((Path(folder) / "FORMAT").read_text().strip())
-        for file in sorted(Path(folder).glob("*/pages.bin")):
-            print(pages(file, slot_bytes=BLOCK), "pages")  # a toy's page fits into one block
+        for file in sorted(Path(folder).glob("*/00000.pages")):
+            used = names(file.with_name("names.bin"))
+            print(pages(file, slot_bytes=BLOCK, used=used), "pages")  # a toy's page fits into one block
 
 
 main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,9 @@ asyncio.run(main())
 """
 
 
-def acknowledged_before_kill(path: Path, lines: int, options: str = "{}", first: int = 0) -> list[int]:
+def acknowledged_before_kill(
+    path: Path, lines: int, options: str = "{}", first: int = 0, delay: float = 0.0
+) -> list[int]:
     """Pages that a writer was told are stored, in order; it is killed after some lines.
 
     Args:
@@ -70,10 +73,12 @@ def acknowledged_before_kill(path: Path, lines: int, options: str = "{}", first:
         lines: how many.
         options: of the store, as code.
         first: number of its first batch of 4 pages.
+        delay: seconds from the last of the lines to the kill, so that it may come anywhere in a write.
     """
     with other_process(WRITE_FOREVER, path, options, first) as writer:
         assert writer.stdout is not None
         told = [writer.stdout.readline() for _ in range(lines)]
+        time.sleep(delay)
         writer.kill()
         told += writer.stdout.read().splitlines(keepends=True)
     return [int(word) for line in told if line.endswith("\n") for word in line.split()]
@@ -85,9 +90,9 @@ async def check_killed_again_and_again(path: Path, kills: int, seed: int) -> Non
     capacity = capacity_for(60)
     batch = 0
     for _ in range(kills):
-        stored = acknowledged_before_kill(
-            path, chance.randint(1, 60), f"{{'capacity_bytes': {capacity}}}", batch
-        )
+        lines, delay = chance.randint(1, 60), chance.uniform(0, 0.003)
+        options = f"{{'capacity_bytes': {capacity}}}"
+        stored = acknowledged_before_kill(path, lines, options, batch, delay)
         report = verify_store(path, sealed_key)
         assert (report.corrupt, report.problems) == (0, [])
         assert size_of(path) <= capacity
@@ -97,8 +102,7 @@ async def check_killed_again_and_again(path: Path, kills: int, seed: int) -> Non
             for start in range(0, len(last), 20):
                 some = last[start : start + 20]
                 assert await bench.get(bench.keys(*some), range(len(some))) == [HIT] * len(some)
-        batch += max(stored) // 4 + 100
-        batch -= batch % 4
+        batch = max(stored) // 4 // 4 * 4 + 100  # further than anything that was under way
 
 
 @pytest.mark.asyncio

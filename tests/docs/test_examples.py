@@ -177,7 +177,8 @@ def test_every_option_is_in_the_reference() -> None:
 
 def test_every_command_and_flag_is_in_the_reference() -> None:
     words = [" ".join(command.path) for command in COMMANDS]
-    flags = [setting.flag for command in COMMANDS for setting in settings(command.options)]
+    found = [setting for command in COMMANDS for setting in settings(command.options)]
+    flags = [setting.name.upper() if setting.positional else setting.flag for setting in found]
     assert missing("reference/cli.md", words + flags) == []
 
 
