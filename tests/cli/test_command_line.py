@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.bench.options import settings
 from asynchicache.cli import commands
 from asynchicache.cli.main import build_parser, main
 from asynchicache.cli.output import Outcome
@@ -119,7 +120,8 @@ def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.Captu
 def test_every_command_takes_json_and_seed() -> None:
     parser = build_parser()
     for command in commands.COMMANDS:
-        values = parser.parse_args([*command.path, "--json", "-", "--seed", "7"])
+        words = ["word" for setting in settings(command.options) if setting.positional]
+        values = parser.parse_args([*command.path, *words, "--json", "-", "--seed", "7"])
         assert (values.json, values.seed) == ("-", 7)
 
 
