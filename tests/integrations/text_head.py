@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import Glm5NextTextConfig, Glm5NextTextModel
+from transformers import DynamicCache, Glm5NextTextConfig, Glm5NextTextModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextPreTrainedModel
@@ -21,7 +21,22 @@ class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.model.get_input_embeddings()
 
-    def forward(self, logits_to_keep: int = 0, **inputs: object) -> CausalLMOutputWithPast:
-        output = self.model(**inputs)
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        use_cache: bool = True,
+        logits_to_keep: int = 0,
+        **options: object,
+    ) -> CausalLMOutputWithPast:
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
         logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
