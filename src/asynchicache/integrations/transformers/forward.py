@@ -74,7 +74,7 @@ def _forward(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, sta
     if held != start:
         raise UsageError(f"the cache holds {held} tokens, not {start}")
     batch, stop = len(ids), start + ids.shape[1]
-    with torch.inference_mode():
+    with torch.no_grad():  # inference mode would mark the cache's tensors, and generate could not update them
         output = model(
             input_ids=ids,
             # Bamba restarts its positions at 0 in every forward that is not told them.
