@@ -19,9 +19,11 @@ from asynchicache.bench.demo.run import Rounds, Stage, run_demo
 from asynchicache.cache import HybridCache
 from asynchicache.cli.main import main
 from asynchicache.config import CacheConfig
+from asynchicache.integrations.transformers import bridge
 from asynchicache.integrations.transformers.demo_model import build_demo_model
 from asynchicache.specs import ModelSpec
 from asynchicache.types import Tier
+from integrations.zoo import tiny_config, tiny_model
 
 NAMES = ["uncached", "no_offload", "hybrid", "restart"]
 SIZE = {"num_clients": 3, "num_rounds": 3}
@@ -177,7 +179,7 @@ def test_a_state_that_is_not_what_was_computed_is_seen_in_the_tokens(
     hybrid = next(mode for mode in modes.MODES if mode.name == "hybrid")
     assert tokens(asyncio.run(stage.play(hybrid))) == tokens(reference)
 
-    monkeypatch.setattr(serving, "write_states", lambda *args, **kwargs: None)
+    monkeypatch.setattr(bridge, "write_states", lambda *args, **kwargs: None)
     assert tokens(asyncio.run(stage.play(hybrid))) != tokens(reference)
 
 
@@ -198,6 +200,24 @@ async def test_prompts_that_are_no_whole_pages_and_a_cache_without_room_for_stat
                 assert cache.verify() == []
             assert first[0].tokens == again[0].tokens == expected[0].tokens
             assert again[0].hit_tokens == hits
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["gemma3", "lfm3", "deepseek_v32"])
+async def test_models_with_windows_and_index_keys_are_served_alike(name: str) -> None:
+    prompts = [[7 * n % 250 for n in range(start, start + 53)] for start in (3, 100)]
+    with serving.ModelThread(tiny_model(name), tiny_config(name)) as thread:
+        spec = ModelSpec.from_config(thread.config, page_size=8)
+        config = CacheConfig(device_slots={pool.name: 40 for pool in spec.owners})
+        async with HybridCache.open(spec, config) as cache:
+            for hits in (0, 72):  # the second turn resumes behind what the first one generated
+                uncached = await serving.ServingEngine(thread, None).serve(prompts, 20)
+                served = await serving.ServingEngine(thread, cache).serve(prompts, 20)
+                assert [one.tokens for one in served] == [one.tokens for one in uncached]
+                assert [one.hit_tokens for one in served] == [hits, hits]
+                prompts = [[*p, *one.tokens, 5] for p, one in zip(prompts, served, strict=True)]
+            await cache.drain()
+            assert cache.verify() == []
 
 
 def test_torch_has_its_threads_back(tmp_path: Path) -> None:

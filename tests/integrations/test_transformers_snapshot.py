@@ -67,24 +67,21 @@ def _in_transformers(pool: PoolSpec, tensor: TensorSpec) -> dict[str, tuple[int,
     return {tensor.name: (1, shape[0], PAGE, shape[1])}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MAIN)
-def test_restored_cache_is_the_original(name: str, dtype: str) -> None:
-    """At every page: equal bits at once, after the rest of the prompt, and while decoding."""
-    model, tokens, pools = tiny_model(name, dtype), random_tokens(LENGTH), pool_map(tiny_spec(name, dtype), 8)
-    uncached = prefill(model, new_cache(model.config), tokens, 0, LENGTH)
+def test_restored_cache_is_the_original(name: str) -> None:
+    """In bfloat16, at every page: equal bits at once, after the rest of the prompt, and while decoding.
+
+    In float32 the same is checked through three tiers.
+    """
+    model, tokens = tiny_model(name, "bfloat16"), random_tokens(LENGTH)
+    pools = pool_map(tiny_spec(name, "bfloat16"), 8)
     for boundary in BOUNDARIES:
-        original = filled(name, dtype, tokens, boundary)
+        original = filled(name, "bfloat16", tokens, boundary)
         save(original, pools, boundary)
         restored = load(name, pools, boundary)
         assert differences(restored, original) == []
-
         expected = prefill(model, original, tokens, boundary, LENGTH)
-        logits = prefill(model, restored, tokens, boundary, LENGTH)
-        assert torch.equal(logits, expected)
-        if dtype == "float32":
-            torch.testing.assert_close(logits, uncached, rtol=0, atol=1e-4)
-            assert logits.argmax() == uncached.argmax()
+        assert torch.equal(prefill(model, restored, tokens, boundary, LENGTH), expected)
         for length in (LENGTH, LENGTH + 1):
             token = [int(expected.argmax())]
             expected, logits = (decode(model, c, token, length)[0] for c in (original, restored))

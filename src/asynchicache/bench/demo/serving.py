@@ -23,14 +23,9 @@ from asynchicache.bench.demo.results import Served
 from asynchicache.cache import Hit, HybridCache, Request
 from asynchicache.errors import CapacityError
 from asynchicache.integrations.transformers.batches import stack
+from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.forward import decode, prefill
-from asynchicache.integrations.transformers.layers import PoolMap
-from asynchicache.integrations.transformers.snapshot import (
-    new_cache,
-    restore,
-    write_pages,
-    write_states,
-)
+from asynchicache.integrations.transformers.snapshot import new_cache
 
 T = TypeVar("T")
 
@@ -162,13 +157,7 @@ class PrefixStore:
         self._thread = thread
         self._cache = cache
         self._page_size = cache.spec.page_size
-        self._pages = cache.spec.pools[0].name
-        self._state = next((pool.name for pool in cache.spec.pools if not pool.per_token), None)
-        memory = {
-            pool.name: {tensor.name: cache.device_tensor(pool.name, tensor.name) for tensor in pool.tensors}
-            for pool in cache.spec.pools
-        }
-        self._pools = PoolMap(cache.spec, memory)
+        self._bridge = CacheBridge(thread.config, cache)
 
     def request(self, tokens: Sequence[int]) -> Request:
         return self._cache.request(tokens)
@@ -187,12 +176,7 @@ class PrefixStore:
     async def restore(self, request: Request) -> DynamicCache:
         """Model memory that holds the `request.hit.tokens` tokens that the cache knows."""
         await self.load(request)
-        tokens = request.hit.tokens
-        state = request.state(self._state) if self._state is not None and tokens else None
-        slots = request.pages(self._pages)
-        return await self._thread.run(
-            partial(restore, self._thread.config, self._pools, slots, tokens, state)
-        )
+        return await self._thread.run(partial(self._bridge.restore, request))
 
     async def publish(
         self, request: Request, memory: DynamicCache, length: int, *, row: int = 0, final: bool = False
@@ -206,24 +190,15 @@ class PrefixStore:
             row: which sequence of `memory`.
             final: whether the request publishes nothing more; its state then needs no second slot.
         """
-        first = len(request.pages(self._pages))
-        missing = length - first * self._page_size
-        if missing <= 0:
+        done = request.reserved
+        if length <= done:
             return
         try:
-            slots = (await request.reserve(missing))[self._pages]
+            await request.reserve(length - done)
         except CapacityError:
             return  # a cache that is full costs later hits, not this request
-        whole = slots[: missing // self._page_size]
-        await self._thread.run(partial(self._write, request, memory, first, whole, row))
+        await self._thread.run(partial(self._bridge.save, request, memory, done, length, row=row))
         await request.checkpoint(length, final=final)  # the working state may be overwritten after that
-
-    def _write(
-        self, request: Request, memory: DynamicCache, first_page: int, slots: list[int], row: int
-    ) -> None:
-        write_pages(memory, self._pools, first_page, slots, row=row)
-        if self._state is not None and memory.get_seq_length() % self._page_size == 0:
-            write_states(memory, self._pools, request.state(self._state), row=row)
 
 
 def _milliseconds_since(start: float) -> float:

@@ -8,6 +8,7 @@ from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import UsageError
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import restore, write_pages, write_states
+from asynchicache.specs import ModelSpec, PoolSpec
 
 
 class CacheBridge:
@@ -18,25 +19,40 @@ class CacheBridge:
 
     Args:
         config: of the model.
-        cache: made with the model's spec.
+        cache: whose spec is the model's, or has it in it.
+        spec: the model's own, if the cache's is that of a target with its draft.
+        prefix: of the draft's pools, if the model is the draft: as given to `ModelSpec.with_draft`.
 
     Attributes:
-        pools: the cache's device memory, layer by layer.
+        pools: the model's part of the cache's device memory, layer by layer.
     """
 
-    def __init__(self, config: PreTrainedConfig, cache: HybridCache) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        cache: HybridCache,
+        *,
+        spec: ModelSpec | None = None,
+        prefix: str = "",
+    ) -> None:
+        spec = spec or cache.spec
+        names = {pool.name: f"{prefix}_{pool.name}" if prefix else pool.name for pool in spec.pools}
         self._config = config
         self.pools = PoolMap(
-            cache.spec,
+            spec,
             {
-                pool.name: {part.name: cache.device_tensor(pool.name, part.name) for part in pool.tensors}
-                for pool in cache.spec.pools
+                pool.name: {
+                    part.name: cache.device_tensor(names[pool.name], part.name) for part in pool.tensors
+                }
+                for pool in spec.pools
             },
         )
-        self._page_size = cache.spec.page_size
-        self._full, *others = cache.spec.owners
+        self._page_size = spec.page_size
+        self._full, *others = spec.owners
         self._windows = [pool for pool in others if pool.per_token]
         self._state = next((pool.name for pool in others if not pool.per_token), None)
+        # A draft's pools have the slots of their target's.
+        self._owners = {name: cache.spec.pool(full).slots_of or full for name, full in names.items()}
 
     def restore(self, request: Request) -> DynamicCache:
         """Model memory that holds the `request.hit.tokens` tokens that were restored.
@@ -45,15 +61,22 @@ class CacheBridge:
             request: loaded, its ticket awaited, and not extended yet.
         """
         tokens = request.hit.tokens
-        windows = [slot for pool in self._windows for slot in request.pages(pool.name)]
         return restore(
             self._config,
             self.pools,
-            request.pages(self._full.name),
+            request.pages(self._owners[self._full.name]),
             tokens,
-            request.state(self._state) if self._state is not None and tokens else None,
-            window_slots=windows,
+            self._state_slot(request) if tokens else None,
+            window_slots=[slot for pool in self._windows for slot in self._window(request, pool)],
         )
+
+    def _window(self, request: Request, pool: PoolSpec) -> list[int]:
+        """Slots of the last pages before the hit's end, as many as the model looks at."""
+        slots = request.pages(self._owners[pool.name])
+        return slots[-min(pool.coverage.pages or 0, len(slots)) :] if slots else []
+
+    def _state_slot(self, request: Request) -> int | None:
+        return None if self._state is None else request.state(self._owners[self._state])
 
     def save(self, request: Request, memory: DynamicCache, start: int, stop: int, *, row: int = 0) -> None:
         """Copy the pages that tokens `start` to `stop` complete, and the states if `stop` ends a page.
@@ -72,12 +95,13 @@ class CacheBridge:
         """
         first, last = start // self._page_size, stop // self._page_size
         for pool in (self._full, *self._windows):
-            base = request.first_page(pool.name)
-            begin = max(first, base)  # what is left of a window is not wanted any more
-            slots = request.pages(pool.name)[begin - base : last - base]
+            base = request.first_page(self._owners[pool.name])
+            begin = max(first, base)  # pages that the window has left are not wanted any more
+            slots = request.pages(self._owners[pool.name])[begin - base : last - base]
             write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row)
-        if self._state is not None and stop % self._page_size == 0:
+        state = self._state_slot(request) if stop % self._page_size == 0 else None
+        if state is not None:
             held = memory.get_seq_length()
             if held != stop:
                 raise UsageError(f"the states are those of {held} tokens, not of {stop}; end a forward there")
-            write_states(memory, self.pools, request.state(self._state), row=row)
+            write_states(memory, self.pools, state, row=row)
