@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from asynchicache.backends.compute import over_page
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
@@ -20,16 +21,12 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _CALL_BYTES = 64 << 20
 _MOST_PAGES = 512
 _PART_BYTES = 1 << 20
 """Less than this is not worth a second connection."""
 _WINDOW_BYTES = 2 << 20
 """Asked for ahead on a connection: the server is never idle, and its output buffers stay small."""
-_INLINE_BYTES = 1 << 20
-"""A checksum over this much takes the loop a tenth of a millisecond; a larger one goes to a thread."""
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 """Error codes of a server that is well, but does not take writes."""
 
@@ -69,11 +66,11 @@ class RedisEngine:
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
-        self._port = port
         self._pool = pool
         self._options = options
         self._prefix = f"{options.namespace}:".encode()
         self._frame_bytes = binding.header_bytes + binding.page_bytes
+        self._over_page = partial(over_page, port, binding.page_bytes)
         self._told: set[str] = set()
         self._window = max(2, _WINDOW_BYTES // self._frame_bytes)
         self.capabilities = Capabilities(
@@ -202,7 +199,7 @@ class RedisEngine:
         await connection.read_into(self._binding.header(slot))
         await connection.read_into(self._binding.page(slot)[: self._binding.page_bytes])
         await connection.end_value()
-        batch.outcomes[place] = await self._compute(partial(self._binding.check, slot, key))
+        batch.outcomes[place] = await self._over_page(partial(self._binding.check, slot, key))
 
     def _absent(self, size: int | ErrorReply | None) -> Outcome:
         """The outcome of a key whose value is no page."""
@@ -230,7 +227,7 @@ class RedisEngine:
         tail = b""
         for place in places:
             slot, key = batch.slots[place], batch.keys[place]
-            await self._compute(partial(self._binding.seal, slot, key))
+            await self._over_page(partial(self._binding.seal, slot, key))
             head, following = set_command(self._name(key), self._frame_bytes, self._options.ttl_seconds)
             page = self._binding.page(slot)[: self._binding.page_bytes]
             await connection.send(tail + head, self._binding.header(slot), page)
@@ -252,19 +249,6 @@ class RedisEngine:
             self._told.add(reply.code)
             logger.warning("%s refuses, pool %s: %s", self._options.server, self._binding.pool, reply.text)
         return outcome
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        """Run `work`, which reads a slot's page, while that is in the processor's cache; if the page is
-        large, in a thread, which a cancellation waits for.
-        """
-        if self._binding.page_bytes <= _INLINE_BYTES:
-            return work()
-        hop = asyncio.ensure_future(self._port.run_blocking(work))
-        try:
-            return await asyncio.shield(hop)
-        except asyncio.CancelledError:
-            await asyncio.wait([hop])
-            raise
 
     def _warn(self, verb: str, items: Sequence[object], reason: object) -> None:
         server, pool = self._options.server, self._binding.pool

@@ -26,7 +26,8 @@ ENVIRONMENT_PREFIX = "ASYNCHICACHE_"
 BACKEND_GROUP = "asynchicache.backends"
 
 _OWN_BACKENDS = {
-    name: f"asynchicache.backends.{name}:open_backend" for name in ("memory", "file", "hf3fs", "redis")
+    name: f"asynchicache.backends.{name}:open_backend"
+    for name in ("memory", "file", "hf3fs", "object", "redis")
 }
 """Found without installed metadata too: a source tree on the path has none."""
 
@@ -181,14 +182,19 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     """The storage backend of that name, imported now.
 
     Raises:
-        ConfigError: nobody registered the name.
+        ConfigError: nobody registered the name, or a package that it needs is missing.
         StorageError: the backend cannot be opened.
     """
     found = {entry.name: entry.value for entry in entry_points(group=BACKEND_GROUP)}
     backends = _OWN_BACKENDS | found
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
-    factory = cast("OpenBackend", resolve_name(backends[name]))
+    try:
+        factory = cast("OpenBackend", resolve_name(backends[name]))
+    except ImportError as error:
+        raise ConfigError(
+            f"storage {name!r} cannot be imported: {error}; pip install 'asynchicache[{name}]'"
+        ) from error
     return factory(options, port)
 
 

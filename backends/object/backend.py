@@ -1,0 +1,142 @@
+"""A prefix of one store, which holds the pages of every pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import obstore
+
+from asynchicache.backends.object.engine import ObjectEngine
+from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.backends.object.stores import FAILURES, advice, make_store
+from asynchicache.errors import ClosedError, StorageError, StorageFormatError
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import PoolBinding
+
+_FORMAT = "FORMAT"
+_MAGIC, _VERSION = "asynchicache object store", 1
+_OURS = f"{_MAGIC} {_VERSION}\n".encode()
+_MOST_FORMAT_BYTES = 100
+
+
+class ObjectBackend:
+    """The pools below one URL.
+
+    Args:
+        options: which store, and how it is used.
+        port: threads.
+
+    Raises:
+        ConfigError: a setting is unknown, or one is missing.
+        StorageError: the place cannot be used.
+    """
+
+    name = "object"
+
+    def __init__(self, options: ObjectOptions, port: Port) -> None:
+        self._options = options
+        self._port = port
+        self._store = make_store(options)
+        self._turns = asyncio.Semaphore(options.requests)
+        self._engines: dict[tuple[str, str, bytes], ObjectEngine] = {}
+        self._closed = False
+
+    async def open_pool(self, binding: PoolBinding) -> ObjectEngine:
+        """Reach the store, and see whether the prefix is ours; with `index`, list the pool's pages.
+
+        Raises:
+            StorageError: the store cannot be reached, or refuses; the pool is open already.
+            StorageFormatError: the prefix holds something else, or pages of a newer version.
+            ClosedError: the backend is closed.
+        """
+        if self._closed:
+            raise ClosedError(f"object backend of {self._options.url} is closed")
+        identity = (binding.pool, binding.shard, binding.fingerprint)
+        if identity in self._engines and not self._engines[identity].closed:
+            raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r} is open; close it first")
+        engine = ObjectEngine(binding, self._port, self._store, self._turns, self._options)
+        self._engines[identity] = engine
+        try:
+            await self._prepare(engine)
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for engine in self._engines.values():
+            await engine.aclose()
+
+    async def _prepare(self, engine: ObjectEngine) -> None:
+        async with self._explained():
+            await self._check_format()
+        if self._options.index:
+            try:
+                await engine.load_index()
+            except FAILURES as error:
+                raise StorageError(f"{self._options.url} cannot be listed: {advice(error)}") from error
+
+    @asynccontextmanager
+    async def _explained(self) -> AsyncIterator[None]:
+        """Whatever goes wrong is a StorageError that names the place and says what to do."""
+        patience = self._options.timeout_seconds * 2  # a try that is cut short, and one more
+        try:
+            async with asyncio.timeout(patience):
+                yield
+        except StorageError:
+            raise
+        except TimeoutError:
+            raise StorageError(f"{self._options.url} does not answer within {patience:g} s") from None
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url} cannot be used: {advice(error)}") from error
+
+    async def _check_format(self) -> None:
+        """Mark an empty prefix as ours; refuse one that is not."""
+        found = await self._read_format()
+        if found is None:
+            await self._start()
+        elif found != _OURS:
+            raise self._foreign(found)
+
+    async def _read_format(self) -> bytes | None:
+        try:
+            answer = await obstore.get_async(self._store, _FORMAT)
+        except FileNotFoundError:
+            return None
+        if answer.meta["size"] > _MOST_FORMAT_BYTES:
+            return b""
+        return bytes(await answer.bytes_async())
+
+    async def _start(self) -> None:
+        listed = await obstore.list_with_delimiter_async(self._store)
+        if listed["objects"] or listed["common_prefixes"]:
+            raise self._foreign(b"")
+        if not self._options.read_only:
+            await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)
+
+    def _foreign(self, found: bytes) -> StorageFormatError:
+        magic, _, version = found.decode("utf-8", "replace").strip().rpartition(" ")
+        if magic == _MAGIC and version.isdecimal():
+            return StorageFormatError(
+                f"{self._options.url} holds pages of format {version}; this version reads format {_VERSION}: "
+                "update asynchicache, or give another prefix"
+            )
+        return StorageFormatError(
+            f"{self._options.url} is not empty and holds no pages: give an empty or new prefix"
+        )
+
+    def __repr__(self) -> str:
+        return f"<ObjectBackend {self._options.url}: {len(self._engines)} pools>"
+
+
+def open_backend(options: Mapping[str, object], port: Port) -> ObjectBackend:
+    """The object engine; see `ObjectOptions` for its options. The store is reached when a pool is opened.
+
+    Raises:
+        ConfigError: an option is missing, unknown, or breaks its rule.
+        StorageError: the place cannot be used.
+    """
+    return ObjectBackend(ObjectOptions.of(options), port)

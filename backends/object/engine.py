@@ -1,0 +1,238 @@
+"""One pool's pages as objects, one each: header and page, received in pieces and copied into the slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import obstore
+from obstore.store import MemoryStore, ObjectStore
+
+from asynchicache.backends.compute import over_page, to_its_end
+from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.backends.object.stores import FAILURES, summary
+from asynchicache.errors import ClosedError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import Capabilities, PoolBinding
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CALL_BYTES = 64 << 20
+_MOST_PAGES = 128
+_PIECE_BYTES = 1 << 20
+"""Copied in one step of the loop; a tenth of a millisecond."""
+
+
+class ObjectEngine:
+    """One pool below one prefix of a store.
+
+    A request cannot be called back: obstore may still read a page that is being stored. So a call that
+    is cancelled ends when its requests have ended, at the latest by their own timeouts.
+
+    Args:
+        binding: the pool's slots in host memory.
+        port: threads, in which large pages are sealed and checked.
+        store: where objects go.
+        turns: requests at once, of all pools.
+        options: what the user chose.
+    """
+
+    def __init__(
+        self,
+        binding: PoolBinding,
+        port: Port,
+        store: ObjectStore,
+        turns: asyncio.Semaphore,
+        options: ObjectOptions,
+    ) -> None:
+        self.closed = False
+        self.corrupt = 0
+        """Pages that were found damaged, and dropped."""
+        self._binding = binding
+        self._store = store
+        self._turns = turns
+        self._options = options
+        self._over_page = partial(over_page, port, binding.page_bytes)
+        self._frame_bytes = binding.header_bytes + binding.page_bytes
+        self._known: set[bytes] | None = None
+        self._running: set[asyncio.Task[object]] = set()
+        self.capabilities = Capabilities(
+            durable=options.scheme != "memory",
+            checks=True,
+            shared=True,
+            batch_pages=max(1, min(_MOST_PAGES, _CALL_BYTES // self._frame_bytes)),
+        )
+
+    async def load_index(self) -> None:
+        """List what is there.
+
+        Raises:
+            BaseError, OSError: the store does not answer, or refuses.
+        """
+        known: set[bytes] = set()
+        mine = self._binding
+        folder = _folder(ObjectKey(mine.fingerprint, bytes(32), mine.pool, mine.shard))
+        async for found in obstore.list(self._store, prefix=folder, chunk_size=1000):
+            names = [
+                entry["path"].rpartition("/")[2] for entry in found if entry["size"] == self._frame_bytes
+            ]
+            known.update(bytes.fromhex(name) for name in names if _is_digest(name))
+        self._known = known
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """
+        Raises:
+            StorageError: the store does not answer, or refuses.
+            ClosedError: the engine is closed; as all four calls.
+        """
+        return bytearray(await self._each(self._is_there, keys))
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = await self._each(self._get, keys, slots)
+        damaged = [key for key, found in zip(keys, outcomes, strict=True) if found is Outcome.CORRUPT]
+        self.corrupt += len(damaged)
+        if damaged and not self._options.read_only:
+            await self._each(self._delete, damaged)
+        return outcomes
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._each(self._put, keys, slots)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return await self._each(self._delete, keys)
+
+    async def aclose(self) -> None:
+        self.closed = True
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _each(self, work: Callable[..., Awaitable[T]], *columns: Sequence[object]) -> list[T]:
+        """Do `work` for every row, some at once, each to its end whatever becomes of the caller.
+
+        Raises:
+            StorageError: the first of those that `work` raised.
+        """
+        if self.closed:
+            raise ClosedError(f"object engine of pool {self._binding.pool!r} is closed")
+        tasks = [asyncio.create_task(self._in_turn(work, *row)) for row in zip(*columns, strict=True)]
+        for task in tasks:
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        if tasks:
+            await to_its_end(asyncio.wait(tasks))
+        return [task.result() for task in tasks]
+
+    async def _in_turn(self, work: Callable[..., Awaitable[T]], *row: object) -> T:
+        async with self._turns:
+            return await work(*row)
+
+    async def _is_there(self, key: ObjectKey) -> bool:
+        if self._known is not None:
+            return key.digest in self._known
+        try:
+            found = await obstore.head_async(self._store, _path(key))
+        except FileNotFoundError:
+            return False
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url}: {summary(error)}") from error
+        return found["size"] == self._frame_bytes
+
+    async def _get(self, key: ObjectKey, slot: int) -> Outcome:
+        try:
+            outcome = await self._receive(key, slot)
+        except FileNotFoundError:
+            outcome = Outcome.MISS
+        except FAILURES as error:
+            outcome = self._failed("get", error)
+        if outcome is not Outcome.HIT:
+            self._forget(key, outcome)
+            return outcome
+        return await self._over_page(partial(self._binding.check, slot, key))
+
+    async def _receive(self, key: ObjectKey, slot: int) -> Outcome:
+        """HIT if header and page are in the slot, not checked yet."""
+        answer = await obstore.get_async(self._store, _path(key))
+        if answer.meta["size"] != self._frame_bytes:
+            return Outcome.CORRUPT
+        views = (self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes])
+        done = 0
+        async for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+            done += _scatter(memoryview(piece), views, done)
+        return Outcome.HIT if done == self._frame_bytes else Outcome.CORRUPT
+
+    async def _put(self, key: ObjectKey, slot: int) -> Outcome:
+        if self._options.read_only:
+            return Outcome.REJECTED
+        try:
+            if await self._is_there(key):  # cheaper than to send a page once more
+                return Outcome.EXISTS
+            await self._over_page(partial(self._binding.seal, slot, key))
+            parts = [self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes]]
+            if isinstance(self._store, MemoryStore):
+                parts = [memoryview(b"".join(parts))]  # it would keep our memory instead of a copy
+            await obstore.put_async(self._store, _path(key), parts, use_multipart=False)
+        except FAILURES as error:
+            return self._failed("put", error)
+        if self._known is not None:
+            self._known.add(key.digest)
+        return Outcome.STORED
+
+    async def _delete(self, key: ObjectKey) -> Outcome:
+        if self._options.read_only:
+            return Outcome.FAILED
+        try:
+            await obstore.head_async(self._store, _path(key))  # to delete nothing is no error
+            await obstore.delete_async(self._store, _path(key))
+        except FileNotFoundError:
+            return Outcome.MISS
+        except FAILURES as error:
+            return self._failed("delete", error)
+        finally:
+            self._forget(key, Outcome.MISS)
+        return Outcome.HIT
+
+    def _forget(self, key: ObjectKey, outcome: Outcome) -> None:
+        if self._known is not None and outcome is not Outcome.FAILED:
+            self._known.discard(key.digest)
+
+    def _failed(self, verb: str, error: Exception) -> Outcome:
+        logger.warning("%s, pool %s: %s: %s", self._options.url, self._binding.pool, verb, summary(error))
+        return Outcome.FAILED
+
+    def __repr__(self) -> str:
+        return f"<ObjectEngine {self._binding.pool} at {self._options.url}: {self.corrupt} corrupt>"
+
+
+def _scatter(piece: memoryview, views: Sequence[memoryview], start: int) -> int:
+    """Copy `piece` to where it lies in `views`, seen as one, from byte `start` on; too much is left out.
+
+    Returns:
+        Bytes of the piece, whether they had room or not.
+    """
+    offset = 0  # of the view
+    for view in views:
+        first, last = max(start, offset), min(start + len(piece), offset + len(view))
+        if first < last:
+            view[first - offset : last - offset] = piece[first - start : last - start]
+        offset += len(view)
+    return len(piece)
+
+
+def _folder(key: ObjectKey) -> str:
+    return key.text().rpartition(".")[0]
+
+
+def _path(key: ObjectKey) -> str:
+    """One folder a pool, so that its pages can be listed."""
+    return f"{_folder(key)}/{key.digest.hex()}"
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == 64 and all(letter in "0123456789abcdef" for letter in name)

@@ -1,0 +1,79 @@
+"""Stores as obstore makes them, and what their errors say in one line."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from obstore.exceptions import (
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnknownConfigurationKeyError,
+)
+from obstore.store import ObjectStore, from_url
+
+from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.errors import ConfigError, StorageError
+
+FAILURES = (BaseError, OSError)
+"""What a request raises; `FileNotFoundError`, an OSError, where there is no such object."""
+
+_LONGEST_CONNECT = timedelta(seconds=5)
+_FIRST_PAUSE = timedelta(milliseconds=50)
+_LONGEST_PAUSE = timedelta(seconds=1)
+
+
+def make_store(options: ObjectOptions) -> ObjectStore:
+    """The store of the user's URL; no request is made yet.
+
+    Raises:
+        ConfigError: a setting is unknown, or one is missing.
+        StorageError: the place cannot be used.
+    """
+    try:
+        if options.scheme == "memory":
+            return from_url(options.url)
+        if options.scheme == "file":
+            return from_url(options.url, mkdir=True)
+        return _remote(options)
+    except UnknownConfigurationKeyError as error:
+        raise ConfigError(f"storage backend 'object': option config: {summary(error)}") from error
+    except FAILURES as error:
+        raise StorageError(f"{options.url} cannot be used: {summary(error)}") from error
+
+
+def _remote(options: ObjectOptions) -> ObjectStore:
+    patience = timedelta(seconds=options.timeout_seconds)
+    plain = any("endpoint" in name and text.startswith("http://") for name, text in options.config.items())
+    settings: dict[str, Any] = {
+        "config": options.config,
+        "client_options": {
+            "timeout": patience,
+            "connect_timeout": min(patience, _LONGEST_CONNECT),
+            "allow_http": plain,
+        },
+        "retry_config": {
+            "max_retries": options.retries,
+            "retry_timeout": patience,  # after this nothing is tried again
+            "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LONGEST_PAUSE, "base": 2},
+        },
+    }
+    return from_url(options.url, **settings)
+
+
+def summary(error: Exception) -> str:
+    """The first line of what obstore says; the rest is for its authors."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def advice(error: Exception) -> str:
+    """What to do about a failure at the first request."""
+    text = summary(error)
+    if "169.254" in text or "metadata" in text or "credential" in text.lower():
+        return f"no credentials were found: name them in option config, or as the cloud's tools do ({text})"
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return f"the credentials are wrong, or may not do this ({text})"
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such bucket or container ({text})"
+    return text
