@@ -31,3 +31,12 @@ elif [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
 else
     echo "engines: install ${missing[*]} by hand; tests of their engines are skipped until then" >&2
 fi
+
+# moto plays S3. It needs older libraries than we do, hence an environment of its own beside our Python.
+venv=${VENV:-.venv}
+if [ -x "$venv/bin/python" ] && [ ! -x "$venv/bin/moto_server" ]; then
+    echo "engines: installing moto into $venv/servers"
+    "$venv/bin/python" -m venv "$venv/servers"
+    "$venv/servers/bin/python" -m pip --disable-pip-version-check install --quiet 'moto[s3]==5.2.5' flask flask-cors
+    ln -sf ../servers/bin/moto_server "$venv/bin/moto_server"
+fi

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from asynchicache.backends.options import Options
 
-SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
-_RULE = "must be s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, file:///folder or memory:///"
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+_RULE = "must be s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder or memory:///"
 
 
 @dataclass(frozen=True, slots=True)

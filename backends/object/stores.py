@@ -19,6 +19,8 @@ from asynchicache.errors import ConfigError, StorageError
 FAILURES = (BaseError, OSError)
 """What a request raises; `FileNotFoundError`, an OSError, where there is no such object."""
 
+_NO_CREDENTIALS = ("credential", "latest/api/token", "metadata")
+"""Without credentials obstore asks the machine's metadata service, which only clouds have."""
 _LONGEST_CONNECT = timedelta(seconds=5)
 _FIRST_PAUSE = timedelta(milliseconds=50)
 _LONGEST_PAUSE = timedelta(seconds=1)
@@ -69,11 +71,11 @@ def summary(error: Exception) -> str:
 
 def advice(error: Exception) -> str:
     """What to do about a failure at the first request."""
-    text = summary(error)
-    if "169.254" in text or "metadata" in text or "credential" in text.lower():
+    text, everything = summary(error), str(error).lower()
+    if any(sign in everything for sign in _NO_CREDENTIALS):
         return f"no credentials were found: name them in option config, or as the cloud's tools do ({text})"
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return f"the credentials are wrong, or may not do this ({text})"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or "nosuchbucket" in everything:
         return f"there is no such bucket or container ({text})"
     return text

@@ -1,15 +1,40 @@
-"""Object stores against the conformance tests: a folder, memory, and S3 spoken to a real server."""
+"""The object engine: conformance over a folder, memory and a real S3 server, bare and behind wrappers;
+and that server killed, stopped, emptied, or with damaged objects.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
+import obstore
 import pytest
+from obstore.store import from_url
 
 from asynchicache.backends.object import open_backend
+from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.errors import ClosedError, ConfigError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.types import Outcome
+from storage.s3_server import BUCKET, FRAME_BYTES, S3Server, backend_at, bench_at, open_bench
+
+pytestmark = pytest.mark.engine("object")
+
+STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
 
 
 @pytest.mark.asyncio
@@ -19,12 +44,368 @@ class TestFolder(BackendConformance):
 
 
 @pytest.mark.asyncio
-class TestFolderWithIndex(BackendConformance):
+class TestFolderWithIndexAndOneRequest(BackendConformance):
+    page_bytes = 1
+
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
-        return open_backend({"url": f"file://{tmp_path}/pages", "index": True}, port)
+        return open_backend({"url": f"file://{tmp_path}/pages", "index": True, "requests": 1}, port)
 
 
 @pytest.mark.asyncio
-class TestMemoryStore(BackendConformance):
+class TestStoreInMemory(BackendConformance):
+    page_bytes = 1_300_000  # several pieces, checked in a thread
+
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return open_backend({"url": "memory:///"}, port)
+
+
+@pytest.mark.asyncio
+class TestSlowFolder(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Latency(open_backend({"url": f"file://{tmp_path}/pages"}, port), 0.001)
+
+
+class S3Conformance(BackendConformance):
+    @pytest.fixture(autouse=True)
+    def _running(self, server: S3Server) -> None:
+        self.server = server
+
+
+@pytest.mark.asyncio
+class TestS3(S3Conformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return open_backend(self.server.options(f"bare/{tmp_path.name}"), port)
+
+
+@pytest.mark.asyncio
+class TestS3WithIndexWithoutFaults(S3Conformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        options = self.server.options(f"index/{tmp_path.name}", index=True)
+        return Faulty(open_backend(options, port), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+async def test_faults_over_a_real_server_never_give_other_bytes(server: S3Server) -> None:
+    async with backend_at(server.options("faults")) as backend:
+        faults = Faulty(backend, FaultRates(partial=0.3, fail=0.1), Random(1))
+        bench = await open_bench(faults)
+        keys = bench.keys(*range(8))
+        for _ in range(6):
+            assert set(await bench.put(keys, range(8))) <= {STORED, EXISTS, FAILED}
+            assert set(await bench.get(keys, range(16, 24))) <= {HIT, MISS, FAILED}
+        assert set(faults.injected) == {"partial", "fail"}
+
+
+@pytest.mark.asyncio
+async def test_header_and_page_are_one_object_in_a_folder_for_each_pool(server: S3Server) -> None:
+    async with bench_at(server.options("names")) as bench:
+        (key,) = bench.keys(1)
+        await bench.put([key], [0])
+
+        store = from_url(f"s3://{BUCKET}/names", config=server.config, client_options={"allow_http": True})
+        path = f"{key.fingerprint.hex()[:32]}.kv/{key.digest.hex()}"
+        content = memoryview(obstore.get(store, path).bytes())
+        assert content[:4096] == bench.binding.header(0)
+        assert content[4096:] == bench.binding.page(0)[: bench.binding.page_bytes]
+        assert await bench.put([key], [0]) == [EXISTS]
+
+
+@pytest.mark.asyncio
+async def test_an_index_knows_what_was_there_and_what_it_stored_itself(server: S3Server) -> None:
+    async with bench_at(server.options("known")) as other:
+        keys = other.keys(*range(4))
+        await other.put(keys[:2], [0, 1])
+        async with bench_at(server.options("known", index=True)) as bench:
+            await other.put(keys[3:], [0])
+            await other.engine.delete(keys[:1])
+
+            assert await bench.engine.exists(keys) == bytes([1, 1, 0, 0])
+            assert await bench.get(keys, range(4)) == [MISS, HIT, MISS, HIT]
+            assert await bench.engine.exists(keys) == bytes([0, 1, 0, 0])
+            assert await bench.put(keys[2:3], [0]) == [STORED]
+            assert await bench.engine.exists(keys) == bytes([0, 1, 1, 0])
+
+
+@pytest.mark.asyncio
+async def test_requests_at_once_are_limited(tmp_path: Path) -> None:
+    async with backend_at({"url": f"file://{tmp_path}/pages", "requests": 2}) as backend:
+        first, second = await open_bench(backend), await open_bench(backend, "mamba")
+        most = 0
+        inner = first.engine._receive
+
+        async def watched(*call: object) -> Outcome:
+            nonlocal most
+            most = max(most, 2 - backend._turns._value)
+            return await inner(*call)
+
+        first.engine._receive = second.engine._receive = watched
+        keys = first.keys(*range(12))
+        await asyncio.gather(first.get(keys, range(12)), second.get(second.keys(*range(12)), range(12)))
+        assert most == 2
+
+
+@pytest.mark.asyncio
+async def test_read_only_serves_and_changes_nothing(tmp_path: Path) -> None:
+    place = {"url": f"file://{tmp_path}/pages"}
+    async with bench_at(place) as bench:
+        keys = bench.keys(1, 2)
+        await bench.put(keys[:1], [0])
+    async with bench_at({**place, "read_only": True}) as bench:
+        assert await bench.get(keys, [1, 2]) == [HIT, MISS]
+        assert await bench.put(keys, [1, 2]) == [REJECTED] * 2
+        assert await bench.engine.delete(keys) == [FAILED] * 2
+    async with bench_at({"url": f"file://{tmp_path}/empty", "read_only": True}) as bench:
+        assert await bench.get(keys, [1, 2]) == [MISS] * 2
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("index", [False, True])
+async def test_a_damaged_object_is_dropped_and_may_come_again(tmp_path: Path, index: bool) -> None:
+    place = {"url": f"file://{tmp_path}/pages"}
+    async with bench_at(place) as bench:
+        keys = bench.keys(*range(5))
+        await bench.put(keys, range(5))
+        folder = tmp_path / "pages" / f"{keys[0].fingerprint.hex()[:32]}.kv"
+        paths = [folder / key.digest.hex() for key in keys]
+    async with bench_at({**place, "index": index}) as bench:
+        whole = paths[0].read_bytes()
+        paths[0].write_bytes(whole[:-1])
+        paths[1].write_bytes(bytes(FRAME_BYTES))
+        paths[2].write_bytes(whole)
+        paths[3].write_bytes(whole * 3)
+
+        assert await bench.get(keys, range(8, 13)) == [CORRUPT] * 4 + [HIT]
+        assert await bench.engine.exists(keys) == bytes([0, 0, 0, 0, 1])
+        bench.fill(keys, range(5))
+        assert await bench.put(keys, range(5)) == [STORED] * 4 + [EXISTS]
+        assert await bench.get(keys, range(8, 13)) == [HIT] * 5
+
+
+# A server that fails.
+
+
+@pytest.fixture
+def fragile(server: S3Server) -> Iterator[S3Server]:
+    """The server, which the test may kill or stop."""
+    yield server
+    if server.running:
+        server.resume()
+    else:
+        server.start()
+
+
+@pytest.mark.asyncio
+async def test_a_killed_server_is_a_miss_and_comes_back(fragile: S3Server, tmp_path: Path) -> None:
+    async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=1)) as bench:
+        keys = bench.keys(*range(4))
+        assert await bench.put(keys, range(4)) == [STORED] * 4
+
+        fragile.kill()
+
+        assert await bench.get(keys, range(8, 12)) == [FAILED] * 4
+        assert await bench.put(keys, range(4)) == [FAILED] * 4
+        assert await bench.engine.delete(keys) == [FAILED] * 4
+        with pytest.raises(StorageError, match=r"s3://pages/p/.*: Generic S3 error"):
+            await bench.engine.exists(keys)
+
+        fragile.start()
+
+        assert await bench.get(keys, range(8, 12)) == [MISS] * 4  # it forgot everything
+        assert await bench.put(keys, range(4)) == [STORED] * 4
+        assert await bench.get(keys, range(8, 12)) == [HIT] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stands_still_costs_the_deadline(fragile: S3Server, tmp_path: Path) -> None:
+    async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=0, timeout_seconds=0.4)) as bench:
+        keys = bench.keys(*range(4))
+        await bench.put(keys, range(4))
+        fragile.pause()
+
+        assert await bench.get(keys, range(8, 12)) == [FAILED] * 4
+
+        fragile.resume()
+        assert await bench.get(keys, range(8, 12)) == [HIT] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_call_ends_when_nothing_uses_its_slots(fragile: S3Server, tmp_path: Path) -> None:
+    async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=0, timeout_seconds=0.4)) as bench:
+        keys = bench.keys(1, 2)
+        fragile.pause()
+        call = asyncio.create_task(bench.put(keys, [0, 1]))
+        await asyncio.sleep(0)
+        while not bench.engine._running:  # noqa: ASYNC110 - until its requests are out
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+
+        assert call.cancelled()
+        assert not bench.engine._running
+        fragile.resume()
+        assert await bench.get(keys, [2, 3]) == [MISS] * 2
+
+
+ABANDON = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from storage.s3_server import bench_at
+
+CONFIG = {"region": "x", "access_key_id": "x", "secret_access_key": "x", "endpoint": sys.argv[1]}
+
+async def main():
+    async with bench_at({"url": f"file://{sys.argv[3]}/pages"}, page_bytes=300_000) as bench:
+        keys = bench.keys(*range(32))
+        await bench.put(keys, range(32))
+        for _ in range(5):
+            call = asyncio.create_task(bench.engine.get(keys, range(32)))
+            await asyncio.sleep(0.002)
+            call.cancel()
+            call = asyncio.create_task(bench.engine.put(bench.keys(*range(40, 50)), range(10)))
+            await asyncio.sleep(0.001)
+            call.cancel()
+    print("closed")
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_gave_up_on_calls_ends_in_peace(tmp_path: Path) -> None:
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDON, "http://127.0.0.1:1", tests, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+
+
+# Opening.
+
+
+def local(**config: str) -> dict[str, object]:
+    """S3 at a port where nobody is, credentials included, so that no request leaves this machine."""
+    nowhere = "http://127.0.0.1:1"
+    settings = {"region": "us-east-1", "endpoint": nowhere, "metadata_endpoint": nowhere, **config}
+    return {"url": "s3://bucket/prefix", "config": settings, "retries": 0, "timeout_seconds": 2}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (local(), "s3://bucket/prefix cannot be used: no credentials were found: name them in option config"),
+        (
+            local(access_key_id="a", secret_access_key="b"),
+            "cannot be used: Generic S3 error: Error performing GET",
+        ),
+    ],
+)
+async def test_what_is_missing_is_said_at_open(
+    options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ROLE_ARN"):
+        monkeypatch.delenv(name, raising=False)
+    async with backend_at(options) as backend:
+        with pytest.raises(StorageError, match=message):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_is_not_there_is_said_at_open(server: S3Server) -> None:
+    async with backend_at({**server.options("p"), "url": "s3://nobody/p"}) as backend:
+        with pytest.raises(StorageError, match="s3://nobody/p cannot be used: there is no such bucket"):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_never_answers_is_said_at_open(fragile: S3Server, tmp_path: Path) -> None:
+    fragile.pause()
+    async with backend_at(fragile.options(f"p/{tmp_path.name}", retries=0, timeout_seconds=0.3)) as backend:
+        with pytest.raises(StorageError, match=r"s3://pages/p/.* (does not answer|cannot be used)"):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("FORMAT", b"asynchicache object store 2\n", "format 2; this version reads format 1: update"),
+        ("FORMAT", b"somebody's", "is not empty and holds no pages: give an empty or new prefix"),
+        ("FORMAT", b"x" * 1000, "is not empty and holds no pages"),
+        ("FORMAT", b"\xff\xfe", "is not empty and holds no pages"),
+        ("photo.jpg", b"x", "is not empty and holds no pages"),
+        ("photos/1.jpg", b"x", "is not empty and holds no pages"),
+    ],
+)
+async def test_foreign_or_newer_data_is_refused(
+    server: S3Server, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    server.ask("PUT", f"/{BUCKET}/{tmp_path.name}/{name}", content)
+    async with backend_at(server.options(tmp_path.name)) as backend:
+        with pytest.raises(StorageFormatError, match=message):
+            await open_bench(backend)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"url='' must be s3://"),
+        ({"url": "bucket/prefix"}, r"must be s3://"),
+        ({"url": "s3://"}, r"must be s3://"),
+        ({"url": "s3://key:secret@bucket"}, r"must be s3://"),
+        ({"url": "ftp://host/x"}, r"must be s3://"),
+        ({"url": "file://"}, r"must be s3://"),
+        ({"url": "s3://b?region=x"}, r"must be s3://"),
+        ({"url": "s3://b", "config": {"colour": "red"}}, r"option config: Configuration key: 'colour'"),
+        ({"url": "s3://b", "config": {"region": ["x"]}}, r"config=\{'region': 'list'\} must map"),
+        ({"url": "s3://b", "config": "region"}, r"config='region' must be of type Mapping"),
+        (
+            {"url": "file:///tmp/x", "config": {"region": "x"}},
+            r"config=\['region'\] means nothing to file://",
+        ),
+        ({"url": "memory:///", "requests": 0}, r"requests=0 must be above 0"),
+        ({"url": "memory:///", "retries": -1}, r"retries=-1 must be 0 or more"),
+        ({"url": "memory:///", "timeout_seconds": float("nan")}, r"timeout_seconds=nan must be"),
+        ({"url": "memory:///", "index": 1}, r"index=1 must be of type bool"),
+        ({"url": "memory:///", "capacity_bytes": 1}, r"has no option \['capacity_bytes'\]"),
+    ],
+)
+async def test_options_that_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with backend_at(options):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for options, message in [
+        ({"url": f"file://{tmp_path}/file"}, "cannot be used"),
+        ({"url": "az://container/prefix", "config": {}}, "Account must be specified"),
+    ]:
+        with pytest.raises(StorageError, match=message):
+            async with bench_at(options):
+                pass
+
+
+@pytest.mark.asyncio
+async def test_misuse_raises(tmp_path: Path) -> None:
+    async with backend_at({"url": "memory:///"}) as backend:
+        bench = await open_bench(backend)
+        with pytest.raises(StorageError, match="pool 'kv', shard '' is open"):
+            await open_bench(backend)
+        await bench.engine.aclose()
+        with pytest.raises(ClosedError):
+            await bench.engine.exists([])
+    with pytest.raises(ClosedError):
+        await open_bench(backend)
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "s3cret" not in repr(
+        ObjectOptions.of({"url": "s3://b", "config": {"secret_access_key": "s3cret"}})
+    )

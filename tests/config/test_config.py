@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,16 @@ async def test_an_unknown_backend_lists_those_found():
     with pytest.raises(ConfigError, match=r"storage 'tape' is none of .*'file'.*'memory'"):
         open_backend("tape", {}, port)
     await port.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_backend_whose_package_is_missing_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("asynchicache.backends.object")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    port = AsyncioPort(threads=1)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be imported: .*obstore.*asynchicache\[object\]"):
+            open_backend("object", {"url": "memory:///"}, port)
+    finally:
+        await port.aclose()

@@ -1,0 +1,160 @@
+"""A store that lies over HTTP: never other bytes, never a hang, and served again once it is honest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from asynchicache.errors import StorageError
+from asynchicache.testing.backends import Bench
+from asynchicache.types import Outcome
+from storage.s3_server import FRAME_BYTES, bench_at
+
+pytestmark = [pytest.mark.engine("object"), pytest.mark.asyncio]
+
+STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+CORRUPT, FAILED = Outcome.CORRUPT, Outcome.FAILED
+
+
+def response(status: str, body: bytes = b"", *, length: int | None = None, head: bool = False) -> bytes:
+    """An HTTP response; `length` is what it says of its body, whatever that is."""
+    size = len(body) if length is None else length
+    fields = f'Content-Length: {size}\r\nETag: "1"\r\nLast-Modified: Sat, 21 Nov 2026 12:00:00 GMT\r\n'
+    return f"HTTP/1.1 {status}\r\n{fields}\r\n".encode() + (b"" if head else body)
+
+
+class HostileStore:
+    """Objects by path, as S3 serves them; `lies` has, by method, what is said of pages instead."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.lies: dict[str, bytes] = {}
+        self.port = 0
+
+    @property
+    def options(self) -> dict[str, object]:
+        config = {
+            "endpoint": f"http://127.0.0.1:{self.port}",
+            "region": "us-east-1",
+            "access_key_id": "tests",
+            "secret_access_key": "tests",
+        }
+        return {"url": "s3://bucket/p", "config": config, "retries": 1, "timeout_seconds": 2}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                method, path, _ = head.split(" ", 2)
+                sizes = [line for line in head.lower().split("\r\n") if line.startswith("content-length:")]
+                body = await reader.readexactly(int(sizes[0].split(":")[1]) if sizes else 0)
+                if method in self.lies and "FORMAT" not in path:
+                    writer.write(self.lies[method])
+                    await writer.drain()
+                    break
+                writer.write(self.truth(method, path.partition("?")[0], body))
+        writer.close()
+
+    def truth(self, method: str, path: str, body: bytes) -> bytes:
+        if method == "PUT":
+            self.objects[path] = body
+        elif method == "DELETE":
+            self.objects.pop(path, None)
+        elif path == "/bucket":  # a list of what lies below the prefix, asked for once, when it is empty
+            return response("200 OK", b"<ListBucketResult></ListBucketResult>")
+        elif path not in self.objects:
+            return response("404 Not Found")
+        else:
+            return response("200 OK", self.objects[path], head=method == "HEAD")
+        return response("200 OK")
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[tuple[HostileStore, Bench]]:
+    """A store that is honest so far and holds pages 0 and 1, and one pool over it."""
+    store = HostileStore()
+    clients: list[tuple[asyncio.StreamWriter, asyncio.Task[None]]] = []
+
+    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        clients.append((writer, asyncio.create_task(store.serve(reader, writer))))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    store.port = server.sockets[0].getsockname()[1]
+    try:
+        async with bench_at(store.options) as bench:
+            assert await bench.put(bench.keys(0, 1), [0, 1]) == [STORED] * 2
+            yield store, bench
+    finally:
+        server.close()
+        for writer, task in clients:
+            task.cancel()
+            writer.transport.abort()
+            with suppress(OSError):
+                await writer.wait_closed()
+        await asyncio.gather(*(task for _, task in clients), return_exceptions=True)
+
+
+async def recovers(store: HostileStore, bench: Bench) -> None:
+    store.lies.clear()
+    keys = bench.keys(0, 1)
+    assert set(await bench.put(keys, [0, 1])) <= {STORED, EXISTS}
+    assert await bench.get(keys, [8, 9]) == [HIT] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (response("404 Not Found"), MISS),
+        (response("200 OK", b"short"), CORRUPT),
+        (response("200 OK", bytes(FRAME_BYTES)), CORRUPT),
+        (response("200 OK", bytes(FRAME_BYTES + 1)), CORRUPT),
+        (response("200 OK", b"x", length=10**13), CORRUPT),
+        (response("200 OK", bytes(FRAME_BYTES - 9), length=FRAME_BYTES), FAILED),
+        (response("200 OK", length=FRAME_BYTES), FAILED),
+        (response("403 Forbidden"), FAILED),
+        (response("500 Internal Server Error"), FAILED),
+        (response("503 Slow Down"), FAILED),
+        (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n", FAILED),
+        (b"HTTP/1.1 200 OK\r\n\r\n", FAILED),
+        (b"$9096\r\nno HTTP at all\r\n", FAILED),
+        (b"", FAILED),
+    ],
+)
+async def test_what_a_get_may_be_answered(answer: bytes, outcome: Outcome) -> None:
+    async with scene() as (store, bench):
+        store.lies["GET"] = answer
+
+        assert await bench.get(bench.keys(0, 1), [5, 6]) == [outcome] * 2
+
+        await recovers(store, bench)
+
+
+@pytest.mark.parametrize("answer", [response("403 Forbidden"), response("500 Oops"), b"no HTTP\r\n", b""])
+async def test_a_put_that_fails(answer: bytes) -> None:
+    async with scene() as (store, bench):
+        store.lies["PUT"] = answer
+
+        assert await bench.put(bench.keys(0, 7), [0, 5]) == [EXISTS, FAILED]
+
+        await recovers(store, bench)
+
+
+async def test_heads_that_lie_cost_a_miss() -> None:
+    async with scene() as (store, bench):
+        store.lies["HEAD"] = response("200 OK", bytes(FRAME_BYTES), head=True)
+        assert await bench.engine.exists(bench.keys(0, 9)) == bytes([1, 1])
+        assert await bench.get(bench.keys(0, 9), [5, 6]) == [HIT, MISS]
+
+        store.lies["HEAD"] = response("200 OK", b"short", head=True)
+        assert await bench.engine.exists(bench.keys(0)) == bytes([0])
+
+        store.lies["HEAD"] = response("500 Oops", head=True)
+        with pytest.raises(StorageError, match="s3://bucket/p: "):
+            await bench.engine.exists(bench.keys(0))
+        assert await bench.put(bench.keys(7), [5]) == [FAILED]
+        assert await bench.engine.delete(bench.keys(0)) == [FAILED]
+
+        await recovers(store, bench)
