@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
+_PART_BYTES = 8 << 20
+
 Mover = Callable[[int, Sequence[memoryview]], int]
 
 
@@ -36,6 +38,7 @@ class _Batch(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
+    fresh: Sequence[int]  # places of pages that are to be written
 
     def page(self, move: Move) -> tuple[bytes, int]:
         """A page's digest, and its slot in the store."""
@@ -87,9 +90,13 @@ class FileEngine:
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return await self._hop(partial(self._get, keys, slots))
+        cuts = self._cuts(len(keys))
+        hops = [self._hop(partial(self._get, keys[cut], slots[cut])) for cut in cuts]
+        return [outcome for outcomes in await asyncio.gather(*hops) for outcome in outcomes]
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        if len(self._cuts(len(keys))) > 1:
+            return await self._to_the_end(self._put_in_parts(keys, slots))
         return await self._hop(partial(self._put, keys, slots))
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
@@ -118,16 +125,27 @@ class FileEngine:
         if self.closed:
             raise ClosedError(f"file engine of pool {self._binding.pool!r} is closed")
 
+    def _cuts(self, count: int) -> list[slice]:
+        """Parts of a batch that move side by side: while one waits for the disk, another is checked."""
+        step = max(1, _PART_BYTES // self._store.segments.frame_bytes)
+        return [slice(start, start + step) for start in range(0, count, step)]
+
     async def _hop(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread; it runs to its end, and is waited for, whatever its caller does."""
-        self._check_open()
-        task = asyncio.create_task(self._port.run_blocking(work))
+        return await self._to_the_end(self._port.run_blocking(work))
+
+    async def _to_the_end(self, work: Coroutine[object, object, T]) -> T:
+        """Await `work`, which goes on if the caller is cancelled, and is waited for by `aclose`."""
+        if self.closed:
+            work.close()
+            self._check_open()
+        task = asyncio.create_task(work)
         self._hops.add(task)
         task.add_done_callback(self._hops.discard)
         return await asyncio.shield(task)
 
     def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys))
+        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys), [])
         found = self._store.pin(key.digest for key in keys)
         moves = sorted(Move(slot, place) for place, slot in enumerate(found) if slot is not None)
         try:
@@ -150,37 +168,41 @@ class FileEngine:
                 batch.outcomes[move.place] = Outcome.MISS
 
     def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        batch, moves = self._begin(keys, slots)
+        return self._end(self._write(moves, batch), batch)
+
+    async def _put_in_parts(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """As `_put`, with parts written side by side and made durable together."""
+        batch, moves = await self._port.run_blocking(partial(self._begin, keys, slots))
+        parts = [moves[cut] for cut in self._cuts(len(moves))]
+        writing = [self._port.run_blocking(partial(self._write, part, batch)) for part in parts]
+        written = [move for part in await asyncio.gather(*writing) for move in part]
+        return await self._port.run_blocking(partial(self._end, written, batch))
+
+    def _begin(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> tuple[_Batch, list[Move]]:
+        """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
-            return [Outcome.REJECTED if self._store.read_only else Outcome.FAILED] * len(keys)
-        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys))
+            refusal = Outcome.REJECTED if self._store.read_only else Outcome.FAILED
+            return _Batch(keys, slots, [refusal] * len(keys), []), []
         fresh = self._store.missing([key.digest for key in keys])
-        for place in fresh:
-            self._binding.seal(slots[place], keys[place])
-        moves = self._take(fresh, batch)
+        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh)
+        return batch, self._take(batch)
+
+    def _write(self, moves: list[Move], batch: _Batch) -> list[Move]:
+        """Seal and write pages; those that were written whole."""
         written: list[Move] = []
         try:
+            for move in moves:
+                self._binding.seal(batch.slots[move.place], batch.keys[move.place])
             for run in runs(moves, self._store.segments.most_frames):
                 written += self._move(self._store.segments.write, run, batch)
         finally:
             kept = set(written)
             self._store.release(move.slot for move in moves if move not in kept)
-        self._publish(written, batch)
-        self._repeat(fresh, batch)
-        return batch.outcomes
+        return written
 
-    def _take(self, fresh: Sequence[int], batch: _Batch) -> list[Move]:
-        """A slot of the store for each page; what gets none has its outcome."""
-        refusal, taken = Outcome.REJECTED, []
-        try:
-            taken = self._store.take(len(fresh))
-        except OSError as error:
-            logger.warning("pool %s: no slots for %d pages: %s", self._binding.pool, len(fresh), error)
-            refusal = Outcome.FAILED
-        for place in fresh[len(taken) :]:
-            batch.outcomes[place] = refusal
-        return [Move(slot, place) for slot, place in zip(taken, fresh, strict=False)]
-
-    def _publish(self, written: Sequence[Move], batch: _Batch) -> None:
+    def _end(self, written: Sequence[Move], batch: _Batch) -> list[Outcome]:
+        """Make pages durable and visible."""
         try:
             first = self._store.publish(list(map(batch.page, written)))
         except OSError as error:
@@ -188,14 +210,28 @@ class FileEngine:
             batch.end(written, Outcome.FAILED)
         else:
             batch.end([move for move, new in zip(written, first, strict=True) if new], Outcome.STORED)
+        self._repeat(batch)
+        return batch.outcomes
 
-    def _repeat(self, fresh: Sequence[int], batch: _Batch) -> None:
+    def _take(self, batch: _Batch) -> list[Move]:
+        """A slot of the store for each page; what gets none has its outcome."""
+        refusal, taken = Outcome.REJECTED, []
+        try:
+            taken = self._store.take(len(batch.fresh))
+        except OSError as error:
+            logger.warning("pool %s: no slots for %d pages: %s", self._binding.pool, len(batch.fresh), error)
+            refusal = Outcome.FAILED
+        for place in batch.fresh[len(taken) :]:
+            batch.outcomes[place] = refusal
+        return [Move(slot, place) for slot, place in zip(taken, batch.fresh, strict=False)]
+
+    def _repeat(self, batch: _Batch) -> None:
         """A page that is in its batch twice ends as its first time did."""
         if len({key.digest for key in batch.keys}) == len(batch.keys):
             return
-        ends = {batch.keys[place].digest: batch.outcomes[place] for place in fresh}
-        for place in set(range(len(batch.keys))).difference(fresh):
-            end = ends.get(batch.keys[place].digest, Outcome.EXISTS)
+        ends = {batch.keys[place].digest: batch.outcomes[place] for place in batch.fresh}
+        for place in set(range(len(batch.keys))).difference(batch.fresh):
+            end = ends.get(batch.keys[place].digest, batch.outcomes[place])
             batch.outcomes[place] = Outcome.EXISTS if end is Outcome.STORED else end
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:

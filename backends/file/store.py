@@ -15,7 +15,7 @@ from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Change, Commits
 from asynchicache.backends.file.index import PageIndex
-from asynchicache.backends.file.names import ENTRY_BYTES, Entry, NameFile
+from asynchicache.backends.file.names import ENTRY_BYTES, NameFile
 from asynchicache.backends.file.segments import Segments
 from asynchicache.layouts import ALIGNMENT
 
@@ -57,14 +57,13 @@ class PageStore:
         self._budget = budget
         self._limit = limit
         self._lock = threading.Lock()
-        self._names_file = BlockFile(folder / NAMES, read_only=read_only, direct=direct)
+        self._names = NameFile(BlockFile(folder / NAMES, read_only=read_only, direct=False))
         try:
             self.segments = Segments(folder, frame_bytes, read_only=read_only, direct=direct)
         except OSError:
-            self._names_file.close()
+            self._names.close()
             raise
         self.index = PageIndex()
-        self._names = NameFile(self._names_file)
         try:
             self._load()
         except OSError:
@@ -74,7 +73,7 @@ class PageStore:
 
     @property
     def nbytes(self) -> int:
-        return self.segments.nbytes + self._names_file.size
+        return self.segments.nbytes + self._names.nbytes
 
     @property
     def broken(self) -> bool:
@@ -194,26 +193,27 @@ class PageStore:
             self._close_files()
 
     def _close_files(self) -> None:
-        self._names_file.close()
+        self._names.close()
         self.segments.close()
 
     def _load(self) -> None:
-        entries, stale = self._names.load()
-        pages: dict[bytes, Entry] = {}
-        for entry in entries:
-            if not self.segments.holds(entry.slot):
-                stale.append(entry.slot)
+        found = self._names.load()
+        stale = found.damaged
+        pages: dict[bytes, int] = {}
+        for digest, slot in found.pages:
+            if not self.segments.holds(slot):
+                stale.append(slot)
                 continue
-            if entry.digest in pages:  # two calls stored the same page, and a crash came
-                stale.append(pages.pop(entry.digest).slot)
-            pages[entry.digest] = entry
-        self._commits = Commits(self.segments, self._names, entries[-1].stamp + 1 if entries else 0)
+            if digest in pages:  # two calls stored the same page, and a crash came
+                stale.append(pages.pop(digest))
+            pages[digest] = slot
+        self._commits = Commits(self.segments, self._names, found.stamp)
         if not self.read_only:
             self._names.grow(self.segments.slots)
             self._commits.commit([Change(slot) for slot in stale])
             self.segments.mend()
         slots = min(self.segments.slots, self._names.slots) if not self.read_only else self.segments.slots
-        self.index.load(((entry.digest, entry.slot) for entry in pages.values()), slots)
+        self.index.load(pages.items(), slots)
         if not self.read_only and self._limit is not None and self.nbytes > self._limit:
             self.give_back(self.nbytes - self._limit)
 
@@ -243,7 +243,7 @@ class PageStore:
 
     def _cost(self, count: int) -> int:
         """Bytes that the files grow by for `count` slots more."""
-        entries = NameFile.size_for(self.segments.slots + count) - self._names_file.size
+        entries = NameFile.size_for(self.segments.slots + count) - self._names.nbytes
         return count * self.segments.frame_bytes + max(entries, 0)
 
     def _empty(self, slots: Sequence[int]) -> None:

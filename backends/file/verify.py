@@ -89,7 +89,7 @@ def _check_pool(folder: Path, sealed_key: SealedKey, report: StoreReport, *, rep
             (folder / MANIFEST).unlink()
             report.repaired += 1
         return
-    file = BlockFile(folder / NAMES, read_only=not repair, direct=True)
+    file = BlockFile(folder / NAMES, read_only=not repair, direct=False)
     segments = Segments(folder, manifest.frame_bytes, read_only=not repair, direct=True)
     try:
         PoolCheck(manifest, segments, NameFile(file), sealed_key, report, repair=repair).run()
@@ -135,44 +135,43 @@ class PoolCheck:
         Raises:
             OSError: the names cannot be read, or written.
         """
-        entries, damaged = self._names.load()
-        by_slot = {entry.slot: entry for entry in entries}
-        self._named = {entry.digest for entry in entries}
-        for slot in damaged:
+        found = self._names.load()
+        by_slot = {slot: digest for digest, slot in found.pages}
+        self._named = {digest for digest, _ in found.pages}
+        for slot in found.damaged:
             self._check_damaged(slot)
         seen: set[bytes] = set()
-        for slot in sorted(by_slot.keys() | set(range(self._segments.slots)).difference(damaged)):
+        for slot in sorted(by_slot.keys() | set(range(self._segments.slots)).difference(found.damaged)):
             self._check(slot, by_slot.get(slot), seen)
         if self._repair:
-            self._names.flush()
+            self._names.sync()
 
-    def _check(self, slot: int, entry: Entry | None, seen: set[bytes]) -> None:
+    def _check(self, slot: int, digest: bytes | None, seen: set[bytes]) -> None:
         found = self._find(slot)
-        if entry is None:
+        if digest is None:
             self._report.orphaned += found is not None
-        elif found != self._manifest.key(entry.digest):
-            self._note(slot, f"slot {slot} does not hold page {entry.digest.hex()}")
+        elif found != self._manifest.key(digest):
+            self._note(f"slot {slot} does not hold page {digest.hex()}")
             if self._repair:
-                self._names.clear(slot)
-        elif entry.digest in seen:  # stored twice at once, and a crash came: one will be forgotten
+                self._names.write([Entry(0, slot, None)])
+        elif digest in seen:  # stored twice at once, and a crash came: one will be forgotten
             self._report.orphaned += 1
         else:
             self._report.pages += 1
-            seen.add(entry.digest)
+            seen.add(digest)
 
     def _check_damaged(self, slot: int) -> None:
-        self._note(slot, f"the name of slot {slot} is damaged")
+        self._note(f"the name of slot {slot} is damaged")
         if not self._repair:
             return
         found = self._find(slot)
-        if found is None or found.digest in self._named:
-            self._names.clear(slot)
-        else:
-            self._names.set(slot, found.digest, stamp=0)
-            self._named.add(found.digest)
+        digest = None if found is None or found.digest in self._named else found.digest
+        self._names.write([Entry(0, slot, digest)])
+        if digest is not None:
+            self._named.add(digest)
             self._report.pages += 1
 
-    def _note(self, slot: int, problem: str) -> None:
+    def _note(self, problem: str) -> None:
         self._report.corrupt += 1
         self._report.repaired += self._repair
         self._report.problems.append(f"{self._manifest.pool}: {problem}")

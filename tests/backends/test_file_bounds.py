@@ -289,3 +289,42 @@ async def test_the_same_page_from_many_callers_has_one_slot_in_the_end(tmp_path:
     async with bench_at(copy) as bench:
         assert "8 pages" in repr(bench.engine)
         assert await bench.get(keys, range(8)) == [HIT] * 8
+
+
+async def bytes_read_at_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that opening a pool reads from its files."""
+    preadv, sizes = os.preadv, []
+
+    def counting(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        sizes.append(preadv(descriptor, views, offset))
+        return sizes[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", counting)
+        async with bench_at(path):
+            pass
+    return sum(sizes)
+
+
+@pytest.mark.asyncio
+async def test_opening_reads_names_and_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, range(200))
+
+    size = file_of(tmp_path, "names.bin").stat().st_size
+    assert await bytes_read_at_open(tmp_path, monkeypatch) == size <= 64 * 512
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio
+async def test_a_hundred_thousand_pages_are_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 100_000
+    async with bench_at(tmp_path) as bench:
+        await fill(bench, range(count))
+    assert await bytes_read_at_open(tmp_path, monkeypatch) <= 64 * (count + 4096)
+    async with bench_at(tmp_path) as bench:
+        assert await there(bench, range(count)) == [*range(count)]
+        some = random.Random(0).sample(range(count), 64)
+        assert await bench.get(bench.keys(*some), range(64)) == [HIT] * 64

@@ -156,7 +156,9 @@ def _apply(request: Request, content: bytearray, chance: random.Random | None) -
         return
     content.extend(bytes(max(0, request.offset + len(request.data) - len(content))))
     torn = chance is not None and chance.random() < 0.5
-    for start in range(0, len(request.data), SECTOR):
+    start, end = request.offset, request.offset + len(request.data)
+    while start < end:
+        following = min(start - start % SECTOR + SECTOR, end)
         if not torn or chance.random() < 0.5:
-            data = request.data[start : start + SECTOR]
-            content[request.offset + start : request.offset + start + len(data)] = data
+            content[start:following] = request.data[start - request.offset : following - request.offset]
+        start = following

@@ -8,8 +8,10 @@ from hashlib import sha256
 from xxhash import xxh3_64_intdigest
 
 from asynchicache.hashing import ObjectKey
+from asynchicache.pools.host import HostPool
+from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import fingerprint_of, slab_of
+from asynchicache.testing.backends import fingerprint_of
 
 
 class BenchPages:
@@ -21,7 +23,8 @@ class BenchPages:
     """
 
     def __init__(self, page_bytes: int, pages: int, seed: int) -> None:
-        self._slab = slab_of("bench", page_bytes, pages)
+        spec = PoolSpec("bench", (TensorSpec("bytes", (0,), (page_bytes,), "uint8"),))
+        self._slab = HostPool(spec, 1, pages, pin=False)
         self.binding = SlotBinding(self._slab, fingerprint_of(f"bench storage {seed}"))
         self.memory = self._slab.page
         self.count = pages

@@ -1,0 +1,90 @@
+"""A large batch is moved in parts side by side, and answers as if it were one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.file import engine
+from asynchicache.types import Outcome
+from storage.file_stores import FRAME_BYTES, bench_at, capacity_for
+
+HIT, MISS, STORED, EXISTS, FAILED = (
+    Outcome.HIT,
+    Outcome.MISS,
+    Outcome.STORED,
+    Outcome.EXISTS,
+    Outcome.FAILED,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_PART_BYTES", 3 * FRAME_BYTES)
+
+
+@pytest.mark.asyncio
+async def test_each_page_has_its_own_answer(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(4), [0])
+        keys = bench.keys(*range(8), 0, 7, 9)
+
+        answers = await bench.put(keys, range(11))
+
+        assert answers == [STORED] * 4 + [EXISTS] + [STORED] * 3 + [EXISTS] * 2 + [STORED]
+        wanted = bench.keys(*range(11))
+        assert await bench.get(wanted, range(20, 31)) == [HIT] * 8 + [MISS, HIT, MISS]
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(wanted, range(20, 31)) == [HIT] * 8 + [MISS, HIT, MISS]
+
+
+@pytest.mark.asyncio
+async def test_pages_are_synced_once_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fdatasync = os.fdatasync
+
+    def counting(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fdatasync(descriptor)
+
+    async with bench_at(tmp_path) as bench:
+        monkeypatch.setattr(os, "fdatasync", counting)
+        await bench.put(bench.keys(*range(12)), range(12))
+        assert synced == ["00000.pages", "names.bin"]
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_cannot_be_written_costs_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwritev = os.pwritev
+
+    def refuse_the_second_part(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if len(views) > 1 and 3 * FRAME_BYTES <= offset < 6 * FRAME_BYTES:
+            raise OSError(5, "bad sectors")
+        return pwritev(descriptor, views, offset)
+
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(9)) as bench:
+        keys = bench.keys(*range(9))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwritev", refuse_the_second_part)
+            assert await bench.put(keys, range(9)) == [STORED] * 3 + [FAILED] * 3 + [STORED] * 3
+        assert await bench.put(keys, range(9)) == [EXISTS] * 3 + [STORED] * 3 + [EXISTS] * 3
+        assert await bench.get(keys, range(9, 18)) == [HIT] * 9
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_caller_leaves_no_slot_behind(tmp_path: Path) -> None:
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(12)) as bench:
+        keys = bench.keys(*range(12))
+        putting = asyncio.create_task(bench.put(keys, range(12)))
+        await asyncio.sleep(0)
+        putting.cancel()
+        await asyncio.wait([putting])
+        await bench.engine.aclose()
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(12)) as bench:
+        assert await bench.get(keys, range(12, 24)) == [HIT] * 12
