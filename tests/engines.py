@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -67,7 +68,8 @@ class Server:
     Args:
         command: the program and its arguments.
         ready: a regular expression; the program is ready once a line of its output matches.
-        timeout: seconds to wait for that line.
+        port: of 127.0.0.1, for a program that says so before it listens there.
+        timeout: seconds to wait for that.
         env: variables on top of this process's own.
     """
 
@@ -76,17 +78,20 @@ class Server:
         command: Sequence[str | Path],
         *,
         ready: str,
+        port: int | None = None,
         timeout: float = 30.0,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.command = [str(word) for word in command]
         self._ready = re.compile(ready)
+        self._port = port
         self._timeout = timeout
         self._env = {**os.environ, **(env or {})}
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._lines: list[str] = []
         self._settled = threading.Event()
+        self._ended = threading.Event()
         self._is_ready = False
 
     @property
@@ -112,6 +117,7 @@ class Server:
         assert not self.running, f"{self.command[0]} runs already"
         self._lines, self._is_ready = [], False
         self._settled.clear()
+        self._ended.clear()
         self._process = subprocess.Popen(
             [*_dying_with_us(), *self.command],
             env=self._env,
@@ -124,7 +130,7 @@ class Server:
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
         self._settled.wait(self._timeout)
-        if not self._is_ready:
+        if not (self._is_ready and self._listens()):
             self.kill()
             raise RuntimeError(f"{' '.join(self.command)} did not become ready:\n{self.output}")
 
@@ -143,6 +149,11 @@ class Server:
         if self._process is not None:
             self._process.kill()
             self._collect()
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Its exit status, once it has ended by itself."""
+        assert self._process is not None, "not started"
+        return self._process.wait(timeout)
 
     def pause(self) -> None:
         """Stop it where it is: it holds its sockets and answers nothing."""
@@ -180,6 +191,20 @@ class Server:
                     self._is_ready = True
                     self._settled.set()
         self._settled.set()
+        self._ended.set()
+
+    def _listens(self) -> bool:
+        """Whether its port answers, in time; true where it has none."""
+        deadline = time.monotonic() + self._timeout
+        while self._port is not None:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), 1.0).close()
+            except OSError:
+                if self._ended.wait(0.01) or time.monotonic() > deadline:
+                    return False
+            else:
+                return True
+        return True
 
 
 def _dying_with_us() -> list[str]:

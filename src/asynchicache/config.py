@@ -27,7 +27,7 @@ BACKEND_GROUP = "asynchicache.backends"
 
 _OWN_BACKENDS = {
     name: f"asynchicache.backends.{name}:open_backend"
-    for name in ("memory", "file", "hf3fs", "object", "redis")
+    for name in ("memory", "file", "hf3fs", "mooncake", "object", "redis")
 }
 """Found without installed metadata too: a source tree on the path has none."""
 

@@ -93,6 +93,14 @@ class HostPool:
         """
         return self._run(self._headers, HEADER_BYTES, first, count)
 
+    def regions(self) -> tuple[memoryview, memoryview]:
+        """All headers and all pages, each one run of memory, with slot 0 at its beginning.
+
+        Raises:
+            ClosedError: the pool is closed.
+        """
+        return self._headers.memory, self._pages.memory
+
     def items(self, name: str) -> torch.Tensor:
         """One tensor of every slot as bytes, uint8 `[slots, layers, item_bytes]`, strided.
 

@@ -50,6 +50,10 @@ class SlotMemory(Protocol):
         """The slot's `HEADER_BYTES`, writable, on an `ALIGNMENT` boundary."""
         ...
 
+    def regions(self) -> tuple[memoryview, memoryview]:
+        """All headers and all pages, each one run of memory, with slot 0 at its beginning."""
+        ...
+
 
 class PageHeader(NamedTuple):
     """What a header says.
@@ -116,6 +120,7 @@ class SlotBinding:
         self.slot_bytes = layout.slot_bytes
         self.header = memory.header
         self.page = memory.page
+        self.regions = memory.regions
         self._fixed = _FIXED.pack(
             _MAGIC, _VERSION, _XXH3_64, self.page_bytes, fingerprint, self.pool.encode(), shard.encode()
         )

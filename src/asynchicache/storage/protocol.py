@@ -75,6 +75,13 @@ class PoolBinding(Protocol):
         """The slot's `slot_bytes`, writable, aligned; its neighbour's follow at once."""
         ...
 
+    def regions(self) -> tuple[memoryview, memoryview]:
+        """All headers and all pages, each one run of memory, for an engine that must register it.
+
+        Slot `i` lies at `i * header_bytes` and `i * slot_bytes`. Whoever holds a view keeps its memory.
+        """
+        ...
+
     def seal(self, slot: int, key: ObjectKey) -> None:
         """Write the header for the page now in `slot`: format, key, length, checksum (xxh3-64)."""
         ...

@@ -50,6 +50,9 @@ class SlotSlab:
     def header(self, slot: int) -> memoryview:
         return self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
 
+    def regions(self) -> tuple[memoryview, memoryview]:
+        return self._headers, self._pages
+
 
 def slab_of(pool: str, page_bytes: int, slots: int) -> SlotSlab:
     """Slots of a made-up pool with pages of `page_bytes`."""

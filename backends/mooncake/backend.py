@@ -1,0 +1,122 @@
+"""A Mooncake cluster that holds the pages of many pools."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from asynchicache.backends.mooncake.engine import MooncakeEngine
+from asynchicache.backends.mooncake.joining import join
+from asynchicache.backends.mooncake.options import MooncakeOptions
+from asynchicache.backends.mooncake.slots import RegisteredSlots
+from asynchicache.backends.mooncake.store import Client, Store
+from asynchicache.errors import ClosedError, StorageError
+from asynchicache.ports import Port
+from asynchicache.storage.protocol import PoolBinding
+
+T = TypeVar("T")
+
+Identity = tuple[str, str, bytes]
+
+
+class MooncakeBackend:
+    """The pools of one cluster, which is joined when the first of them is opened.
+
+    Calls block for up to half a minute when a node or the master dies, so they have threads of their own.
+
+    Args:
+        options: which cluster, and how.
+        store: a `MooncakeDistributedStore` that is set up already, such as the serving engine's own; it
+            stays the caller's to close, after this backend. By default the backend makes its own.
+    """
+
+    name = "mooncake"
+
+    def __init__(self, options: MooncakeOptions, store: Store | None = None) -> None:
+        self._options = options
+        self._given = store
+        self._threads = ThreadPoolExecutor(options.threads, "asynchicache-mooncake")
+        self._joining: asyncio.Task[Client] | None = None
+        self._engines: dict[Identity, asyncio.Task[MooncakeEngine]] = {}
+        self._closed = False
+
+    async def open_pool(self, binding: PoolBinding) -> MooncakeEngine:
+        """Register the pool's memory, and join the cluster first if need be.
+
+        Raises:
+            StorageError: the pool is open already, Mooncake is not installed, its master does not answer,
+                or it refuses the options or the memory.
+            ClosedError: the backend is closed.
+        """
+        if self._closed:
+            raise ClosedError(f"mooncake backend of {self._options.master} is closed")
+        identity = (binding.pool, binding.shard, binding.fingerprint)
+        self._check_free(identity)
+        # A task of our own: what is registered must not be lost if the caller is cancelled.
+        opening = asyncio.create_task(self._open(binding))
+        self._engines[identity] = opening
+        return await asyncio.shield(opening)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._engines:
+            await asyncio.wait(self._engines.values())
+        for opened in self._engines.values():
+            if opened.exception() is None:
+                await opened.result().aclose()
+        await self._leave()
+        self._threads.shutdown(wait=False)
+
+    def _check_free(self, identity: Identity) -> None:
+        opened = self._engines.get(identity)
+        if opened is None or (opened.done() and (opened.exception() is not None or opened.result().closed)):
+            return
+        pool, shard, _ = identity
+        raise StorageError(f"pool {pool!r}, shard {shard!r} is open; close it first")
+
+    async def _open(self, binding: PoolBinding) -> MooncakeEngine:
+        client = await self._join()
+        slots = await self._run(partial(RegisteredSlots, client.store, binding))
+        options = self._options
+        return MooncakeEngine(
+            binding, client, slots, self._threads, concurrency=options.threads, prefix=options.prefix
+        )
+
+    async def _join(self) -> Client:
+        """The cluster, joined once; tried again by the next pool if that fails."""
+        if self._joining is None or (self._joining.done() and self._joining.exception() is not None):
+            self._joining = asyncio.create_task(self._client())
+        return await asyncio.shield(self._joining)
+
+    async def _client(self) -> Client:
+        options = self._options
+        store = self._given if self._given is not None else await self._run(partial(join, options))
+        return Client(store, options.master_address, options.replicas)
+
+    async def _leave(self) -> None:
+        """Close the store, unless it is the caller's; no call runs any more."""
+        joined, self._joining = self._joining, None
+        if joined is not None and joined.exception() is None and self._given is None:
+            await self._run(joined.result().close)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def __repr__(self) -> str:
+        return f"<MooncakeBackend {self._options.master}: {len(self._engines)} pools>"
+
+
+def open_backend(options: Mapping[str, object], port: Port) -> MooncakeBackend:
+    """The Mooncake engine. The cluster is joined, and may be found missing, when a pool is opened.
+
+    Args:
+        options: see `MooncakeOptions`.
+        port: not needed; every backend is given one.
+
+    Raises:
+        ConfigError: an option is missing, unknown, or breaks its rule.
+    """
+    return MooncakeBackend(MooncakeOptions.of(options))

@@ -1,0 +1,172 @@
+"""One pool's pages in a Mooncake cluster: header and page are one object, one call a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from functools import partial
+from typing import Any, TypeVar
+
+from asynchicache.backends.mooncake.codes import delete_outcome, get_outcome, name_of, put_outcome
+from asynchicache.backends.mooncake.slots import RegisteredSlots
+from asynchicache.backends.mooncake.store import Client
+from asynchicache.errors import ClosedError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.protocol import Capabilities, PoolBinding
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class MooncakeEngine:
+    """One pool in one cluster.
+
+    The first put of a key wins, which is right for names that follow from the contents; a page that is
+    found damaged is removed, so that a good one can take its place. Whatever `exists` says may be wrong
+    a moment later: the master evicts, and knows of a dead node only after its time to live.
+
+    Args:
+        binding: the pool's slots in host memory.
+        client: the cluster, shared with the backend's other engines.
+        slots: those of the binding, registered; closed with the engine.
+        threads: where calls run.
+        concurrency: how many of them there are.
+        prefix: begins every key.
+    """
+
+    def __init__(
+        self,
+        binding: PoolBinding,
+        client: Client,
+        slots: RegisteredSlots,
+        threads: futures.Executor,
+        *,
+        concurrency: int,
+        prefix: str,
+    ) -> None:
+        self.capabilities = Capabilities(durable=False, checks=True, shared=True, concurrency=concurrency)
+        self._binding = binding
+        self._client = client
+        self._slots = slots
+        self._threads = threads
+        self._prefix = prefix
+        self._running: set[futures.Future[Any]] = set()
+        self._closing: futures.Future[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._closing is not None
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """
+        Raises:
+            StorageError: the cluster does not answer.
+        """
+        return await self._call(partial(self._exists, keys))
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._call(partial(self._get, keys, slots))
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._call(partial(self._put, keys, slots))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return await self._call(partial(self._delete, keys))
+
+    async def aclose(self) -> None:
+        """Let go of the memory once no call runs any more; a call ends within Mooncake's own deadlines.
+
+        A cancelled caller does not hinder it.
+        """
+        if self._closing is None:
+            self._closing = self._threads.submit(self._finish, list(self._running))
+        await asyncio.shield(asyncio.wrap_future(self._closing))
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread. It runs to its end, and is waited for, whatever its caller does."""
+        if self._closing is not None:
+            raise ClosedError(f"mooncake engine of pool {self._binding.pool!r} is closed")
+        running = self._threads.submit(work)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await asyncio.shield(asyncio.wrap_future(running))
+
+    def _finish(self, running: list[futures.Future[Any]]) -> None:
+        # Threads take calls in the order of their submission: none of these waits behind this one.
+        futures.wait(running)
+        self._slots.close()
+
+    def _names(self, keys: Sequence[ObjectKey]) -> list[str]:
+        return [f"{self._prefix}.{key.text()}" for key in keys]
+
+    def _exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        codes = self._client.exists(self._names(keys))
+        if codes and all(code < 0 for code in codes):
+            raise StorageError(f"Mooncake cannot tell what exists: {name_of(codes[0])}")
+        return bytearray([code == 1 for code in codes])
+
+    def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = [Outcome.FAILED] * len(keys)
+        for places in distinct(keys):
+            some = self._read([keys[place] for place in places], [slots[place] for place in places])
+            for place, outcome in zip(places, some, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    def _read(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        codes = self._client.get(self._names(keys), *self._slots.buffers(slots))
+        outcomes = [get_outcome(code, self._slots.object_bytes) for code in codes]
+        for place, outcome in enumerate(outcomes):
+            if outcome is Outcome.HIT:
+                outcomes[place] = self._binding.check(slots[place], keys[place])
+        self._log_failures("get", codes, outcomes)
+        self._drop([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT])
+        return outcomes
+
+    def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        buffers = self._slots.buffers(slots)
+        for key, slot in zip(keys, slots, strict=True):
+            self._binding.seal(slot, key)
+        codes = self._client.put(self._names(keys), *buffers)
+        outcomes = [put_outcome(code) for code in codes]
+        self._log_failures("put", codes, outcomes)
+        return outcomes
+
+    def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        codes = self._client.remove(self._names(keys))
+        outcomes = [delete_outcome(code) for code in codes]
+        self._log_failures("delete", codes, outcomes)
+        return outcomes
+
+    def _drop(self, damaged: Sequence[ObjectKey]) -> None:
+        if damaged:
+            logger.warning("pool %s: %d damaged pages are removed", self._binding.pool, len(damaged))
+            self._client.remove(self._names(damaged))
+
+    def _log_failures(self, verb: str, codes: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        failed = [code for code, outcome in zip(codes, outcomes, strict=True) if outcome is Outcome.FAILED]
+        if failed:
+            reasons = {name_of(code): count for code, count in Counter(failed).items()}
+            logger.info("pool %s: %s of %d pages: %s", self._binding.pool, verb, len(codes), reasons)
+
+    def __repr__(self) -> str:
+        return f"<MooncakeEngine {self._binding.pool}: {len(self._running)} calls running>"
+
+
+def distinct(keys: Sequence[ObjectKey]) -> list[list[int]]:
+    """Places of `keys` in groups, none of which has a key twice: of the slots that are named for one key
+    in one call, Mooncake fills one only, and says that it filled all.
+    """
+    groups: list[list[int]] = []
+    seen: Counter[ObjectKey] = Counter()
+    for place, key in enumerate(keys):
+        if seen[key] == len(groups):
+            groups.append([])
+        groups[seen[key]].append(place)
+        seen[key] += 1
+    return groups

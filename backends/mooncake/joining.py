@@ -1,0 +1,98 @@
+"""How a cluster is joined: Mooncake's client is found, tried in another process, and set up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol, cast
+
+from asynchicache.backends.mooncake.options import MooncakeOptions
+from asynchicache.backends.mooncake.store import Store, reach
+from asynchicache.errors import StorageError
+
+_COMPLAINTS = 3
+_SCRIPT = Path(__file__).with_name("rehearsal.py")
+
+
+class NewStore(Store, Protocol):
+    """A store that is not set up yet."""
+
+    def setup(self, config: dict[str, str]) -> int: ...
+
+
+def join(options: MooncakeOptions) -> Store:
+    """A store that has joined the cluster; blocks.
+
+    Setting up holds the GIL, for 20 to 140 ms if all is well and for minutes if it is not. So it is
+    tried in a process of its own first.
+
+    Raises:
+        StorageError: Mooncake is not installed, its master does not answer, or it refuses the options.
+    """
+    store = new_store()
+    if options.master_address is not None:
+        check_port(options.master_address)
+    rehearse(options)
+    code = store.setup(options.setup())
+    if code != 0:
+        raise StorageError(
+            f"Mooncake refuses {options.setup()} with code {code}; it logs the reason to stderr"
+        )
+    return store
+
+
+def new_store() -> NewStore:
+    """
+    Raises:
+        StorageError: Mooncake, or a library that it needs, is not installed.
+    """
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise StorageError(
+            "storage 'mooncake' needs one of two wheels, asynchicache[mooncake-non-cuda] or, with CUDA's "
+            "libraries, asynchicache[mooncake-cuda], and the system's libibverbs1, libnuma1 and libcurl4: "
+            f"{error}"
+        ) from error
+    return cast("NewStore", MooncakeDistributedStore())
+
+
+def check_port(address: tuple[str, int]) -> None:
+    """
+    Raises:
+        StorageError: nobody listens there, or not within a second.
+    """
+    try:
+        reach(address)
+    except OSError as error:
+        host, port = address
+        raise StorageError(
+            f"no Mooncake master answers at {host}:{port} ({error}); start mooncake_master there"
+        ) from error
+
+
+def rehearse(options: MooncakeOptions) -> None:
+    """Join as a client that lends nothing, and leave, in another process.
+
+    Raises:
+        StorageError: that failed, or took longer than `open_seconds`; with what Mooncake logged.
+    """
+    setup = options.setup() | {"global_segment_size": "0"}
+    command = [sys.executable, "-P", str(_SCRIPT), json.dumps({"path": sys.path, "setup": setup})]
+    try:
+        done = subprocess.run(  # noqa: S603 - this Python, with a script of ours
+            command, stderr=subprocess.PIPE, timeout=options.open_seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        reason = f"not within {options.open_seconds:g} s; is that a Mooncake master?"
+        raise StorageError(_cannot_join(options, reason, error.stderr)) from None
+    if done.returncode != 0:
+        raise StorageError(_cannot_join(options, "Mooncake refuses", done.stderr))
+
+
+def _cannot_join(options: MooncakeOptions, reason: str, log: bytes | None) -> str:
+    lines = (log or b"").decode(errors="replace").splitlines()
+    complaints = [line for line in lines if line.startswith("E")][:_COMPLAINTS] or lines[-_COMPLAINTS:]
+    return f"cannot join the cluster of {options.master} with {options.setup()}: {reason} {complaints}"

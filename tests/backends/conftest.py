@@ -1,0 +1,27 @@
+"""Servers that tests of backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asynchicache.backends.mooncake import MooncakeOptions
+from asynchicache.backends.mooncake.joining import join
+from asynchicache.backends.mooncake.store import Store
+from storage.mooncake_cluster import Cluster, cluster, own_network
+
+
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[Cluster]:
+    """A Mooncake cluster with one node, for tests that leave it alive."""
+    with own_network(), cluster() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def mooncake_store(mooncake: Cluster) -> Iterator[Store]:
+    """One client of that cluster for many tests: leaving takes it a second."""
+    store = join(MooncakeOptions.of(mooncake.options()))
+    yield store
+    store.close()
