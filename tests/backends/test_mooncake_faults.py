@@ -1,0 +1,201 @@
+"""Masters and nodes of Mooncake that are killed, paused and brought back, under the engine and the core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+
+import pytest
+
+from asynchicache.backends.mooncake.codes import Code, get_outcome, put_outcome
+from asynchicache.backends.mooncake.joining import join
+from asynchicache.backends.mooncake.options import MooncakeOptions
+from asynchicache.backends.mooncake.store import Store
+from asynchicache.errors import StorageError
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.pool import GuardedPool, PoolLimits
+from asynchicache.testing.backends import Bench
+from asynchicache.testing.faults import FaultRates, Faulty
+from asynchicache.types import Outcome
+from storage.mooncake_cluster import (
+    Cluster,
+    Watched,
+    backend_of,
+    binding_of,
+    cluster,
+    open_bench,
+    own_network,
+)
+
+HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FAILED
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.engine("mooncake")]
+
+
+@pytest.fixture
+def mortal() -> Iterator[Cluster]:
+    """A cluster of the test's own, whose master forgets a dead node after 2 seconds."""
+    with own_network(), cluster(master_flags=("--client_ttl=2",)) as made:
+        yield made
+
+
+@asynccontextmanager
+async def watched_bench(made: Cluster) -> AsyncIterator[tuple[Bench, Watched]]:
+    """A pool with two pages in it, and its store."""
+    store = join(MooncakeOptions.of(made.options()))
+    watched = Watched(store)
+    try:
+        async with backend_of(made, watched) as backend:
+            bench = await open_bench(backend)
+            assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
+            yield bench, watched
+    finally:
+        store.close()
+
+
+async def test_a_killed_master_costs_misses_and_comes_back_without_a_restart_of_ours(mortal: Cluster) -> None:
+    async with watched_bench(mortal) as (bench, store):
+        keys = bench.keys(1, 2)
+        mortal.master.kill()
+
+        with pytest.raises(StorageError, match="RPC_FAIL"):  # Mooncake notices
+            await bench.engine.exists(keys)
+        asked = len(store.log)
+        assert await bench.get(keys, [2, 3]) == [FAILED] * 2
+        assert await bench.put(keys, [0, 1]) == [FAILED] * 2
+        assert await bench.engine.delete(keys) == [FAILED] * 2
+        with pytest.raises(StorageError, match="RPC_FAIL"):
+            await bench.engine.exists(keys)
+        assert len(store.log) == asked, "each of these would have blocked for 4 seconds"
+
+        mortal.master.start()  # all that it knew is lost
+        assert await bench.get(keys, [2, 3]) == [MISS] * 2
+        while await bench.put(keys, [0, 1]) != [STORED] * 2:  # until the node has lent its memory again
+            pass
+        assert await bench.get(keys, [2, 3]) == [HIT] * 2
+
+
+async def test_a_killed_node_makes_exists_stale_until_the_master_notices(mortal: Cluster) -> None:
+    async with watched_bench(mortal) as (bench, _):
+        keys = bench.keys(1, 2)
+        mortal.node.kill()
+
+        assert await bench.engine.exists(keys) == bytes([1, 1])
+        assert await bench.get(keys, [2, 3]) == [FAILED] * 2
+        while await bench.engine.exists(keys) != bytes(2):
+            assert await bench.get(keys, [2, 3]) in ([FAILED] * 2, [MISS] * 2)
+
+        assert await bench.get(keys, [2, 3]) == [MISS] * 2
+        assert await bench.put(keys, [0, 1]) == [Outcome.REJECTED] * 2  # nobody lends memory now
+        mortal.node.start()
+        assert await bench.put(keys, [0, 1]) == [STORED] * 2
+        assert await bench.get(keys, [2, 3]) == [HIT] * 2
+
+
+async def test_a_cluster_that_lends_no_memory_rejects() -> None:
+    with own_network(), cluster(nodes=False) as empty:
+        async with backend_of(empty) as backend:
+            bench = await open_bench(backend)
+
+            assert await bench.put(bench.keys(1), [0]) == [Outcome.REJECTED]
+            assert await bench.get(bench.keys(1), [0]) == [MISS]
+
+
+async def test_a_page_lives_in_the_memory_that_this_process_lends() -> None:
+    with own_network(), cluster(nodes=False) as empty:
+        async with backend_of(empty, segment_bytes=16 << 20) as backend:
+            bench = await open_bench(backend)
+            assert await bench.put(bench.keys(1), [0]) == [STORED]
+            assert await bench.get(bench.keys(1), [5]) == [HIT]
+
+        async with backend_of(empty) as backend:
+            bench = await open_bench(backend)
+            assert await bench.get(bench.keys(1), [5]) == [MISS]
+
+
+async def test_a_read_that_hangs_keeps_its_slots_until_it_ends(mortal: Cluster) -> None:
+    """Bytes arrive after the deadline, so the slots are not free before."""
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2)
+        stack.push_async_callback(port.aclose)
+        bench, _ = await stack.enter_async_context(watched_bench(mortal))
+        guard = GuardedPool(bench.engine, bench.binding, port, PoolLimits(deadline=0.2))
+        stack.push_async_callback(guard.aclose)
+        keys = bench.keys(1, 2)
+        bench.poison([5, 6])
+        mortal.node.pause()
+
+        batch = await guard.get(keys, [5, 6])
+
+        assert batch.outcomes == [Outcome.TIMEOUT] * 2
+        assert batch.lingering is not None
+        assert not batch.lingering.done()
+        mortal.node.resume()
+        await batch.lingering
+        assert bench.holds(keys[0], 5)
+        assert bench.holds(keys[1], 6)
+
+
+async def test_closing_waits_for_a_running_call_even_if_its_caller_does_not(mortal: Cluster) -> None:
+    async with watched_bench(mortal) as (bench, store):
+        mortal.node.pause()
+        getting = asyncio.create_task(bench.engine.get(bench.keys(1), [5]))
+        await asyncio.to_thread(store.wait_for, "batch_get_into_multi_buffers")
+        getting.cancel()
+        closing = asyncio.create_task(bench.engine.aclose())
+        await asyncio.wait([getting])
+        impatient = asyncio.create_task(bench.engine.aclose())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        assert not closing.done()
+        assert store.count("unregister_buffer") == 0
+
+        mortal.node.resume()
+        await closing
+
+    ended = store.log.index(("batch_get_into_multi_buffers", "ends"))
+    assert ended < store.log.index(("unregister_buffer", "begins"))
+    assert store.count("unregister_buffer") == 2
+
+
+async def test_faults_above_a_real_cluster_never_give_other_bytes(
+    mooncake: Cluster, mooncake_store: Store
+) -> None:
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=4, seed=0)
+        stack.push_async_callback(port.aclose)
+        backend = await stack.enter_async_context(backend_of(mooncake, mooncake_store))
+        faults = Faulty(backend, FaultRates(), Random(7))
+        binding = binding_of()
+        bench = Bench(await faults.open_pool(binding), binding)
+        guard = GuardedPool(bench.engine, binding, port, PoolLimits(failures=1000))
+        stack.push_async_callback(guard.aclose)
+        faults.rates = FaultRates(fail=0.1, raises=0.1, partial=0.2, lie=0.2, swap=0.3)
+        seen = set()
+        for first in range(0, 200, 8):
+            keys = bench.keys(*range(first, first + 8))
+            bench.fill(keys, range(8))
+            await guard.put(keys, range(8))
+            await guard.exists(keys)
+            bench.poison(range(8, 16))
+            for key, slot, outcome in zip(
+                keys, range(8, 16), (await guard.get(keys, range(8, 16))).outcomes, strict=True
+            ):
+                seen.add(outcome)
+                assert outcome is not HIT or bench.holds(key, slot)
+
+    assert seen == {HIT, MISS, FAILED, Outcome.CORRUPT}
+    assert set(faults.injected) == {"fail", "raises", "partial", "lie", "swap"}
+
+
+@pytest.mark.parametrize("code", [code for code in Code if code < 0])
+async def test_no_code_is_a_success(code: Code) -> None:
+    assert get_outcome(code, 100) in (MISS, FAILED, Outcome.CORRUPT)
+    assert put_outcome(code) in (Outcome.EXISTS, FAILED, Outcome.REJECTED)
+
+
+async def test_a_code_that_nobody_knows_is_a_failure() -> None:
+    assert (get_outcome(-12345, 100), put_outcome(-12345)) == (FAILED, FAILED)
+    assert (get_outcome(99, 100), put_outcome(7)) == (Outcome.CORRUPT, FAILED)
