@@ -51,14 +51,27 @@ class MooncakeBackend:
                 or it refuses the options or the memory.
             ClosedError: the backend is closed.
         """
-        if self._closed:
-            raise ClosedError(f"mooncake backend of {self._options.master} is closed")
+        self._check_open()
         identity = (binding.pool, binding.shard, binding.fingerprint)
         self._check_free(identity)
         # A task of our own: what is registered must not be lost if the caller is cancelled.
         opening = asyncio.create_task(self._open(binding))
         self._engines[identity] = opening
         return await asyncio.shield(opening)
+
+    async def clear(self) -> int:
+        """Delete every page of the namespace, of all pools and models; other keys are not touched.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            StorageError: the cluster cannot be joined, or does not answer.
+            ClosedError: the backend is closed.
+        """
+        self._check_open()
+        client = await self._join()
+        return await self._run(partial(client.clear, self._options.namespace))
 
     async def aclose(self) -> None:
         self._closed = True
@@ -69,6 +82,10 @@ class MooncakeBackend:
                 await opened.result().aclose()
         await self._leave()
         self._threads.shutdown(wait=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"mooncake backend of {self._options.master} is closed")
 
     def _check_free(self, identity: Identity) -> None:
         opened = self._engines.get(identity)
@@ -82,7 +99,7 @@ class MooncakeBackend:
         slots = await self._run(partial(RegisteredSlots, client.store, binding))
         options = self._options
         return MooncakeEngine(
-            binding, client, slots, self._threads, concurrency=options.threads, prefix=options.prefix
+            binding, client, slots, self._threads, concurrency=options.threads, namespace=options.namespace
         )
 
     async def _join(self) -> Client:

@@ -36,7 +36,7 @@ class MooncakeEngine:
         slots: those of the binding, registered; closed with the engine.
         threads: where calls run.
         concurrency: how many of them there are.
-        prefix: begins every key.
+        namespace: what every key begins with.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class MooncakeEngine:
         threads: futures.Executor,
         *,
         concurrency: int,
-        prefix: str,
+        namespace: str,
     ) -> None:
         self.capabilities = Capabilities(durable=False, checks=True, shared=True, concurrency=concurrency)
         self._binding = binding
         self._client = client
         self._slots = slots
         self._threads = threads
-        self._prefix = prefix
+        self._namespace = namespace
         self._running: set[futures.Future[Any]] = set()
         self._closing: futures.Future[None] | None = None
 
@@ -102,7 +102,7 @@ class MooncakeEngine:
         self._slots.close()
 
     def _names(self, keys: Sequence[ObjectKey]) -> list[str]:
-        return [f"{self._prefix}.{key.text()}" for key in keys]
+        return [f"{self._namespace}:{key.text()}" for key in keys]
 
     def _exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         codes = self._client.exists(self._names(keys))

@@ -11,7 +11,7 @@ from asynchicache.backends.options import Options
 LEAST_SEGMENT_BYTES = 16 << 20
 """Mooncake refuses to lend less."""
 
-_PREFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 
 
@@ -29,8 +29,7 @@ class MooncakeOptions:
             process. Default: 0, none.
         replicas: copies of every page, on different nodes. Default: 1.
         threads: calls that run at once. Default: 4.
-        prefix: begins every key, and keeps these pages apart from what else is in the cluster.
-            Default: `asynchicache`.
+        namespace: what every key begins with; nothing else is touched. Default: `asynchicache`.
         open_seconds: how long opening may take. Default: 10.
     """
 
@@ -42,7 +41,7 @@ class MooncakeOptions:
     segment_bytes: int = 0
     replicas: int = 1
     threads: int = 4
-    prefix: str = "asynchicache"
+    namespace: str = "asynchicache"
     open_seconds: float = 10.0
 
     @classmethod
@@ -61,7 +60,7 @@ class MooncakeOptions:
             segment_bytes=_segment_bytes(taken),
             replicas=taken.positive("replicas") or _DEFAULT.replicas,
             threads=taken.positive("threads") or _DEFAULT.threads,
-            prefix=_prefix(taken),
+            namespace=_namespace(taken),
             open_seconds=_open_seconds(taken),
         )
         taken.finish()
@@ -106,11 +105,11 @@ def _segment_bytes(taken: Options) -> int:
     return size
 
 
-def _prefix(taken: Options) -> str:
-    prefix = taken.take("prefix", str, _DEFAULT.prefix)
-    if not _PREFIX.fullmatch(prefix):
-        raise taken.refused("prefix", prefix, "must be 1 to 64 letters, digits, `.`, `_` and `-`")
-    return prefix
+def _namespace(taken: Options) -> str:
+    namespace = taken.take("namespace", str, _DEFAULT.namespace)
+    if not _NAMESPACE.fullmatch(namespace):
+        raise taken.refused("namespace", namespace, "must be 1 to 64 letters, digits, `.`, `_` and `-`")
+    return namespace
 
 
 def _open_seconds(taken: Options) -> float:

@@ -9,6 +9,10 @@ from asynchicache.backends.mooncake.store import Store
 from asynchicache.errors import StorageError, UsageError
 from asynchicache.storage.protocol import PoolBinding
 
+_PIECE_BYTES = 256 << 10
+"""Bytes of a page that are one buffer to Mooncake, which moves a page's buffers side by side over TCP:
+measured over loopback, pages of 2 and 4 MiB take half the time in such pieces that they take whole."""
+
 
 class RegisteredSlots:
     """Headers and pages of a pool, registered with a store until `close`.
@@ -31,7 +35,9 @@ class RegisteredSlots:
         self._pool = binding.pool
         self._slots = pages.nbytes // binding.slot_bytes
         self._strides = (binding.header_bytes, binding.slot_bytes)
-        self._sizes = [binding.header_bytes, binding.page_bytes]  # without padding
+        starts = range(0, binding.page_bytes, _PIECE_BYTES)
+        self._pieces = [(start, min(_PIECE_BYTES, binding.page_bytes - start)) for start in starts]
+        self._sizes = [binding.header_bytes, *(size for _, size in self._pieces)]  # without padding
         self._bases: list[int] = []
         for region in self._regions:
             self._register(region)
@@ -42,23 +48,26 @@ class RegisteredSlots:
         return sum(self._sizes)
 
     def buffers(self, slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Addresses and sizes of header and page of each slot.
+        """Addresses and sizes of the header and the pieces of the page of each slot.
 
         Raises:
             UsageError: there is no such slot.
         """
-        headers, pages = self._bases
-        header_stride, page_stride = self._strides
-        for slot in slots:
-            if not 0 <= slot < self._slots:
-                raise UsageError(f"pool {self._pool!r} has slots 0 to {self._slots - 1}, and no slot {slot}")
-        pointers = [[headers + slot * header_stride, pages + slot * page_stride] for slot in slots]
+        pointers = [self._addresses(slot) for slot in slots]
         return pointers, [self._sizes] * len(pointers)
 
     def close(self) -> None:
         """Mooncake may no longer use the memory; twice is harmless. No call may be running."""
         while self._bases:
             self._store.unregister_buffer(self._bases.pop())
+
+    def _addresses(self, slot: int) -> list[int]:
+        if not 0 <= slot < self._slots:
+            raise UsageError(f"pool {self._pool!r} has slots 0 to {self._slots - 1}, and no slot {slot}")
+        headers, pages = self._bases
+        header_stride, page_stride = self._strides
+        page = pages + slot * page_stride
+        return [headers + slot * header_stride, *(page + start for start, _ in self._pieces)]
 
     def _register(self, region: memoryview) -> None:
         address = address_of(region)

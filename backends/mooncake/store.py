@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from asynchicache.backends.mooncake.codes import Code, master_is_away
+from asynchicache.backends.mooncake.codes import Code, master_is_away, name_of
+from asynchicache.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Store(Protocol):
     ) -> list[int]: ...
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+
+    def remove_by_regex(self, regex_pattern: str, force: bool) -> int: ...
 
     def close(self) -> int: ...
 
@@ -74,6 +77,18 @@ class Client:
     def remove(self, keys: list[str]) -> list[int]:
         """0, or a negative code, for each key; leases of readers do not hinder it."""
         return self._ask(keys, partial(self.store.batch_remove, keys, True))
+
+    def clear(self, namespace: str) -> int:
+        """Remove every key that begins with `namespace:`, and say how many.
+
+        Raises:
+            StorageError: the master does not answer.
+        """
+        pattern = f"^{namespace.replace('.', '[.]')}:.*"
+        (count,) = self._ask([pattern], lambda: [self.store.remove_by_regex(pattern, True)])
+        if count < 0:
+            raise StorageError(f"Mooncake cannot clear {namespace!r}: {name_of(count)}")
+        return count
 
     def close(self) -> None:
         """Leave the cluster; takes a second. No call may be running, and none may follow."""

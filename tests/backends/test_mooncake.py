@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AsyncExitStack
 from itertools import count
 
 import pytest
@@ -11,7 +12,7 @@ from asynchicache import HybridCache, Tier
 from asynchicache.backends.mooncake import open_backend
 from asynchicache.backends.mooncake.codes import Code
 from asynchicache.backends.mooncake.slots import address_of
-from asynchicache.backends.mooncake.store import Store
+from asynchicache.backends.mooncake.store import Client, Store
 from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.types import Outcome
@@ -30,18 +31,18 @@ from storage.mooncake_cluster import (
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 
 on_mooncake = pytest.mark.engine("mooncake")
-prefixes = (f"test-{number}" for number in count())
+namespaces = (f"test-{number}" for number in count())
 
 
 @on_mooncake
 @pytest.mark.asyncio
 async def test_pages_outlive_the_client_that_put_them(mooncake: Cluster) -> None:
-    prefix = next(prefixes)
-    async with backend_of(mooncake, prefix=prefix) as backend:
+    namespace = next(namespaces)
+    async with backend_of(mooncake, namespace=namespace) as backend:
         bench = await open_bench(backend)
         assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
 
-    async with backend_of(mooncake, prefix=prefix) as backend:
+    async with backend_of(mooncake, namespace=namespace) as backend:
         bench = await open_bench(backend)
         assert await bench.engine.exists(bench.keys(1, 2, 3)) == bytes([1, 1, 0])
         assert await bench.get(bench.keys(1, 2, 3), [7, 8, 9]) == [HIT, HIT, MISS]
@@ -49,10 +50,10 @@ async def test_pages_outlive_the_client_that_put_them(mooncake: Cluster) -> None
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_a_prefix_keeps_pages_apart(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_a_namespace_keeps_pages_apart(mooncake: Cluster, mooncake_store: Store) -> None:
     async with (
-        backend_of(mooncake, mooncake_store, prefix=next(prefixes)) as mine,
-        backend_of(mooncake, mooncake_store, prefix=next(prefixes)) as yours,
+        backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as mine,
+        backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as yours,
     ):
         my_bench, your_bench = await open_bench(mine), await open_bench(yours)
         await my_bench.put(my_bench.keys(1), [0])
@@ -63,9 +64,31 @@ async def test_a_prefix_keeps_pages_apart(mooncake: Cluster, mooncake_store: Sto
 
 @on_mooncake
 @pytest.mark.asyncio
+async def test_clear_stays_in_its_namespace(mooncake: Cluster, mooncake_store: Store) -> None:
+    benches = {}
+    async with AsyncExitStack() as stack:
+        for namespace in ("a.b", "a.bc", "axb", "xa.b"):
+            backend = await stack.enter_async_context(
+                backend_of(mooncake, mooncake_store, namespace=namespace)
+            )
+            benches[namespace] = (backend, bench := await open_bench(backend))
+            await bench.put(bench.keys(1, 2), [0, 1])
+            await bench.get(bench.keys(1), [2])  # a lease does not keep it
+
+        assert await benches["a.b"][0].clear() == 2
+        assert await benches["a.b"][0].clear() == 0
+
+        there = {
+            name: sum(await bench.engine.exists(bench.keys(1, 2))) for name, (_, bench) in benches.items()
+        }
+    assert there == {"a.b": 0, "a.bc": 2, "axb": 2, "xa.b": 2}
+
+
+@on_mooncake
+@pytest.mark.asyncio
 async def test_every_address_lies_in_registered_memory(mooncake: Cluster, mooncake_store: Store) -> None:
     store = Watched(mooncake_store)
-    async with backend_of(mooncake, store, prefix=next(prefixes)) as backend:
+    async with backend_of(mooncake, store, namespace=next(namespaces)) as backend:
         bench = await open_bench(backend)
         keys = bench.keys(*range(32))
         await bench.put(keys, range(32))
@@ -87,8 +110,20 @@ async def test_every_address_lies_in_registered_memory(mooncake: Cluster, moonca
 
 @on_mooncake
 @pytest.mark.asyncio
+async def test_a_state_of_many_pieces_is_one_object(mooncake: Cluster, mooncake_store: Store) -> None:
+    async with backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as backend:
+        bench = await open_bench(backend, binding_of("mamba", page_bytes=(20 << 20) + 77, slots=2))
+        keys = bench.keys(1)
+
+        assert await bench.put(keys, [0]) == [STORED]
+        assert await bench.get(keys, [1]) == [HIT]
+        assert await bench.engine.delete(keys) == [HIT]
+
+
+@on_mooncake
+@pytest.mark.asyncio
 async def test_a_slot_that_is_not_there_is_refused(mooncake: Cluster, mooncake_store: Store) -> None:
-    async with backend_of(mooncake, mooncake_store, prefix=next(prefixes)) as backend:
+    async with backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as backend:
         bench = await open_bench(backend)
         for slot in (-1, 32):
             with pytest.raises(UsageError, match="slots 0 to 31"):
@@ -98,7 +133,7 @@ async def test_a_slot_that_is_not_there_is_refused(mooncake: Cluster, mooncake_s
 @on_mooncake
 @pytest.mark.asyncio
 async def test_a_pool_is_opened_once_and_its_memory_let_go(mooncake: Cluster, mooncake_store: Store) -> None:
-    async with backend_of(mooncake, mooncake_store, prefix=next(prefixes)) as backend:
+    async with backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as backend:
         binding = binding_of()
         bench = await open_bench(backend, binding)
         with pytest.raises(StorageError, match="pool 'kv', shard '' is open"):
@@ -123,16 +158,16 @@ async def test_what_is_not_a_page_is_dropped_and_comes_again(
     mooncake: Cluster, mooncake_store: Store, grown: int
 ) -> None:
     """Somebody else's object under our key: of our size, or larger."""
-    prefix = next(prefixes)
-    async with backend_of(mooncake, mooncake_store, prefix=prefix) as backend:
+    namespace = next(namespaces)
+    async with backend_of(mooncake, mooncake_store, namespace=namespace) as backend:
         bench = await open_bench(backend)
         keys = bench.keys(1, 2)
         _, pages = bench.binding.regions()
         pages[:] = b"x" * len(pages)
         size = bench.binding.header_bytes + bench.binding.page_bytes + grown
-        name = f"{prefix}.{keys[0].text()}"
-        put = mooncake_store.batch_put_from_multi_buffers
-        assert put([name], [[address_of(pages)]], [[size]]) == [Code.OK]
+        name = f"{namespace}:{keys[0].text()}"
+        client = Client(mooncake_store, None, 1)
+        assert client.put([name], [[address_of(pages)]], [[size]]) == [Code.OK]
         await bench.put(keys[1:], [5])
 
         assert await bench.get(keys, [8, 9]) == [CORRUPT, HIT]
@@ -145,12 +180,12 @@ async def test_what_is_not_a_page_is_dropped_and_comes_again(
 @on_mooncake
 @pytest.mark.asyncio
 async def test_a_small_object_under_our_key_is_no_hit(mooncake: Cluster, mooncake_store: Store) -> None:
-    prefix = next(prefixes)
-    async with backend_of(mooncake, mooncake_store, prefix=prefix) as backend:
+    namespace = next(namespaces)
+    async with backend_of(mooncake, mooncake_store, namespace=namespace) as backend:
         bench = await open_bench(backend)
         (key,) = bench.keys(1)
         address = address_of(bench.binding.page(0))
-        mooncake_store.batch_put_from_multi_buffers([f"{prefix}.{key.text()}"], [[address]], [[100]])
+        Client(mooncake_store, None, 1).put([f"{namespace}:{key.text()}"], [[address]], [[100]])
 
         assert await bench.get([key], [1]) == [Outcome.FAILED]
 
@@ -183,7 +218,7 @@ async def fill(full: Cluster) -> None:
 @on_mooncake
 @pytest.mark.asyncio
 async def test_the_whole_cache_finds_its_pages_after_a_restart(mooncake: Cluster) -> None:
-    options = config(storage="mooncake", storage_options=mooncake.options(prefix=next(prefixes)))
+    options = config(storage="mooncake", storage_options=mooncake.options(namespace=next(namespaces)))
     prompt = list(range(1, 21))
     async with HybridCache.open(SPEC, options) as cache:
         assert (await Engine(cache).serve(prompt)).tokens == 0
@@ -206,8 +241,8 @@ async def test_the_whole_cache_finds_its_pages_after_a_restart(mooncake: Cluster
         ({"segment_bytes": -1}, "segment_bytes=-1 must be 0, or at least"),
         ({"threads": 0}, "threads=0 must be above 0"),
         ({"replicas": -1}, "replicas=-1 must be above 0"),
-        ({"prefix": "a/b"}, "prefix='a/b' must be 1 to 64 letters"),
-        ({"prefix": ""}, "prefix='' must be"),
+        ({"namespace": "a/b"}, "namespace='a/b' must be 1 to 64 letters"),
+        ({"namespace": ""}, "namespace='' must be"),
         ({"open_seconds": 0}, "open_seconds=0.0 must be above 0"),
         ({"rdma": True}, r"has no option \['rdma'\]"),
     ],

@@ -24,7 +24,7 @@ class MooncakeConformance(BackendConformance):
     def _join(self, mooncake: Cluster, mooncake_store: Store) -> None:
         self.open_mooncake: Callable[[Port, Path], MooncakeBackend] = lambda port, folder: MooncakeBackend(
             # What one test put, others must not find; a folder of pytest's belongs to one test.
-            MooncakeOptions.of(mooncake.options(prefix=f"{type(self).__name__}.{folder.name}"[:64])),
+            MooncakeOptions.of(mooncake.options(namespace=f"{type(self).__name__}.{folder.name}"[:64])),
             mooncake_store,
         )
 
@@ -34,8 +34,8 @@ class TestMooncake(MooncakeConformance):
         return self.open_mooncake(port, tmp_path)
 
 
-class TestMooncakeWithLargePages(MooncakeConformance):
-    page_bytes = 300_001
+class TestMooncakeWithPagesInPieces(MooncakeConformance):
+    page_bytes = 600_001
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return self.open_mooncake(port, tmp_path)

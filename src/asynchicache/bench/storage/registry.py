@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from asynchicache.bench.storage import file, memory, redis
+from asynchicache.bench.storage import file, memory, mooncake, redis
 from asynchicache.bench.storage.limits import Peer
 
 LIMITS: dict[str, Peer] = {
     "file": file.PEER,
     "memory": memory.PEER,
+    "mooncake": mooncake.PEER,
     "redis": redis.PEER,
 }
 """By the engine's name; an engine that is not here is measured without one."""

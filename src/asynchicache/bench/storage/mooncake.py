@@ -1,0 +1,104 @@
+"""What the mooncake engine is measured against: Mooncake's own client, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asynchicache.backends.mooncake.joining import join
+from asynchicache.backends.mooncake.options import MooncakeOptions
+from asynchicache.backends.mooncake.slots import address_of
+from asynchicache.bench.storage.limits import Limit, Peer, Setup
+from asynchicache.errors import ConfigError, StorageError
+
+Move = Callable[[list[str], list[int], list[int]], list[int]]
+
+
+class DirectLimit:
+    """One call of Mooncake's a batch, one buffer a page.
+
+    Args:
+        setup: the pages; the name of its folder begins every key.
+        store: a client of its own, with the pages' memory registered.
+    """
+
+    def __init__(self, setup: Setup, store: Any) -> None:
+        self._setup = setup
+        self._store = store
+        self._base = address_of(setup.memory(0))
+        self._turns = [0] * setup.pages
+
+    async def put(self, indices: Sequence[int]) -> None:
+        """Under new names, as the engine does: Mooncake writes no object twice."""
+        await self._setup.port.run_blocking(partial(self._put, indices))
+
+    async def get(self, indices: Sequence[int]) -> None:
+        expected = self._setup.page_bytes
+        await self._setup.port.run_blocking(
+            partial(self._move, self._store.batch_get_into, indices, expected)
+        )
+
+    async def aclose(self) -> None:
+        await self._setup.port.run_blocking(self._close)
+
+    def register(self) -> None:
+        """
+        Raises:
+            StorageError: Mooncake refuses.
+        """
+        code = self._store.register_buffer(self._base, self._setup.pages * self._setup.page_bytes)
+        if code != 0:
+            raise StorageError(f"Mooncake does not register the pages of the bench: code {code}")
+
+    def _put(self, indices: Sequence[int]) -> None:
+        self._store.batch_remove(self._names(indices), True)  # a small share of the time of a batch
+        for index in indices:
+            self._turns[index] += 1
+        self._move(self._store.batch_put_from, indices, 0)
+
+    def _move(self, move: Move, indices: Sequence[int], expected: int) -> None:
+        size = self._setup.page_bytes
+        pointers = [self._base + index * size for index in indices]
+        codes = move(self._names(indices), pointers, [size] * len(pointers))
+        wrong = [code for code in codes if code != expected]
+        if wrong:
+            raise StorageError(f"Mooncake returned {wrong[0]} for {len(wrong)} of {len(codes)} pages")
+
+    def _close(self) -> None:
+        self._store.batch_remove(self._names(range(self._setup.pages)), True)
+        self._store.unregister_buffer(self._base)
+        self._store.close()
+
+    def _names(self, indices: Sequence[int]) -> list[str]:
+        folder = self._setup.folder.name
+        return [f"{folder}.limit:{index}.{self._turns[index]}" for index in indices]
+
+
+async def open_limit(setup: Setup) -> Limit:
+    """A client of the cluster that the engine uses.
+
+    Raises:
+        StorageError: the cluster cannot be joined, or refuses the memory.
+    """
+    options = MooncakeOptions.of(setup.options)
+    limit = DirectLimit(setup, await setup.port.run_blocking(partial(join, options)))
+    limit.register()
+    return limit
+
+
+def engine_options(options: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """Pages go into a namespace of their own.
+
+    Raises:
+        ConfigError: nobody said which cluster, or somebody names the namespace.
+    """
+    if "namespace" in options:
+        raise ConfigError(f"--option namespace={options['namespace']}: the bench has one of its own")
+    if "master" not in options:
+        raise ConfigError("--engine mooncake: say which cluster, --option master=127.0.0.1:50051")
+    return {**options, "namespace": folder.name}
+
+
+PEER = Peer("Mooncake's client, called directly", open_limit, engine_options)
