@@ -74,6 +74,45 @@ def test_a_file_gets_the_json_and_people_the_table(
     assert "{" not in captured.out
 
 
+TRACE = Path(__file__).parents[1] / "data" / "traces" / "claude_code_weka_16_sessions.jsonl.gz"
+
+
+def test_replay_writes_its_keys_and_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--pools", "kv,mamba", "--capacity-share", "0.5", "--host-share", "0.5", "--policy", "slru"]
+    code = main(["replay", str(TRACE), *flags, "--checkpoint", "prompt", "--seed", "1", "--json", "-"])
+
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert code == 0
+    keys = {"hit_rate", "request_hit_rate", "tokens_by_tier", "evicted_pages", "states_kept"}
+    assert result.keys() >= keys
+    assert result["tokens_by_tier"].keys() == {"device", "host", "storage"}
+    assert result["prompt_tokens"] == 41_267_049
+    assert "no_checkpoint" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: TRACE"),
+        (["nowhere.jsonl.gz"], "cannot be read"),
+        ([__file__], "line 1"),
+        ([str(TRACE), "--capacity-share", "0"], "must be above 0"),
+        ([str(TRACE), "--pools", "kv,cache"], "pools 'kv,cache'"),
+        ([str(TRACE), "--policy", "best"], "invalid choice: 'best'"),
+        ([str(TRACE), "--checkpoint", "100"], "must be a multiple of the page size, 64"),
+    ],
+)
+def test_replay_refuses_what_it_cannot_mean(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["replay", *arguments])
+
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_doctor_lists_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json", "-"])
 

@@ -23,7 +23,7 @@ class Setting(NamedTuple):
     """One field that can be set from outside.
 
     Attributes:
-        name: of the field; `flag` is its name on the command line.
+        name: of the field; `flag` is what it is called on the command line.
         default: its value if nobody says otherwise; its type is the field's. A tuple is a flag that may
             be given again and again.
         help: one line for people.
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
 
 def option(

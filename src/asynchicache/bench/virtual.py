@@ -28,8 +28,32 @@ _ENDS = {
 }
 
 
-class VirtualCache:
-    """A planner whose copies and storage calls happen at once.
+class InstantCache:
+    """A planner whose copies happen at once and move nothing: what is where, and nothing else."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def carry_out(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self.move(copy)
+            node = self.planner.copied(copy, None)
+            if node is None:
+                continue
+            if copy.direction is Direction.BACKUP:
+                self.store(node)
+            else:
+                self.carry_out(self.planner.writer.backup(node))
+
+    def move(self, copy: Copy) -> None:
+        """Move what stands for bytes."""
+
+    def store(self, node: Node) -> None:
+        """The path to `node` has come to the host: write it to storage, if there is one."""
+
+
+class VirtualCache(InstantCache):
+    """Copies move stamps, and storage is a dictionary.
 
     A slot holds the digest of the page, or of the prefix of the state, that belongs there: enough to
     see a stale, swapped or unwritten one.
@@ -37,26 +61,20 @@ class VirtualCache:
 
     def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]]) -> None:
         """`slots`: device and host slots by pool; storage holds everything."""
-        self.planner = Planner(spec, slots)
+        super().__init__(Planner(spec, slots))
         self.memory: dict[tuple[str, Tier], list[bytes]] = {
             (name, tier): [b""] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
         }
         self._storage: dict[str, dict[bytes, bytes]] = {name: {} for name in slots}
 
-    def carry_out(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            source, destination = _ENDS[copy.direction]
-            for pool, taken, given in copy.transfers:
-                read, written = self.memory[pool, source], self.memory[pool, destination]
-                for origin, target in zip(taken, given, strict=True):
-                    written[target] = read[origin]
-            node = self.planner.copied(copy, None)
-            if node is not None and copy.direction is Direction.BACKUP:
-                self._store(node)
-            elif node is not None:
-                self.carry_out(self.planner.writer.backup(node))
+    def move(self, copy: Copy) -> None:
+        source, destination = _ENDS[copy.direction]
+        for pool, taken, given in copy.transfers:
+            read, written = self.memory[pool, source], self.memory[pool, destination]
+            for origin, target in zip(taken, given, strict=True):
+                written[target] = read[origin]
 
-    def _store(self, node: Node) -> None:
+    def store(self, node: Node) -> None:
         work = self.planner.writer.store(node)
         if work is None:
             return

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from asynchicache.bench import tree, workload
 from asynchicache.bench.demo.options import DemoOptions
 from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
 from asynchicache.bench.options import Options, option
+from asynchicache.bench.replay.options import ReplayOptions
+from asynchicache.bench.replay.run import run_replay
 from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
 from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.bench.storage.options import StorageBenchOptions
@@ -87,6 +90,12 @@ def _shared_prefix(options: SharedPrefixOptions, output: Output) -> Outcome:
     return Outcome(report.as_json(), report.present("shared prefix"), report.ok)
 
 
+def _replay(options: ReplayOptions, output: Output) -> Outcome:
+    with output.bar("requests") as advance:
+        report = run_replay(options, advance)
+    return Outcome(report.as_json(), report.present(Path(options.trace).name), report.ok)
+
+
 def _tree(options: TreeOptions, output: Output) -> Outcome:
     with output.console.status(f"tree, {options.scenario}"):
         result = tree.run_tree(
@@ -160,6 +169,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "remove some pools of a file store, and nothing else",
         stores.ClearOptions,
         stores.clear,
+    ),
+    Command[ReplayOptions](
+        ("replay",),
+        "a trace through the cache's decisions: what would it hit with these pools, sizes and policies",
+        ReplayOptions,
+        _replay,
     ),
     Command[DoctorOptions](
         ("doctor",),

@@ -1,4 +1,4 @@
-"""The command line: `asynchicache demo | bench | verify | clear | doctor`.
+"""The command line: `asynchicache demo | bench | replay | verify | clear | doctor`.
 
 Exit codes: 0 it ran and what it checked held; 1 a violation, or it could not run; 2 bad arguments;
 130 interrupted.
@@ -85,7 +85,7 @@ def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     text = f"{setting.help} (default: {setting.default})"
     kind = type(setting.default)
     if setting.positional:
-        parser.add_argument(setting.name, metavar=setting.name.upper(), help=setting.help)
+        parser.add_argument(setting.name, metavar=setting.flag, help=setting.help)
     elif isinstance(setting.default, bool):
         parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=setting.help)
     elif isinstance(setting.default, tuple):

@@ -1,0 +1,134 @@
+"""Requests of a trace through the planner, one after the other: every decision, and no bytes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
+from asynchicache.bench.virtual import InstantCache
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.sequence import Sequence
+from asynchicache.errors import CapacityError
+from asynchicache.tree.node import FULL
+from asynchicache.types import TOKEN_BYTES, MissReason, Tier
+
+IDS_A_BLOCK = 2
+"""A block of a trace is a page of two ids, and the rest of a prompt, if any, is one id: as in a serving
+engine, a page that is not whole takes a slot and is never published."""
+
+
+class Miss(NamedTuple):
+    """Why tokens were computed: the pool that held them back, and what was wrong with it."""
+
+    pool: str
+    reason: str
+
+
+class Served(NamedTuple):
+    """What one request was given.
+
+    Attributes:
+        prompt_tokens, hit_tokens: of the prompt, and what of it the cache served.
+        tier: the farthest tier that a pool of the hit came from.
+        reason: why it was not more, as `request.hit` says it.
+        misses: the other tokens of the prompt.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    tier: Tier
+    reason: MissReason
+    misses: Mapping[Miss, int]
+
+
+class Player:
+    """A serving engine without a model. Prompts are all that it serves: no trace says which tokens were
+    generated.
+    """
+
+    def __init__(self, planner: Planner, trace: Trace) -> None:
+        self._planner = planner
+        self._cache = InstantCache(planner)
+        self._block_size = trace.block_size
+        self._had_state = np.zeros(trace.blocks, bool)
+
+    def serve(self, request: TraceRequest, known: int) -> Served:
+        """Match, load, compute and publish one prompt, of which `known` blocks came before."""
+        blocks = request.blocks()
+        try:
+            sequence = self._planner.open(self._tokens(request, blocks), b"")
+        except CapacityError:
+            return self._refused(request, known)
+        self._cache.carry_out(self._planner.meet(sequence))
+        self._cache.carry_out(self._planner.load(sequence))
+        served = self._served(request, sequence, blocks, known)
+        self._compute(sequence, blocks)
+        self._planner.release(sequence)
+        return served
+
+    def _tokens(self, request: TraceRequest, blocks: Ids) -> array[int]:
+        ids = array("q")
+        ids.frombytes(np.repeat(blocks, IDS_A_BLOCK).tobytes())
+        if request.tokens % self._block_size:
+            ids.frombytes(bytes(TOKEN_BYTES))
+        return ids
+
+    # Computing
+
+    def _compute(self, sequence: Sequence, blocks: Ids) -> None:
+        """Publish the prompt, with states where the planner wants them."""
+        planner = self._planner
+        cuts = planner.cuts(sequence)
+        if len(sequence.tokens) % IDS_A_BLOCK == 0:
+            sequence.tokens.append(0)  # the first token generated: the last forward ends behind the block
+        planner.extend(sequence, len(sequence.tokens) - sequence.reserved)
+        self._cache.carry_out(planner.writer.clean())
+        for cut in cuts:
+            self._cache.carry_out(planner.publish(sequence, cut))
+            if planner.books.tree.restorable(sequence.lease.node):
+                self._had_state[blocks[sequence.borrowed - 1]] = True
+        if sequence.borrowed < len(blocks):
+            self._cache.carry_out(planner.publish(sequence, len(sequence.tokens)))
+
+    # Counting
+
+    def _served(self, request: TraceRequest, sequence: Sequence, blocks: Ids, known: int) -> Served:
+        misses = self._unknown(request, known)
+        for miss, lost in self._held_back(sequence, blocks, known):
+            misses[miss] = lost * self._block_size
+        hit = sequence.hit_pages * self._block_size
+        return Served(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
+
+    def _refused(self, request: TraceRequest, known: int) -> Served:
+        """A prompt that the device cannot hold: it is computed elsewhere, and leaves nothing here."""
+        misses = self._unknown(request, known)
+        misses[self._miss(FULL, "device_capacity")] = known * self._block_size
+        return Served(request.tokens, 0, Tier.DEVICE, MissReason.DEVICE_CAPACITY, misses)
+
+    def _unknown(self, request: TraceRequest, known: int) -> dict[Miss, int]:
+        """What no cache could have served: what is no whole block, and what was not asked for before."""
+        whole = (request.tokens - 1) // self._block_size  # one token at least is left to compute
+        return {
+            self._miss(FULL, "partial_block"): request.tokens - whole * self._block_size,
+            self._miss(FULL, "cold"): (whole - known) * self._block_size,
+        }
+
+    def _held_back(self, sequence: Sequence, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
+        """Known blocks that were not served, by the pool that lacked them."""
+        hit, matched = sequence.hit_pages, sequence.matched_pages
+        reach = max(matched, sequence.branching_pages or 0)
+        yield self._miss(FULL, "evicted"), known - reach
+        if matched > hit:
+            yield self._miss(FULL, "device_capacity"), matched - hit
+        if reach > matched:
+            kept = np.flatnonzero(self._had_state[blocks[matched:reach]])
+            last = matched + int(kept[-1]) + 1 if len(kept) else matched
+            yield self._miss(1, "evicted"), last - matched
+            yield self._miss(1, "no_checkpoint"), reach - last
+
+    def _miss(self, number: int, reason: str) -> Miss:
+        return Miss(self._planner.books.names[number], reason)

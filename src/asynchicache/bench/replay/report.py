@@ -1,0 +1,137 @@
+"""What a replay found: hit rates by tier, what was evicted and kept, and why the misses missed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from asynchicache.bench.replay.player import Miss, Served
+from asynchicache.types import MissReason, Tier
+
+REMEDIES: Mapping[str, str] = {
+    "partial_block": "nothing: no whole page",
+    "cold": "nothing: never asked before",
+    "device_capacity": "more device slots",
+    "evicted": "more slots",
+    "no_checkpoint": "branch points, or a spacing",
+}
+"""By the reason of a miss, what would have helped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """One replay.
+
+    Attributes:
+        requests, prompt_tokens, trace_seconds: of the trace.
+        hit_rate: the share of prompt tokens served from the cache.
+        request_hit_rate: the share of requests that were served anything.
+        ceiling: the hit rate if attention pages were all that is needed, and none were ever lost.
+        tokens_by_tier, hit_rate_by_tier: the same by tier, the farthest that any of their pools came from.
+        working_set: by pool, the slots that the whole trace would fill.
+        slots: by pool, those that device and host had.
+        evicted_pages: attention pages that left the device.
+        evicted: by pool and tier, slots that were evicted.
+        states_kept: recurrent states in memory at the end.
+        misses: tokens that were computed, by pool and reason (`REMEDIES`).
+        reasons: requests by `MissReason`.
+        problems: what the planner's own check found at the end.
+        seconds: what the replay took.
+    """
+
+    requests: int
+    prompt_tokens: int
+    trace_seconds: float
+    hit_rate: float
+    request_hit_rate: float
+    ceiling: float
+    tokens_by_tier: Mapping[str, int]
+    hit_rate_by_tier: Mapping[str, float]
+    working_set: Mapping[str, int]
+    slots: Mapping[str, Mapping[str, int]]
+    evicted_pages: int
+    evicted: Mapping[str, Mapping[str, int]]
+    states_kept: int
+    misses: Mapping[str, Mapping[str, int]]
+    reasons: Mapping[str, int]
+    problems: Sequence[str]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def present(self, title: str) -> RenderableType:
+        """Tables for people."""
+        return Group(title, self._summary(), self._pools(), self._losses(), *self.problems)
+
+    def _summary(self) -> Table:
+        table = Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("requests", f"{self.requests:,}")
+        table.add_row("prompt tokens", f"{self.prompt_tokens:,}")
+        table.add_row("hit rate", f"{self.hit_rate:.2%}")
+        for tier, rate in self.hit_rate_by_tier.items():
+            table.add_row(f"  from {tier}", f"{rate:.2%}")
+        table.add_row("ceiling", f"{self.ceiling:.2%}")
+        table.add_row("requests with a hit", f"{self.request_hit_rate:.2%}")
+        table.add_row("states kept", f"{self.states_kept:,}")
+        table.add_row("seconds", f"{self.seconds:.1f}")
+        return table
+
+    def _pools(self) -> Table:
+        table = Table("pool", title="slots", title_justify="left")
+        for heading in ("working set", "device", "host", "evicted, device", "evicted, host"):
+            table.add_column(heading, justify="right")
+        for name, needed in self.working_set.items():
+            slots, evicted = self.slots[name], self.evicted[name]
+            numbers = needed, slots["device"], slots["host"], evicted["device"], evicted["host"]
+            table.add_row(name, *(f"{number:,}" for number in numbers))
+        return table
+
+    def _losses(self) -> Table:
+        table = Table("pool", "why", title="what was computed", title_justify="left")
+        table.add_column("of the prompts", justify="right")
+        table.add_column("what would have helped")
+        for pool, reasons in self.misses.items():
+            for reason, tokens in reasons.items():
+                table.add_row(pool, reason, f"{tokens / self.prompt_tokens:.2%}", REMEDIES[reason])
+        return table
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up what requests were given."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    hits: int = 0
+    by_tier: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    misses: Counter[Miss] = field(default_factory=Counter)
+    reasons: Counter[MissReason] = field(default_factory=Counter)
+
+    def add(self, served: Served) -> None:
+        self.requests += 1
+        self.prompt_tokens += served.prompt_tokens
+        self.hit_tokens += served.hit_tokens
+        self.hits += served.hit_tokens > 0
+        self.by_tier[served.tier] += served.hit_tokens
+        self.misses.update(served.misses)
+        self.reasons[served.reason] += 1
+
+    def missed(self) -> dict[str, dict[str, int]]:
+        """Tokens by pool and reason, those that there are."""
+        table: dict[str, dict[str, int]] = {}
+        for (pool, reason), tokens in self.misses.items():
+            if tokens:
+                table.setdefault(pool, {})[reason] = tokens
+        return table

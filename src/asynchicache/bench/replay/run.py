@@ -1,0 +1,94 @@
+"""A trace through the tree, the planner and the policies in virtual time: no bytes, no waiting.
+
+Requests come one after the other; a block can be hit as soon as the request that brought it has
+arrived. Generated tokens are not cached: traces do not say what they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from asynchicache.bench.replay.options import ReplayOptions
+from asynchicache.bench.replay.player import IDS_A_BLOCK, Player
+from asynchicache.bench.replay.report import ReplayReport, Tally
+from asynchicache.bench.replay.sizes import Sizes, plan_sizes
+from asynchicache.bench.replay.survey import survey
+from asynchicache.bench.replay.trace import Trace, read_trace
+from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.controller.books import Books
+from asynchicache.controller.planner import Planner
+from asynchicache.tree.node import FULL_DEVICE, place
+from asynchicache.types import Tier, WritePolicy
+
+Progress = Callable[[int, int], None]
+"""Told how many requests are done, and how many there are."""
+
+
+def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
+    """Replay a trace.
+
+    Raises:
+        ConfigError: the trace cannot be read, or does not go together with the options.
+    """
+    begun = time.perf_counter()
+    trace = read_trace(Path(options.trace), options.block_size)
+    checkpoints = options.checkpoints(trace.block_size)
+    found = survey(trace, checkpoints)
+    spec = synthetic_spec(IDS_A_BLOCK, options.names, window_pages=-(-options.window // trace.block_size))
+    sizes = plan_sizes(spec, options.shares(), trace, found)
+    planner = Planner(
+        spec,
+        sizes.slots,
+        write_policy=WritePolicy(options.write_policy),
+        eviction_policy=options.policy,
+        checkpoints=replace(checkpoints, spacing=checkpoints.spacing * IDS_A_BLOCK),
+    )
+    tally = _play(planner, trace, found.known, progress)
+    ceiling = sum(found.known) * trace.block_size / trace.prompt_tokens
+    return _report(planner.books, trace, sizes, tally, ceiling, begun)
+
+
+def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> Tally:
+    player, tally = Player(planner, trace), Tally()
+    for request, blocks in zip(trace.requests, known, strict=True):
+        tally.add(player.serve(request, blocks))
+        progress(tally.requests, len(trace.requests))
+    return tally
+
+
+def _report(
+    books: Books, trace: Trace, sizes: Sizes, tally: Tally, ceiling: float, begun: float
+) -> ReplayReport:
+    tiers = (Tier.DEVICE, Tier.HOST)
+    evicted = {
+        name: {tier.name.lower(): books.counters.evicted[place(number, tier)] for tier in tiers}
+        for number, name in enumerate(books.names)
+    }
+    return ReplayReport(
+        requests=tally.requests,
+        prompt_tokens=tally.prompt_tokens,
+        trace_seconds=trace.seconds,
+        hit_rate=tally.hit_tokens / tally.prompt_tokens,
+        request_hit_rate=tally.hits / tally.requests,
+        ceiling=ceiling,
+        tokens_by_tier={tier.name.lower(): tokens for tier, tokens in tally.by_tier.items()},
+        hit_rate_by_tier={t.name.lower(): hit / tally.prompt_tokens for t, hit in tally.by_tier.items()},
+        working_set=sizes.working_set,
+        slots={name: {"device": device, "host": host} for name, (device, host) in sizes.slots.items()},
+        evicted_pages=books.counters.evicted[FULL_DEVICE],
+        evicted=evicted,
+        states_kept=_states_kept(books),
+        misses=tally.missed(),
+        reasons={reason.value: count for reason, count in tally.reasons.items()},
+        problems=books.verify(),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _states_kept(books: Books) -> int:
+    """Nodes that have a state, in whatever tier."""
+    states = [aux for aux in books.tree.components if not books.spec.owners[aux.number].per_token]
+    return sum(aux.tier(node) is not None for node in books.tree.nodes() for aux in states)

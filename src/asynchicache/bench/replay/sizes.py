@@ -1,0 +1,51 @@
+"""How many slots each pool gets, as a share of what the trace would fill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asynchicache.bench.replay.survey import Survey
+from asynchicache.bench.replay.trace import Trace
+from asynchicache.specs import ModelSpec
+
+_AT_WORK = 1
+"""Device slots of a running request beside what the tree may keep: its working state, the page that
+is not whole yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Slots of a replay.
+
+    Attributes:
+        working_set: by pool, slots for everything that the trace brings.
+        slots: by pool, device and host slots.
+    """
+
+    working_set: Mapping[str, int]
+    slots: Mapping[str, tuple[int, int]]
+
+
+def plan_sizes(
+    spec: ModelSpec, shares: Mapping[str, tuple[float, float]], trace: Trace, found: Survey
+) -> Sizes:
+    """The sizes that shares come to.
+
+    With a share of 1 nothing is ever evicted: a whole prompt fits beside the working set, because a
+    request may compute again what the tree has, where it lacks the state to go with it.
+
+    Args:
+        spec: the pools.
+        shares: by pool, of device and host.
+        trace, found: what is asked, and what that needs.
+    """
+    needs = {pool.name: trace.blocks if pool.per_token else found.states for pool in spec.owners}
+    slots = {}
+    for pool in spec.owners:
+        device, host = (math.ceil(share * needs[pool.name]) for share in shares[pool.name])
+        if pool.per_token and shares[pool.name][0] == 1:
+            device += found.longest
+        slots[pool.name] = device + _AT_WORK, host
+    return Sizes(needs, slots)

@@ -1,0 +1,217 @@
+"""Traces of real prompts: gzip or plain JSONL, a request a line, prompts as ids of their blocks.
+
+The format of the Mooncake traces (kvcache-ai/Mooncake, FAST25-release/traces), whose `hash_ids` may be
+written as runs as well. Ids are chained: two prompts share one only if they share all that is before it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeAlias, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynchicache.errors import ConfigError
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+_GZIP = b"\x1f\x8b"
+_LARGEST_ID = 1 << 62
+_LONGEST = 1 << 27
+
+
+class TraceRequest(NamedTuple):
+    """One request of a trace.
+
+    Attributes:
+        tokens: of the prompt.
+        starts, counts: the ids of its whole blocks, as runs of consecutive ones, `[runs]` each.
+    """
+
+    tokens: int
+    starts: Ids
+    counts: Ids
+
+    def blocks(self) -> Ids:
+        """Ids of its whole blocks, in order, `[blocks]`."""
+        behind = np.cumsum(self.counts)
+        length = int(behind[-1]) if len(behind) else 0
+        return np.repeat(self.starts + self.counts - behind, self.counts) + np.arange(length)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What was asked, in the order of arrival.
+
+    Attributes:
+        block_size: tokens of a block.
+        requests: their block ids are 0 to `blocks - 1`.
+        blocks: how many different whole blocks there are: the working set.
+        seconds: from the first arrival to the last.
+    """
+
+    block_size: int
+    requests: list[TraceRequest]
+    blocks: int
+    seconds: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(request.tokens for request in self.requests)
+
+
+def read_trace(path: Path, block_size: int = 0) -> Trace:
+    """Read and check a trace.
+
+    Args:
+        path: the file.
+        block_size: tokens of a block, where the lines do not say; 0: they must.
+
+    Raises:
+        ConfigError: no such file, not a trace, or a value outside its rule; names the line.
+    """
+    lines = _checked(_read(path), block_size, f"trace {str(path)!r}")
+    requests, blocks = _renumbered([line.request() for line in lines])
+    if not blocks:
+        raise ConfigError(f"trace {str(path)!r}: no prompt has a whole block, so nothing can be cached")
+    seconds = (lines[-1].arrival_ms - lines[0].arrival_ms) / 1e3
+    return Trace(lines[0].block_size, requests, blocks, seconds)
+
+
+class _Line(msgspec.Struct):
+    """One line as it stands in the file."""
+
+    input_length: int
+    timestamp_ms: float | None = None
+    timestamp: float | None = None
+    block_size: int = 0
+    hash_runs: list[int] | None = None
+    hash_ids: list[int] | None = None
+
+    @property
+    def arrival_ms(self) -> float:
+        return (self.timestamp if self.timestamp_ms is None else self.timestamp_ms) or 0.0
+
+    @property
+    def runs(self) -> list[int]:
+        """Start and count of each run of ids."""
+        if self.hash_runs is not None:
+            return self.hash_runs
+        return list(chain.from_iterable((block, 1) for block in self.hash_ids or ()))
+
+    def request(self) -> TraceRequest:
+        """The request, without a last block that is not whole."""
+        starts, counts = np.array(self.runs, np.int64).reshape(-1, 2).T.copy()
+        counts[-1:] -= counts.sum() - self.input_length // self.block_size
+        return TraceRequest(self.input_length, starts[counts > 0], counts[counts > 0])
+
+
+def _read(path: Path) -> list[_Line]:
+    """The lines of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is not a request.
+    """
+    decode = msgspec.json.Decoder(_Line).decode
+    number = 0
+    lines = []
+    try:
+        with _open(path) as file:
+            for number, text in enumerate(file, start=1):  # noqa: B007  the handler names it
+                lines.append(decode(text))
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"trace {str(path)!r}, line {number}: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
+    return lines
+
+
+def _open(path: Path) -> BinaryIO:
+    with path.open("rb") as file:
+        is_packed = file.read(len(_GZIP)) == _GZIP
+    return cast("BinaryIO", gzip.open(path)) if is_packed else path.open("rb")
+
+
+# What lines must be.
+
+
+def _checked(lines: list[_Line], block_size: int, where: str) -> list[_Line]:
+    if not lines:
+        raise ConfigError(f"{where} is empty; a request a line is wanted")
+    for line in lines:
+        line.block_size = line.block_size or block_size
+    for number, line in enumerate(lines, start=1):
+        if (problem := _problem(line)) is not None:
+            raise ConfigError(f"{where}, line {number}: {problem}")
+    for number, (before, line) in enumerate(pairwise(lines), start=2):
+        if line.arrival_ms < before.arrival_ms:
+            raise ConfigError(
+                f"{where}, line {number}: it is earlier than the line before; sort them by time"
+            )
+        if line.block_size != before.block_size:
+            sizes = f"{line.block_size}, and {before.block_size} before"
+            raise ConfigError(f"{where}, line {number}: block_size is {sizes}; one for all lines is wanted")
+    return lines
+
+
+def _problem(line: _Line) -> str | None:
+    """What is wrong with a line by itself, in words."""
+    if line.timestamp is None and line.timestamp_ms is None:
+        return "timestamp_ms is missing"
+    if not 1 <= line.input_length <= _LONGEST:
+        return f"input_length {line.input_length} must be 1 to {_LONGEST} tokens"
+    if line.block_size < 1:
+        return (
+            f"block_size {line.block_size} must be 1 token at least; --block-size gives one that is missing"
+        )
+    if (line.hash_runs is None) is (line.hash_ids is None):
+        return "hash_runs or hash_ids is missing, or both are there"
+    return _run_problem(line.runs, *divmod(line.input_length, line.block_size))
+
+
+def _run_problem(runs: list[int], whole: int, rest: int) -> str | None:
+    starts, counts = runs[::2], runs[1::2]
+    if len(starts) != len(counts):
+        return f"hash_runs has {len(runs)} numbers; a start and a count take turns"
+    if min(starts, default=0) < 0 or max(starts, default=0) > _LARGEST_ID or min(counts, default=1) < 1:
+        return f"ids must be 0 to {_LARGEST_ID}, and counts of runs 1 at least"
+    if not whole <= sum(counts) <= whole + bool(rest):
+        return f"{sum(counts)} ids for {whole} whole blocks of the prompt and {rest} more tokens"
+    return None
+
+
+# Ids.
+
+
+def _renumbered(requests: list[TraceRequest]) -> tuple[list[TraceRequest], int]:
+    """The same requests with ids that leave no gaps, and how many there are.
+
+    Ids may be hashes; as small numbers they can index arrays.
+    """
+    starts = np.concatenate([request.starts for request in requests])
+    counts = np.concatenate([request.counts for request in requests])
+    begins, ends = _intervals(starts, starts + counts)
+    behind = np.cumsum(ends - begins)
+    interval = np.searchsorted(begins, starts, side="right") - 1
+    starts = starts - ends[interval] + behind[interval]
+    bounds = np.cumsum([len(request.starts) for request in requests])[:-1]
+    parts = np.split(starts, bounds)
+    renumbered = [request._replace(starts=part) for request, part in zip(requests, parts, strict=True)]
+    return renumbered, int(behind[-1]) if len(behind) else 0
+
+
+def _intervals(starts: Ids, ends: Ids) -> tuple[Ids, Ids]:
+    """The union of half-open runs as intervals that do not touch, ascending: their starts and ends."""
+    if not len(starts):
+        return starts, ends
+    order = np.argsort(starts)
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    is_first = np.append(True, starts[1:] > ends[:-1])
+    is_last = np.append(is_first[1:], True)
+    return starts[is_first], ends[is_last]

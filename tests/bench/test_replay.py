@@ -1,0 +1,241 @@
+"""Replays against what is known of their traces, and against a plain model of blocks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from asynchicache.bench.replay.options import ReplayOptions
+from asynchicache.bench.replay.report import ReplayReport
+from asynchicache.bench.replay.run import run_replay
+from asynchicache.errors import ConfigError
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+CHAT = TRACES / "mooncake_conversation_h1.jsonl.gz"
+AGENTS = TRACES / "claude_code_weka_16_sessions.jsonl.gz"
+TOOLS = TRACES / "taubench_airline_gpt4o.jsonl.gz"
+BLOCK = 8
+
+
+def replay(trace: Path, **options: object) -> ReplayReport:
+    report = run_replay(ReplayOptions(trace=str(trace), **options), lambda done, total: None)
+    assert report.problems == []
+    missed = sum(tokens for reasons in report.misses.values() for tokens in reasons.values())
+    assert sum(report.tokens_by_tier.values()) + missed == report.prompt_tokens
+    return report
+
+
+# Real traces: the ceilings were computed by others, with exact and brute-force methods.
+
+
+@pytest.mark.parametrize(("trace", "percent"), [(CHAT, 34.6), (TOOLS, 93.6)])
+def test_attention_alone_reaches_the_ceiling(trace: Path, percent: float):
+    report = replay(trace)
+    assert report.hit_rate * 100 == pytest.approx(percent, abs=0.1)
+    assert report.hit_rate == report.ceiling
+    assert report.evicted_pages == 0
+
+
+@pytest.mark.parametrize(("share", "percent"), [("0.01", 4.3), ("0.05", 10.4), ("0.1", 19.8), ("0.25", 29.9)])
+def test_lru_on_the_device_is_prefix_tree_lru(share: str, percent: float):
+    assert replay(CHAT, capacity_share=share).hit_rate * 100 == pytest.approx(percent, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "chat", "tools"),
+    [
+        ("prompt+branch", 33.0, 93.6),
+        pytest.param("prompt", 32.0, 92.1, marks=pytest.mark.soak),
+        pytest.param("512", 34.6, 86.9, marks=pytest.mark.soak),
+        pytest.param("2048", 29.9, 57.3, marks=pytest.mark.soak),
+        pytest.param("8192", 23.1, 0.9, marks=pytest.mark.soak),
+        pytest.param("prompt+2048", 34.3, 92.1, marks=pytest.mark.soak),
+        pytest.param("prompt+branch+2048", 34.4, 93.6, marks=pytest.mark.soak),
+    ],
+)
+def test_states_where_they_are_kept_serve_what_they_can(checkpoint: str, chat: float, tools: float):
+    for trace, percent in ((CHAT, chat), (TOOLS, tools)):
+        report = replay(trace, pools="kv,mamba", checkpoint=checkpoint)
+        assert report.hit_rate * 100 == pytest.approx(percent, abs=0.1)
+        assert report.states_kept == report.working_set["mamba"]
+
+
+def test_a_pool_that_shares_slots_changes_nothing():
+    alone, shared = (replay(TOOLS, pools=pools, capacity_share="0.05") for pools in ("kv", "kv,dsa"))
+    assert alone.hit_rate == shared.hit_rate < alone.ceiling
+
+
+# A plain model of the cache: blocks in dictionaries.
+
+
+def random_trace(seed: int, path: Path, requests: int = 120) -> list[list[int]]:
+    """Prompts that continue, repeat, or leave earlier ones somewhere on their way."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    fresh = 0
+    with path.open("w") as file:
+        for arrival in range(requests):
+            old = rng.choice(prompts) if prompts and rng.random() < 0.8 else []
+            prompt = old[: rng.choice([len(old), rng.randint(0, len(old))])]
+            more = rng.randint(0 if prompt else 1, 6)
+            prompt = [*prompt, *range(fresh, fresh + more)]
+            fresh += more
+            prompts.append(prompt)
+            runs = [number for block in prompt for number in (block, 1)]
+            length = len(prompt) * BLOCK + rng.randint(1, BLOCK - 1)
+            line = {"timestamp_ms": arrival, "input_length": length, "block_size": BLOCK, "hash_runs": runs}
+            file.write(json.dumps(line) + "\n")
+    return prompts
+
+
+def lru_hits(prompts: list[list[int]], capacity: int) -> int:
+    """Hits in blocks if `capacity` are kept and the least recently used leaf goes first."""
+    used: dict[int, int] = {}
+    parent: dict[int, int] = {}
+    children: Counter[int] = Counter()
+    hits = 0
+    for now, prompt in enumerate(prompts):
+        parent.update(zip(prompt[1:], prompt, strict=False))
+        known = next((n for n, block in enumerate(prompt) if block not in used), len(prompt))
+        hits += known
+        for block in prompt[:known]:
+            used[block] = now
+        for block in prompt[known:]:
+            if len(used) == capacity:
+                leaves = [b for b, last in used.items() if not children[b] and last < now]
+                gone = min(leaves, key=used.__getitem__)
+                del used[gone]
+                children[parent.get(gone, -1)] -= 1
+            used[block] = now
+            children[parent.get(block, -1)] += 1
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_eviction_is_that_of_the_model(seed: int, tmp_path: Path):
+    prompts = random_trace(seed, tmp_path / "t")
+    working_set = len({block for prompt in prompts for block in prompt})
+    for share in (0.3, 0.6, 0.99):
+        capacity = -int(-working_set * share // 1)
+        if capacity >= max(map(len, prompts)):
+            report = replay(tmp_path / "t", capacity_share=str(share))
+            assert report.tokens_by_tier["device"] == lru_hits(prompts, capacity) * BLOCK
+
+
+def state_hits(prompts: list[list[int]], checkpoint: str) -> int:
+    """Hits in blocks if nothing is lost: behind which blocks was a state kept?"""
+    seen: set[int] = set()
+    kept: set[int] = set()
+    hits = 0
+    for prompt in prompts:
+        known = sum(block in seen for block in prompt)
+        hit = max((n for n in range(1, known + 1) if prompt[n - 1] in kept), default=0)
+        hits += hit
+        seen.update(prompt)
+        ends = {"prompt": [len(prompt)], "branch": [known], "16": range(2, len(prompt) + 1, 2), "none": []}
+        places = [n for word in checkpoint.split("+") for n in ends[word]]
+        kept.update(prompt[n - 1] for n in places if n > hit)
+    return hits
+
+
+@pytest.mark.parametrize("checkpoint", ["prompt", "branch", "16", "prompt+branch", "prompt+branch+16"])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_state_is_that_of_the_model(seed: int, checkpoint: str, tmp_path: Path):
+    prompts = random_trace(seed, tmp_path / "t")
+    report = replay(tmp_path / "t", pools="kv,mamba,dsa", checkpoint=checkpoint)
+    assert report.tokens_by_tier["device"] == state_hits(prompts, checkpoint) * BLOCK
+    assert report.evicted == {"kv": {"device": 0, "host": 0}, "mamba": {"device": 0, "host": 0}}
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "lfu", "fifo"])
+@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("pools", ["kv", "kv,mamba"])
+def test_any_mixture_keeps_every_invariant(policy: str, write_policy: str, pools: str, tmp_path: Path):
+    random_trace(99, tmp_path / "t")
+    names = pools.split(",")
+    for device, host in ((0.3, 0.0), (0.3, 0.5), (0.5, 1.0), (1.0, 0.2)):
+        report = replay(
+            tmp_path / "t",
+            pools=pools,
+            policy=policy,
+            write_policy=write_policy,
+            capacity_share=",".join(f"{name}={device}" for name in names),
+            host_share=str(host),
+        )
+        assert 0 < report.hit_rate <= report.ceiling
+
+
+# Why misses missed
+
+
+def test_a_host_that_holds_everything_serves_what_the_device_cannot_keep():
+    device = replay(AGENTS, pools="kv,mamba", capacity_share="0.3")
+    both = replay(AGENTS, pools="kv,mamba", capacity_share="0.3", host_share="1")
+    assert device.misses["kv"]["evicted"] > 0
+    assert "evicted" not in both.misses["kv"]
+    assert both.tokens_by_tier["host"] > 0
+    assert both.hit_rate == replay(AGENTS, pools="kv,mamba").hit_rate
+
+
+def test_states_that_were_evicted_are_told_from_states_that_were_never_kept():
+    few = replay(AGENTS, pools="kv,mamba", capacity_share="kv=1,mamba=0.02")
+    assert few.misses["mamba"]["evicted"] > few.misses["mamba"]["no_checkpoint"]
+    assert few.evicted["mamba"]["device"] > 0
+    assert replay(AGENTS, pools="kv,mamba").misses["mamba"].keys() == {"no_checkpoint"}
+    none = replay(AGENTS, pools="kv,mamba", checkpoint="none")
+    assert none.misses["mamba"].keys() == {"no_checkpoint"}
+    assert none.reasons["state"] > 400
+
+
+def test_a_prompt_that_the_device_cannot_hold_is_counted(tmp_path: Path):
+    lines = [
+        {
+            "timestamp_ms": n,
+            "input_length": 100 + n,
+            "block_size": BLOCK,
+            "hash_runs": [0, (100 + n) // BLOCK],
+        }
+        for n in (0, 1, 50)
+    ]
+    (tmp_path / "t").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = replay(tmp_path / "t", capacity_share="0.8")
+    assert report.misses["kv"]["device_capacity"] == 96
+    assert report.reasons == {"cold": 1, "none": 1, "device_capacity": 1}
+    assert report.request_hit_rate == pytest.approx(1 / 3)
+
+
+# Misuse
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pools": "mamba"}, "pools 'mamba': kv, then any of"),
+        ({"pools": "kv,kv"}, "pools 'kv,kv'"),
+        ({"pools": "kv,ssm"}, "pools 'kv,ssm'"),
+        ({"capacity_share": "0"}, "--capacity-share 0: 'kv' must be above 0"),
+        ({"capacity_share": "1.5"}, "--capacity-share 1.5: must be at most 1"),
+        ({"capacity_share": "-1"}, "--capacity-share -1: must be at most 1, .* not below 0"),
+        ({"capacity_share": "nan"}, "--capacity-share nan: must be"),
+        ({"capacity_share": "much"}, "--capacity-share much: must be a number"),
+        ({"capacity_share": "kv="}, "must be a number"),
+        ({"capacity_share": "mamba=0.1"}, "'mamba' is none of the pools with slots of their own"),
+        ({"pools": "kv,dsa", "host_share": "dsa=0.1"}, "--host-share dsa=0.1: 'dsa' is none"),
+        ({"host_share": "2"}, "--host-share 2: must be at most 1"),
+        ({"window": 0}, "--window 0"),
+        ({"block_size": -1}, "--block-size -1"),
+        ({"checkpoint": "sometimes"}, "checkpoints 'sometimes'"),
+    ],
+)
+def test_options_outside_their_rules_are_named(options: dict[str, object], words: str):
+    with pytest.raises(ConfigError, match=words):
+        ReplayOptions(trace="t", **options)
+
+
+def test_a_spacing_is_whole_blocks():
+    with pytest.raises(ConfigError, match="spacing 100 must be a multiple of the page size, 512"):
+        replay(CHAT, pools="kv,mamba", checkpoint="prompt+100")
