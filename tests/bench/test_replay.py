@@ -151,16 +151,32 @@ def test_every_state_is_that_of_the_model(seed: int, checkpoint: str, tmp_path: 
     assert report.evicted == {"kv": {"device": 0, "host": 0}, "mamba": {"device": 0, "host": 0}}
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "prompt+branch"])
+def test_windows_that_are_all_kept_hold_nothing_back(checkpoint: str):
+    report = replay(AGENTS, pools="kv,swa", checkpoint=checkpoint)
+    assert report.hit_rate == report.ceiling
+    assert report.states_kept == 0
+
+
+def test_a_pool_of_few_windows_serves_most_of_what_there_is():
+    report = replay(AGENTS, pools="kv,swa", capacity_share="kv=1,swa=0.02")
+    assert report.slots["swa"]["device"] < report.slots["kv"]["device"] // 40
+    assert report.misses["swa"].keys() <= {"evicted", "not_kept"}
+    assert report.reasons["window"] > 0
+    assert report.hit_rate > 0.95 * report.ceiling
+
+
 @pytest.mark.parametrize("policy", ["lru", "slru", "lfu", "fifo"])
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("pools", ["kv", "kv,mamba"])
+@pytest.mark.parametrize("pools", ["kv", "kv,mamba", "kv,swa,dsa", "kv,mamba,swa"])
 def test_any_mixture_keeps_every_invariant(policy: str, write_policy: str, pools: str, tmp_path: Path):
     random_trace(99, tmp_path / "t")
-    names = pools.split(",")
+    names = [name for name in pools.split(",") if name != "dsa"]
     for device, host in ((0.3, 0.0), (0.3, 0.5), (0.5, 1.0), (1.0, 0.2)):
         report = replay(
             tmp_path / "t",
             pools=pools,
+            window=2 * BLOCK,
             policy=policy,
             write_policy=write_policy,
             capacity_share=",".join(f"{name}={device}" for name in names),
@@ -183,11 +199,11 @@ def test_a_host_that_holds_everything_serves_what_the_device_cannot_keep():
 
 def test_states_that_were_evicted_are_told_from_states_that_were_never_kept():
     few = replay(AGENTS, pools="kv,mamba", capacity_share="kv=1,mamba=0.02")
-    assert few.misses["mamba"]["evicted"] > few.misses["mamba"]["no_checkpoint"]
+    assert few.misses["mamba"]["evicted"] > few.misses["mamba"]["not_kept"]
     assert few.evicted["mamba"]["device"] > 0
-    assert replay(AGENTS, pools="kv,mamba").misses["mamba"].keys() == {"no_checkpoint"}
+    assert replay(AGENTS, pools="kv,mamba").misses["mamba"].keys() == {"not_kept"}
     none = replay(AGENTS, pools="kv,mamba", checkpoint="none")
-    assert none.misses["mamba"].keys() == {"no_checkpoint"}
+    assert none.misses["mamba"].keys() == {"not_kept"}
     assert none.reasons["state"] > 400
 
 

@@ -88,7 +88,7 @@ def test_replay_writes_its_keys_and_shows_a_table(capsys: pytest.CaptureFixture[
     assert result.keys() >= keys
     assert result["tokens_by_tier"].keys() == {"device", "host", "storage"}
     assert result["prompt_tokens"] == 41_267_049
-    assert "no_checkpoint" in captured.err
+    assert "not_kept" in captured.err
 
 
 @pytest.mark.parametrize(

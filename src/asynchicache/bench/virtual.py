@@ -45,6 +45,12 @@ class InstantCache:
             else:
                 self.carry_out(self.planner.writer.backup(node))
 
+    def advance(self, sequence: RequestSequence, length: int) -> None:
+        """Let a request go of what lies before its windows."""
+        retired = self.planner.windows.retire(sequence, length)
+        if retired is not None:
+            self.planner.windows.finish(retired)
+
     def move(self, copy: Copy) -> None:
         """Move what stands for bytes."""
 

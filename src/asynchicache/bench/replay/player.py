@@ -8,17 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
+from asynchicache.bench.replay.trace import Trace, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.sequence import Sequence
 from asynchicache.errors import CapacityError
-from asynchicache.tree.node import FULL
+from asynchicache.tree.node import FULL, place
 from asynchicache.types import TOKEN_BYTES, MissReason, Tier
 
 IDS_A_BLOCK = 2
 """A block of a trace is a page of two ids, and the rest of a prompt, if any, is one id: as in a serving
 engine, a page that is not whole takes a slot and is never published."""
+
+_CHUNK_TOKENS = 8192
+_WHOLE = 1 << 62
+"""Prompts are computed in chunks where windows move on between them, and at once elsewhere."""
 
 
 class Miss(NamedTuple):
@@ -54,51 +58,66 @@ class Player:
         self._planner = planner
         self._cache = InstantCache(planner)
         self._block_size = trace.block_size
-        self._had_state = np.zeros(trace.blocks, bool)
+        self._chunk = self._chunk_blocks()
 
     def serve(self, request: TraceRequest, known: int) -> Served:
         """Match, load, compute and publish one prompt, of which `known` blocks came before."""
-        blocks = request.blocks()
         try:
-            sequence = self._planner.open(self._tokens(request, blocks), b"")
+            sequence = self._planner.open(self._tokens(request), b"")
         except CapacityError:
             return self._refused(request, known)
         self._cache.carry_out(self._planner.meet(sequence))
-        self._cache.carry_out(self._planner.load(sequence))
-        served = self._served(request, sequence, blocks, known)
-        self._compute(sequence, blocks)
+        self._cache.carry_out(self._planner.loader.load(sequence))
+        served = self._served(request, sequence, known)
+        self._compute(sequence)
         self._planner.release(sequence)
         return served
 
-    def _tokens(self, request: TraceRequest, blocks: Ids) -> array[int]:
+    def _tokens(self, request: TraceRequest) -> array[int]:
         ids = array("q")
-        ids.frombytes(np.repeat(blocks, IDS_A_BLOCK).tobytes())
+        ids.frombytes(np.repeat(request.blocks(), IDS_A_BLOCK).tobytes())
         if request.tokens % self._block_size:
             ids.frombytes(bytes(TOKEN_BYTES))
         return ids
 
     # Computing
 
-    def _compute(self, sequence: Sequence, blocks: Ids) -> None:
+    def _compute(self, sequence: Sequence) -> None:
         """Publish the prompt, with states where the planner wants them."""
         planner = self._planner
-        cuts = planner.cuts(sequence)
+        whole = len(sequence.tokens) // IDS_A_BLOCK
+        for stop in self._stops(sequence, whole):
+            planner.extend(sequence, max(stop - sequence.reserved, 0))
+            self._cache.carry_out(planner.writer.clean())
+            self._cache.carry_out(planner.publish(sequence, stop))
+            self._cache.advance(sequence, stop)
+
+    def _stops(self, sequence: Sequence, whole: int) -> list[int]:
+        """Where forwards end: where states are wanted, and else one id behind a block, where no state is
+        kept."""
+        cuts = self._planner.cuts(sequence)
+        chunks = range(sequence.hit_pages + self._chunk, whole, self._chunk)
+        stops = {IDS_A_BLOCK * blocks + 1 for blocks in chunks}
+        if IDS_A_BLOCK * whole not in cuts:
+            stops.add(IDS_A_BLOCK * whole + 1)
         if len(sequence.tokens) % IDS_A_BLOCK == 0:
-            sequence.tokens.append(0)  # the first token generated: the last forward ends behind the block
-        planner.extend(sequence, len(sequence.tokens) - sequence.reserved)
-        self._cache.carry_out(planner.writer.clean())
-        for cut in cuts:
-            self._cache.carry_out(planner.publish(sequence, cut))
-            if planner.books.tree.restorable(sequence.lease.node):
-                self._had_state[blocks[sequence.borrowed - 1]] = True
-        if sequence.borrowed < len(blocks):
-            self._cache.carry_out(planner.publish(sequence, len(sequence.tokens)))
+            sequence.tokens.append(0)  # the first token generated
+        return sorted(stops.union(cuts))
+
+    def _chunk_blocks(self) -> int:
+        """The longest chunk of a prefill beside a window and the page that is not whole."""
+        free = self._planner.books.free
+        room = [
+            free[place(window.number, Tier.DEVICE)].capacity - window.pages - 1
+            for window in self._planner.books.tree.windows
+        ]
+        return min(max(_CHUNK_TOKENS // self._block_size, 1), *room) if room else _WHOLE
 
     # Counting
 
-    def _served(self, request: TraceRequest, sequence: Sequence, blocks: Ids, known: int) -> Served:
+    def _served(self, request: TraceRequest, sequence: Sequence, known: int) -> Served:
         misses = self._unknown(request, known)
-        for miss, lost in self._held_back(sequence, blocks, known):
+        for miss, lost in self._held_back(sequence, known):
             misses[miss] = lost * self._block_size
         hit = sequence.hit_pages * self._block_size
         return Served(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
@@ -117,18 +136,15 @@ class Player:
             self._miss(FULL, "cold"): (whole - known) * self._block_size,
         }
 
-    def _held_back(self, sequence: Sequence, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
+    def _held_back(self, sequence: Sequence, known: int) -> Iterator[tuple[Miss, int]]:
         """Known blocks that were not served, by the pool that lacked them."""
-        hit, matched = sequence.hit_pages, sequence.matched_pages
-        reach = max(matched, sequence.branching_pages or 0)
+        hit, matched, reach = sequence.hit_pages, sequence.matched_pages, sequence.match.full_pages
         yield self._miss(FULL, "evicted"), known - reach
         if matched > hit:
             yield self._miss(FULL, "device_capacity"), matched - hit
-        if reach > matched:
-            kept = np.flatnonzero(self._had_state[blocks[matched:reach]])
-            last = matched + int(kept[-1]) + 1 if len(kept) else matched
-            yield self._miss(1, "evicted"), last - matched
-            yield self._miss(1, "no_checkpoint"), reach - last
+        held = sequence.held_back
+        if held is not None:
+            yield self._miss(held.component, "evicted" if held.dropped else "not_kept"), reach - matched
 
     def _miss(self, number: int, reason: str) -> Miss:
         return Miss(self._planner.books.names[number], reason)

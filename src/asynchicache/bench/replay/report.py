@@ -17,7 +17,7 @@ REMEDIES: Mapping[str, str] = {
     "cold": "nothing: never asked before",
     "device_capacity": "more device slots",
     "evicted": "more slots",
-    "no_checkpoint": "branch points, or a spacing",
+    "not_kept": "branch points, or a spacing",
 }
 """By the reason of a miss, what would have helped."""
 

@@ -11,8 +11,8 @@ from asynchicache.bench.replay.trace import Trace
 from asynchicache.specs import ModelSpec
 
 _AT_WORK = 1
-"""Device slots of a running request beside what the tree may keep: its working state, the page that
-is not whole yet."""
+"""Device slots of a running request beside what the tree may keep: its working state, or the page
+that is not whole yet. A window's pool has room for the window and a page of the next chunk as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,5 +47,7 @@ def plan_sizes(
         device, host = (math.ceil(share * needs[pool.name]) for share in shares[pool.name])
         if pool.per_token and shares[pool.name][0] == 1:
             device += found.longest
+        if pool.per_token and pool.coverage.pages is not None:
+            device += pool.coverage.pages + 1
         slots[pool.name] = device + _AT_WORK, host
     return Sizes(needs, slots)
