@@ -89,6 +89,8 @@ def test_hits_are_those_of_a_set_of_prefixes(page_size):
 
     assert sets["full"]["hit_rate"] == pytest.approx(naive_hit_rate(page_size, states=False))
     assert sets["full+mamba"]["hit_rate"] == pytest.approx(naive_hit_rate(page_size, states=True))
+    assert sets["full+swa"]["hit_rate"] == sets["full"]["hit_rate"]  # every page is in a window that is kept
+    assert sets["full+swa+mamba"]["hit_rate"] == sets["full+mamba"]["hit_rate"]
 
 
 def test_half_the_room_hits_less():
@@ -115,7 +117,7 @@ def test_the_result_can_be_read():
 
     Console(file=written, width=100).print(present(run_tree("tiny")))
 
-    assert "full+mamba" in written.getvalue()
+    assert "full+swa+mamba" in written.getvalue()
     assert "nodes_256" in written.getvalue()
 
 

@@ -77,6 +77,30 @@ def test_ceiling(flags: dict[str, int], rate: Fraction) -> None:
     assert ceiling(MultiturnOptions(**flags)) == rate
 
 
+def test_windows_of_all_conversations_are_enough() -> None:
+    """The lengths of SGLang's sliding-window offload (sgl-project/sglang#23391), with fewer clients."""
+    options = {"num_clients": 4, "num_rounds": 12, "request_length": 2048, "output_length": 1024}
+    report = run(**options, page_size=64, window=128, host_ratio=2)
+
+    assert report.ok
+    assert report.hit_rate == pytest.approx(0.888795, abs=1e-6)
+    assert report.tokens_by_tier == {"device": 4 * 202_048, "host": 0, "storage": 0}
+    assert report.verified_pages == 4 * sum(r * 48 - 1 + 2 for r in range(1, 12))
+    assert MultiturnOptions(**options, window=128).sizes.slots()["swa"] == ((4 + 3) * 2 + 1, 30)
+
+
+def test_windows_of_real_bytes_give_the_same_figures() -> None:
+    sizes = {"num_clients": 3, "num_rounds": 4, "request_length": 300, "output_length": 77, "page_size": 16}
+    stamps, moved = (run(**sizes, window=40, move_bytes=real) for real in (False, True))
+
+    assert stamps.ok
+    assert moved.ok
+    assert moved.round_rates == stamps.round_rates
+    assert moved.tokens_by_tier == stamps.tokens_by_tier
+    assert moved.verified_pages == stamps.verified_pages
+    assert moved.hit_rate == pytest.approx(float(moved.limit.hit_rate))
+
+
 def test_lengths_need_not_be_whole_pages() -> None:
     flags = {"num_clients": 3, "num_rounds": 5, "request_length": 100, "output_length": 77}
     report = run(**flags, page_size=16, checkpoint_interval=32)
@@ -122,9 +146,35 @@ def test_wrong_stamps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.ok
 
 
+@pytest.mark.parametrize(("real", "pool"), [(False, "swa"), (True, "swa"), (True, "kv")])
+def test_a_window_that_is_not_what_was_computed_is_seen(
+    monkeypatch: pytest.MonkeyPatch, real: bool, pool: str
+) -> None:
+    if real:
+        write = ByteOracle.write
+        spoiled = [bytes(32)]
+
+        def spoil(self: ByteOracle, name: str, slots: list[int], digests: list[bytes]) -> None:
+            write(self, name, slots, spoiled * len(slots) if name == pool else digests)
+
+        monkeypatch.setattr(ByteOracle, "write", spoil)
+    else:
+        monkeypatch.setattr(VirtualRunner, "_fill", lambda self, sequence, first, digests: None)
+    report = run(num_clients=2, num_rounds=3, window=128, move_bytes=real)
+
+    assert report.wrong_pages > 0
+    assert not report.ok
+
+
 @pytest.mark.parametrize(
     "flags",
-    [{"num_clients": 0}, {"mamba_slots": 2}, {"checkpoint_interval": 65}, {"host_ratio": float("nan")}],
+    [
+        {"num_clients": 0},
+        {"window": -1},
+        {"mamba_slots": 2},
+        {"checkpoint_interval": 65},
+        {"host_ratio": float("nan")},
+    ],
 )
 def test_values_outside_their_rule_are_refused(flags: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="--" + next(iter(flags)).replace("_", "-")):

@@ -28,6 +28,7 @@ class MultiturnOptions:
     page_size: int = option(64, "tokens of a page", minimum=1)
     checkpoint_interval: int = option(256, "tokens between positions where a state can be kept", minimum=1)
     mamba_slots: int = option(6, "states that the device holds", minimum=3)
+    window: int = option(0, "tokens of a sliding window, in place of recurrent states; 0: none", minimum=0)
     host_ratio: float = option(2.0, "host slots for each device slot", minimum=0)
     offload_mamba: bool = option(True, "let states leave the device for host memory and storage")
     move_bytes: bool = option(False, "move real bytes through the whole cache, ten times slower")
@@ -35,7 +36,7 @@ class MultiturnOptions:
 
     def __post_init__(self) -> None:
         check_minimums(self)
-        if self.checkpoint_interval % self.page_size:
+        if not self.window and self.checkpoint_interval % self.page_size:
             raise ConfigError(
                 f"--checkpoint-interval {self.checkpoint_interval}: "
                 f"must be a multiple of --page-size {self.page_size}"
@@ -49,13 +50,30 @@ class MultiturnOptions:
         """Tokens of that prompt that can be restored at best.
 
         The last token of a history was never computed; before it, the last multiple of the checkpoint
-        interval has a state.
+        interval has a state, and the last whole page a window.
         """
         computed = max(self._history(round_) - 1, 0)
-        return computed // self.checkpoint_interval * self.checkpoint_interval
+        return computed // self.interval * self.interval
 
     def _history(self, round_: int) -> int:
         return round_ * (self.request_length + self.output_length)
+
+    @property
+    def interval(self) -> int:
+        """Tokens between positions at which a prompt can be resumed."""
+        return self.page_size if self.window else self.checkpoint_interval
+
+    @property
+    def sizes(self) -> Sizes:
+        """Room for every page; and for states, or for a window of each conversation and, for the one that
+        is running, of what it resumes from, what it computes, and a chunk between them."""
+        if not self.window:
+            return Sizes(
+                self.pages, self.mamba_slots, host_ratio=self.host_ratio, offload_states=self.offload_mamba
+            )
+        window = -(-self.window // self.page_size)
+        slots = (self.num_clients + 3) * window + 1
+        return Sizes(self.pages, windows=slots, window_pages=window, host_ratio=self.host_ratio)
 
     @property
     def pages(self) -> int:
@@ -77,10 +95,9 @@ async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitRep
     """
     rng = random.Random(options.seed)
     turns = options.num_clients * options.num_rounds
-    sizes = Sizes(options.pages, options.mamba_slots, options.host_ratio, options.offload_mamba)
     histories = [Transcript(options.page_size) for _ in range(options.num_clients)]
     async with open_runner(
-        options.page_size, sizes, options.checkpoint_interval, real=options.move_bytes
+        options.page_size, options.sizes, options.interval, real=options.move_bytes
     ) as runner:
         tally = Tally(options.num_rounds, turns, progress)
         for number in range(turns):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import thread_time_ns
 from typing import TypedDict
@@ -22,24 +22,21 @@ from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.matching import Match
 from asynchicache.tree.node import FULL_DEVICE, Node, place
-from asynchicache.tree.tree import UnifiedRadixTree
-from asynchicache.types import Coverage, Tier, trailing_pages
+from asynchicache.tree.tree import Inserted, Pages, UnifiedRadixTree
+from asynchicache.types import Tier, trailing_pages
 
 FILLS = ("fit", "half")
 FULL_HIT_TOKENS = 131_072
 MANY_NODES = 256
 REPEATS = 9
 
-Recipe = Callable[[int], Coverage]
-"""From the window's length in pages to what a prefix needs of a pool."""
-
-
-def _state(window_pages: int) -> Coverage:
-    return trailing_pages(1)
-
-
-SETS: Mapping[str, tuple[Recipe, ...]] = {"full": (), "full+mamba": (_state,)}
-"""Per set, the pools beside the full one."""
+SETS: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "full+mamba": ("mamba",),
+    "full+swa": ("swa",),
+    "full+swa+mamba": ("swa", "mamba"),
+}
+"""Per set, the pools beside the full one: `mamba` has states at ends of turns, `swa` pages of a window."""
 
 
 class SetResult(TypedDict):
@@ -100,10 +97,7 @@ def run_tree(
     _check(page_size, fill, window)
     chat = list(turns(workload))
     window_pages = -(-window // page_size)
-    sets = {
-        name: _Bench(chat, page_size, fill, [recipe(window_pages) for recipe in recipes])
-        for name, recipes in SETS.items()
-    }
+    sets = {name: _Bench(chat, fill, _Recipe(page_size, pools, window_pages)) for name, pools in SETS.items()}
     for _ in range(REPEATS):
         for bench in sets.values():
             bench.repeat()
@@ -138,16 +132,39 @@ def _check(page_size: int, fill: str, window: int) -> None:
         raise ConfigError(f"window {window} must be 1 token at least")
 
 
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What a tree is made of: the pools beside the full one, and how many pages a window has."""
+
+    page_size: int
+    pools: Sequence[str]
+    window_pages: int
+
+    def tree(self) -> UnifiedRadixTree:
+        coverages = [trailing_pages(self.window_pages if pool == "swa" else 1) for pool in self.pools]
+        return UnifiedRadixTree(self.page_size, coverages, windows=self.windows)
+
+    @property
+    def windows(self) -> list[int]:
+        """Component numbers of the pools that have pages."""
+        return [number for number, pool in enumerate(self.pools, start=1) if pool == "swa"]
+
+    @property
+    def states(self) -> list[int]:
+        return [number for number, pool in enumerate(self.pools, start=1) if pool == "mamba"]
+
+
 class _Server:
     """A tree and its pools, as the scheduler of a serving engine uses them; one request at a time."""
 
-    def __init__(self, page_size: int, coverages: Sequence[Coverage], slots: Callable[[int], int]) -> None:
+    def __init__(self, recipe: _Recipe, slots: Callable[[int], int]) -> None:
         """`slots(component)` is the size of that component's pool."""
-        self.tree = UnifiedRadixTree(page_size, coverages)
+        self.tree = recipe.tree()
         self.pools = {
             place(number, Tier.DEVICE): SlotAllocator(slots(number)) for number in range(self.tree.width)
         }
         self.match: Callable[..., Match] = self.tree.match
+        self._windows, self._states = recipe.windows, recipe.states
 
     def turn(self, turn: Turn) -> int:
         """Serve one turn; returns how many pages of its prompt were there."""
@@ -157,14 +174,21 @@ class _Server:
         _path_slots(lease.node)  # what an attention kernel is given for the prefix
         new = len(turn.tokens) // tree.page_size - match.pages
         slots = self._allocate(FULL_DEVICE, new)
-        states = {n: self._allocate(place(n, Tier.DEVICE), 1)[0] for n in range(1, tree.width)}
-        inserted = tree.insert(lease, turn.tokens, slots, states=states)
+        windows = {n: Pages(match.pages, self._allocate(place(n, Tier.DEVICE), new)) for n in self._windows}
+        states = {n: self._allocate(place(n, Tier.DEVICE), 1)[0] for n in self._states}
+        inserted = tree.insert(lease, turn.tokens, slots, states=states, windows=windows)
+        self._give_back(inserted, states)
+        lease.close()
+        return match.pages
+
+    def _give_back(self, inserted: Inserted, states: Mapping[int, int]) -> None:
+        """Free the slots of what the tree had already."""
         self.pools[FULL_DEVICE].release(inserted.duplicates)
+        for number, refused in inserted.windows.items():
+            self.pools[place(number, Tier.DEVICE)].release(list(refused.values()))
         for number, taken in inserted.states.items():
             if not taken:
                 self.pools[place(number, Tier.DEVICE)].release([states[number]])
-        lease.close()
-        return match.pages
 
     def _allocate(self, at: int, count: int) -> list[int]:
         pool = self.pools[at]
@@ -200,18 +224,16 @@ class _Stopwatch:
 class _Bench:
     """One set of pools: how large they must be, and what every repeat measured."""
 
-    def __init__(
-        self, chat: Sequence[Turn], page_size: int, fill: str, coverages: Sequence[Coverage]
-    ) -> None:
+    def __init__(self, chat: Sequence[Turn], fill: str, recipe: _Recipe) -> None:
         self._chat = chat
-        self._page_size = page_size
-        self._coverages = coverages
-        most = max(len(turn.tokens) for turn in chat) // page_size
-        boundless = _Server(page_size, coverages, lambda _: most * len(chat))
+        self._recipe = recipe
+        most = max(len(turn.tokens) for turn in chat) // recipe.page_size
+        boundless = _Server(recipe, lambda _: most * len(chat))
         self._hit_rate = self._serve(boundless)
+        spares = [1 if number in recipe.states else most for number in range(boundless.tree.width)]
         self._slots = [
             pool.held + spare if fill == "fit" else max(pool.held // 2, spare)
-            for pool, spare in zip(boundless.pools.values(), [most] + [1] * len(coverages), strict=True)
+            for pool, spare in zip(boundless.pools.values(), spares, strict=True)
         ]  # spare: a turn has slots before it knows that the tree has its pages already
         self._turn_ns: list[int] = []
         self._match_ns: list[float] = []
@@ -219,10 +241,10 @@ class _Bench:
     def _serve(self, server: _Server) -> float:
         """Serve the chat; returns the hit rate."""
         hits = sum(server.turn(turn) for turn in self._chat)
-        return hits * self._page_size / sum(turn.prompt for turn in self._chat)
+        return hits * self._recipe.page_size / sum(turn.prompt for turn in self._chat)
 
     def _server(self) -> _Server:
-        return _Server(self._page_size, self._coverages, self._slots.__getitem__)
+        return _Server(self._recipe, self._slots.__getitem__)
 
     def repeat(self) -> None:
         """Measure once: whole turns, and then, in a run of its own, the matches within them."""

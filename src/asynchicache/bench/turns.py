@@ -13,7 +13,7 @@ from typing import Protocol
 
 from asynchicache.bench.synthetic import ByteOracle, Transcript, synthetic_spec
 from asynchicache.bench.tally import Turn
-from asynchicache.bench.virtual import VirtualCache, VirtualRunner
+from asynchicache.bench.virtual import WHOLE, VirtualCache, VirtualRunner
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
@@ -25,20 +25,29 @@ class Sizes:
     """How much the tiers of a bench hold.
 
     Attributes:
-        pages, states: slots on the device.
+        pages: slots on the device, for the pages of attention.
+        states, windows: the same of recurrent states, and of pages of sliding windows; 0: no such pool.
+        window_pages: pages of one window.
         host_ratio: host slots for each device slot.
         offload_states: whether states leave the device at all.
     """
 
     pages: int
-    states: int
+    states: int = 0
+    windows: int = 0
+    window_pages: int = 1
     host_ratio: float = 1.0
     offload_states: bool = True
 
     def slots(self) -> dict[str, tuple[int, int]]:
         """Device and host slots by pool."""
-        pages, states = (math.ceil(slots * self.host_ratio) for slots in (self.pages, self.states))
-        return {"kv": (self.pages, pages), "mamba": (self.states, states if self.offload_states else 0)}
+        device = {"kv": self.pages, "mamba": self.states, "swa": self.windows}
+        on_host = {name for name in device if name != "mamba" or self.offload_states}
+        return {
+            name: (count, math.ceil(count * self.host_ratio) if name in on_host else 0)
+            for name, count in device.items()
+            if count
+        }
 
     def config(self) -> CacheConfig:
         """In-loop copies and storage in memory: every run of the same turns is the same."""
@@ -57,11 +66,16 @@ class TurnRunner:
     """A serving engine without a model: it "computes" the bytes that the oracle says."""
 
     def __init__(self, cache: HybridCache, oracle: ByteOracle, page_size: int, interval: int) -> None:
-        """`interval`: tokens between positions at which a state can be kept; whole pages."""
+        """`interval`: tokens between positions at which a prompt can be resumed; whole pages."""
         self._cache = cache
         self._oracle = oracle
         self._page_size = page_size
         self._interval = interval
+        pools = cache.spec.owners
+        self._paged = [pool.name for pool in pools if pool.per_token]
+        self._states = [pool.name for pool in pools if not pool.per_token]
+        windows = [pool.coverage.pages or WHOLE for pool in pools if pool.per_token]
+        self._chunk = min(windows) * page_size
 
     def problems(self) -> Sequence[str]:
         """What the cache's own check finds."""
@@ -86,7 +100,7 @@ class TurnRunner:
             await request.prefetch()
             await request.load()
             hit = request.hit
-            wrong = self._count_wrong(request, hit.tokens, history.digests)
+            verified, wrong = self._check(request, history.digests[: hit.tokens // self._page_size])
             cuts = self._on_grid([*request.cuts, *marks, length])
             await self._compute(request, history.digests, hit.tokens, cuts, length)
             history.extend(output)
@@ -94,16 +108,19 @@ class TurnRunner:
             computed = len(history.tokens) - 1
             await self._compute(request, history.digests, length, self._on_grid([computed]), computed)
         await self._cache.drain()  # the next turn meets the same cache on every machine
-        verified = hit.tokens // self._page_size + (hit.tokens > 0)
         return Turn(length, hit.tokens, hit.by_tier, verified, wrong)
 
-    def _count_wrong(self, request: Request, tokens: int, digests: list[bytes]) -> int:
-        """How many of the restored pages, and of the states, are not what was computed."""
-        pages = tokens // self._page_size
-        if not pages:
-            return 0
-        wrong = self._oracle.count_wrong("kv", request.pages("kv")[:pages], digests[:pages])
-        return wrong + self._oracle.count_wrong("mamba", [request.state("mamba")], [digests[pages - 1]])
+    def _check(self, request: Request, digests: list[bytes]) -> tuple[int, int]:
+        """How many restored pages and states were compared, and how many are not what was computed."""
+        verified = wrong = 0
+        for pool in self._paged:
+            expected = digests[request.first_page(pool) :]
+            verified += len(expected)
+            wrong += self._oracle.count_wrong(pool, request.pages(pool)[: len(expected)], expected)
+        for pool in self._states if digests else ():
+            verified += 1
+            wrong += self._oracle.count_wrong(pool, [request.state(pool)], digests[-1:])
+        return verified, wrong
 
     def _on_grid(self, lengths: Iterable[int]) -> list[int]:
         """`lengths` down to multiples of the interval, ascending."""
@@ -116,15 +133,23 @@ class TurnRunner:
         for cut in cuts:
             if start < cut <= end:
                 self._fill(request, digests, start, cut)
-                self._oracle.write("mamba", [request.state("mamba")], [digests[cut // self._page_size - 1]])
+                for pool in self._states:
+                    self._oracle.write(pool, [request.state(pool)], [digests[cut // self._page_size - 1]])
                 await request.checkpoint(cut)  # the working state may be overwritten after that
                 start = cut
         self._fill(request, digests, start, end)
 
     def _fill(self, request: Request, digests: list[bytes], start: int, end: int) -> None:
-        request.extend(end - start)
-        first, last = start // self._page_size, end // self._page_size
-        self._oracle.write("kv", request.pages("kv")[first:last], digests[first:last])
+        """Pages from token `start` to `end`, in chunks that windows move along with."""
+        for begin in range(start, end, self._chunk):
+            stop = min(begin + self._chunk, end)
+            request.extend(stop - begin)
+            first, last = begin // self._page_size, stop // self._page_size
+            for pool in self._paged:
+                behind = request.first_page(pool)
+                slots = request.pages(pool)[first - behind : last - behind]
+                self._oracle.write(pool, slots, digests[first:last])
+            request.advance(stop)
 
 
 class Runner(Protocol):
@@ -148,13 +173,13 @@ async def open_runner(page_size: int, sizes: Sizes, interval: int, *, real: bool
     Args:
         page_size: tokens of a page.
         sizes: what the tiers hold.
-        interval: tokens between positions at which a state can be kept.
+        interval: tokens between positions at which a prompt can be resumed.
         real: move bytes through the whole cache; else stamps through the planner, ten times faster.
 
     Raises:
         CacheError: the sizes do not fit into memory.
     """
-    spec = synthetic_spec(page_size)
+    spec = synthetic_spec(page_size, tuple(sizes.slots()), window_pages=sizes.window_pages)
     if not real:
         yield VirtualRunner(VirtualCache(spec, sizes.slots()), page_size, interval)
         return

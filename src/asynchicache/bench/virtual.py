@@ -8,7 +8,7 @@ turns give the same figures everywhere, at thousands of turns a second.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from asynchicache.bench.synthetic import Transcript
 from asynchicache.bench.tally import Turn
@@ -18,8 +18,11 @@ from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.specs import ModelSpec
 from asynchicache.storage import hits
 from asynchicache.transfer.plan import Direction
-from asynchicache.tree.node import Node
+from asynchicache.tree.node import FULL, Node
 from asynchicache.types import Outcome, Tier
+
+WHOLE = 1 << 40
+"""Prompts are computed at once, but where windows must move on in between."""
 
 _ENDS = {
     Direction.LOAD: (Tier.HOST, Tier.DEVICE),
@@ -128,11 +131,14 @@ class VirtualRunner:
     """A serving engine without a model, on a `VirtualCache`."""
 
     def __init__(self, cache: VirtualCache, page_size: int, interval: int) -> None:
-        """`interval`: tokens between positions at which a state can be kept; whole pages."""
+        """`interval`: tokens between positions at which a prompt can be resumed; whole pages."""
         self._cache = cache
         self._planner = cache.planner
+        self._names = cache.planner.books.names
         self._page_size = page_size
         self._interval = interval
+        windows = [aux.pages for aux in cache.planner.books.tree.windows]
+        self._chunk = min(windows, default=WHOLE) * page_size
 
     def problems(self) -> Sequence[str]:
         """What the cache's own check finds."""
@@ -148,7 +154,7 @@ class VirtualRunner:
         self._cache.prefetch(sequence)
         self._cache.carry_out(self._planner.loader.load(sequence))
         hit = sequence.hit_pages * self._page_size
-        wrong = self._count_wrong(sequence, history.digests)
+        verified, wrong = self._check(sequence, history.digests)
         cuts = {*self._planner.cuts(sequence), *marks, length}
         history.extend(output)
         sequence.tokens.extend(output)
@@ -157,7 +163,6 @@ class VirtualRunner:
             if hit < cut <= computed:
                 self._compute(sequence, cut, history.digests)
         self._planner.extend(sequence, max(computed - sequence.reserved, 0))
-        verified = sequence.hit_pages + (hit > 0)
         self._planner.release(sequence)
         return Turn(length, hit, {sequence.tier: hit} if hit else {}, verified, wrong)
 
@@ -165,23 +170,51 @@ class VirtualRunner:
         return length // self._interval * self._interval
 
     def _compute(self, sequence: RequestSequence, length: int, digests: list[bytes]) -> None:
-        """Fill what lies before `length`, and publish it with the state there."""
-        self._planner.extend(sequence, max(length - sequence.reserved, 0))
-        pages = length // self._page_size
-        kv, states = self._cache.memory["kv", Tier.DEVICE], self._cache.memory["mamba", Tier.DEVICE]
-        first = sequence.borrowed
-        for slot, digest in zip(sequence.pages[first:pages], digests[first:pages], strict=True):
-            kv[slot] = digest
-        states[sequence.states[1]] = digests[pages - 1]
+        """Fill what lies before `length`, in chunks that windows move along with, and publish it."""
+        while sequence.reserved < length:
+            first, end = sequence.reserved // self._page_size, min(sequence.reserved + self._chunk, length)
+            self._planner.extend(sequence, end - sequence.reserved)
+            self._fill(sequence, first, digests[: end // self._page_size])
+            self._cache.advance(sequence, end)
+        for number, slot in sequence.states.items():
+            self._device(number)[slot] = digests[length // self._page_size - 1]
         self._cache.carry_out(self._planner.publish(sequence, length))
+        self._cache.advance(sequence, length)
 
-    def _count_wrong(self, sequence: RequestSequence, digests: list[bytes]) -> int:
-        pages = sequence.hit_pages
-        kv = self._cache.memory["kv", Tier.DEVICE]
-        held = [kv[slot] for slot in sequence.pages]
-        wrong = 0
-        if held != digests[:pages]:
-            wrong = sum(stamp != digest for stamp, digest in zip(held, digests, strict=False))
-        if pages:
-            wrong += self._cache.memory["mamba", Tier.DEVICE][sequence.states[1]] != digests[pages - 1]
-        return wrong
+    def _fill(self, sequence: RequestSequence, first: int, digests: list[bytes]) -> None:
+        """Stamp the pages from number `first` on, in every pool that has pages."""
+        for number, begin, slots in self._pages(sequence):
+            memory = self._device(number)
+            for slot, digest in zip(
+                slots[first - begin : len(digests) - begin], digests[first:], strict=True
+            ):
+                memory[slot] = digest
+
+    def _check(self, sequence: RequestSequence, digests: list[bytes]) -> tuple[int, int]:
+        """How many restored pages and states were compared, and how many are not what was computed."""
+        expected = digests[: sequence.hit_pages]
+        verified = wrong = 0
+        for number, begin, slots in self._pages(sequence):
+            verified += len(slots)
+            wrong += self._count_wrong(number, slots, expected[begin:])
+        for number, slot in sequence.states.items() if expected else ():
+            verified += 1
+            wrong += self._count_wrong(number, [slot], expected[-1:])
+        return verified, wrong
+
+    def _count_wrong(self, number: int, slots: list[int], digests: list[bytes]) -> int:
+        memory = self._device(number)
+        held = [memory[slot] for slot in slots]
+        if held == digests:
+            return 0
+        return sum(stamp != digest for stamp, digest in zip(held, digests, strict=True))
+
+    @staticmethod
+    def _pages(sequence: RequestSequence) -> Iterator[tuple[int, int, list[int]]]:
+        """By component with pages: its number, the page that it begins with, and its slots."""
+        yield FULL, 0, sequence.pages
+        for number, window in sequence.windows.items():
+            yield number, window.first, window.slots
+
+    def _device(self, number: int) -> list[bytes]:
+        return self._cache.memory[self._names[number], Tier.DEVICE]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asynchicache.bench.replay.trace import Trace, TraceRequest
+from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.sequence import Sequence
@@ -59,38 +59,41 @@ class Player:
         self._cache = InstantCache(planner)
         self._block_size = trace.block_size
         self._chunk = self._chunk_blocks()
+        self._was_resumable = np.zeros(trace.blocks, bool)
 
     def serve(self, request: TraceRequest, known: int) -> Served:
         """Match, load, compute and publish one prompt, of which `known` blocks came before."""
+        blocks = request.blocks()
         try:
-            sequence = self._planner.open(self._tokens(request), b"")
+            sequence = self._planner.open(self._tokens(request, blocks), b"")
         except CapacityError:
             return self._refused(request, known)
         self._cache.carry_out(self._planner.meet(sequence))
         self._cache.carry_out(self._planner.loader.load(sequence))
-        served = self._served(request, sequence, known)
-        self._compute(sequence)
+        served = self._served(request, sequence, blocks, known)
+        self._compute(sequence, blocks)
         self._planner.release(sequence)
         return served
 
-    def _tokens(self, request: TraceRequest) -> array[int]:
+    def _tokens(self, request: TraceRequest, blocks: Ids) -> array[int]:
         ids = array("q")
-        ids.frombytes(np.repeat(request.blocks(), IDS_A_BLOCK).tobytes())
+        ids.frombytes(np.repeat(blocks, IDS_A_BLOCK).tobytes())
         if request.tokens % self._block_size:
             ids.frombytes(bytes(TOKEN_BYTES))
         return ids
 
     # Computing
 
-    def _compute(self, sequence: Sequence) -> None:
+    def _compute(self, sequence: Sequence, blocks: Ids) -> None:
         """Publish the prompt, with states where the planner wants them."""
         planner = self._planner
-        whole = len(sequence.tokens) // IDS_A_BLOCK
-        for stop in self._stops(sequence, whole):
+        for stop in self._stops(sequence, len(blocks)):
             planner.extend(sequence, max(stop - sequence.reserved, 0))
             self._cache.carry_out(planner.writer.clean())
             self._cache.carry_out(planner.publish(sequence, stop))
             self._cache.advance(sequence, stop)
+            if sequence.borrowed and planner.books.tree.restorable(sequence.lease.node):
+                self._was_resumable[blocks[sequence.borrowed - 1]] = True
 
     def _stops(self, sequence: Sequence, whole: int) -> list[int]:
         """Where forwards end: where states are wanted, and else one id behind a block, where no state is
@@ -115,9 +118,9 @@ class Player:
 
     # Counting
 
-    def _served(self, request: TraceRequest, sequence: Sequence, known: int) -> Served:
+    def _served(self, request: TraceRequest, sequence: Sequence, blocks: Ids, known: int) -> Served:
         misses = self._unknown(request, known)
-        for miss, lost in self._held_back(sequence, known):
+        for miss, lost in self._held_back(sequence, blocks, known):
             misses[miss] = lost * self._block_size
         hit = sequence.hit_pages * self._block_size
         return Served(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
@@ -136,15 +139,17 @@ class Player:
             self._miss(FULL, "cold"): (whole - known) * self._block_size,
         }
 
-    def _held_back(self, sequence: Sequence, known: int) -> Iterator[tuple[Miss, int]]:
+    def _held_back(self, sequence: Sequence, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
         """Known blocks that were not served, by the pool that lacked them."""
         hit, matched, reach = sequence.hit_pages, sequence.matched_pages, sequence.match.full_pages
         yield self._miss(FULL, "evicted"), known - reach
         if matched > hit:
             yield self._miss(FULL, "device_capacity"), matched - hit
-        held = sequence.held_back
-        if held is not None:
-            yield self._miss(held.component, "evicted" if held.dropped else "not_kept"), reach - matched
+        if sequence.held_back is not None:
+            ends = np.flatnonzero(self._was_resumable[blocks[matched:reach]])
+            last = matched + int(ends[-1]) + 1 if len(ends) else matched
+            yield self._miss(sequence.held_back.component, "evicted"), last - matched
+            yield self._miss(sequence.held_back.component, "not_kept"), reach - last
 
     def _miss(self, number: int, reason: str) -> Miss:
         return Miss(self._planner.books.names[number], reason)
