@@ -244,3 +244,20 @@ async def test_connections_that_the_server_cuts_are_made_anew(server: RedisServe
             client.client_kill_filter(_type="normal", skipme=True)
 
             assert await bench.get(keys, range(16, 32)) == [HIT] * 16
+
+
+def test_uvloop_serves_and_forgets_cancelled_calls_as_well(server: RedisServer) -> None:
+    async def play() -> None:
+        async with bench_at(server.url, page_bytes=300_000, slots=64) as bench:
+            keys = bench.keys(*range(32))
+            assert await bench.put(keys, range(32)) == [STORED] * 32
+            for turns in range(0, 40, 5):
+                call = asyncio.create_task(bench.engine.get(keys, range(32, 64)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                call.cancel()
+                await asyncio.wait([call])
+            assert await bench.get(keys, range(32, 64)) == [HIT] * 32
+
+    with asyncio.Runner(loop_factory=module("uvloop").new_event_loop) as runner:
+        runner.run(play())

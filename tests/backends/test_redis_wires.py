@@ -1,0 +1,96 @@
+"""Sockets under the redis engine: what is sent arrives in order, whatever the kernel takes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from itertools import pairwise
+
+import pytest
+
+from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.wires import SocketWire
+
+pytestmark = pytest.mark.asyncio
+
+
+def connected() -> tuple[SocketWire, socket.socket]:
+    """A wire, and the other end of it."""
+    ours, theirs = socket.socketpair()
+    for one in (ours, theirs):
+        one.setblocking(False)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)  # as far as the system lets us
+    return SocketWire(ours), theirs
+
+
+async def receive(other: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        received += await asyncio.get_running_loop().sock_recv(other, 1 << 20)
+    return bytes(received)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[0], [1, 0, 2], [100, 3_000_000], [3_000_000, 100, 0, 700_000], [524_288, 524_288, 1], [1_000_000] * 4],
+)
+async def test_parts_arrive_in_order(sizes: list[int]) -> None:
+    chance = random.Random(len(sizes))
+    parts = [chance.randbytes(size) for size in sizes]
+    wire, other = connected()
+    with other:
+        sending = asyncio.create_task(wire.send(parts))
+        assert await receive(other, sum(sizes)) == b"".join(parts)
+        await sending
+        wire.close()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7, 4096, 70_000])
+async def test_replies_are_read_however_they_are_cut(cut: int) -> None:
+    value = random.Random(cut).randbytes(200_000)
+    stream = b":1\r\n+OK\r\n$%d\r\n%b\r\n*2\r\n$1\r\nx\r\n-ERR no\r\n$-1\r\n" % (len(value), value)
+    wire, other = connected()
+    connection = Connection(wire)
+
+    async def feed() -> None:
+        cuts = [*range(0, 40, cut), *range(40, len(stream), max(cut, 1000)), len(stream)]
+        for start, end in pairwise(cuts):
+            await asyncio.get_running_loop().sock_sendall(other, stream[start:end])
+
+    with other:
+        feeding = asyncio.create_task(feed())
+        assert [await connection.read_reply(), await connection.read_reply()] == [1, b"OK"]
+        size = await connection.read_value_size()
+        assert size == len(value)
+        view = memoryview(bytearray(size))
+        await connection.read_into(view)
+        await connection.end_value()
+        assert view == value
+        listed = await connection.read_reply()
+        assert listed == [b"x", ("ERR no",)]
+        assert await connection.read_value_size() is None
+        await feeding
+        assert connection.usable
+        other.sendall(b"+surprise\r\n")
+        assert not connection.usable
+        connection.close()
+
+
+async def test_the_loop_gets_its_turn_while_a_ready_socket_is_read() -> None:
+    wire, other = connected()
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    with other:
+        ready = other.send(bytes(4 << 20))
+        ticking = asyncio.create_task(tick())
+        await Connection(wire).read_into(memoryview(bytearray(ready)))
+        ticking.cancel()
+        wire.close()
+    assert turns >= ready // (512 << 10)
