@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from asynchicache.bench import tree, workload
+from asynchicache.bench.bridge import BridgeOptions, run_bridge
 from asynchicache.bench.demo.options import DemoOptions
 from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
 from asynchicache.bench.options import Options, option
@@ -104,6 +105,12 @@ def _tree(options: TreeOptions, output: Output) -> Outcome:
     return Outcome(result, tree.present(result))
 
 
+def _bridge(options: BridgeOptions, output: Output) -> Outcome:
+    with output.console.status("crossing the bridge"):
+        report = asyncio.run(run_bridge(options))
+    return Outcome(report.as_json(), report.present())
+
+
 def _stall(options: StallOptions, output: Output) -> Outcome:
     with output.console.status("moving pages"):
         report = asyncio.run(run_stall(options))
@@ -145,6 +152,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "turns of a chat through the tree alone: how fast it matches and inserts",
         TreeOptions,
         _tree,
+    ),
+    Command[BridgeOptions](
+        ("bench", "bridge"),
+        "what it costs the event loop to submit copies, and to be told of their end",
+        BridgeOptions,
+        _bridge,
     ),
     Command[StallOptions](
         ("bench", "stall"),

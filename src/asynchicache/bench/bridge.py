@@ -1,0 +1,220 @@
+"""What the bridge between the event loop and the device costs: to submit, to be woken, to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, Self
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
+from asynchicache.ports import AsyncioPort
+from asynchicache.specs import ModelSpec
+from asynchicache.streams.drivers import ThreadDriver
+from asynchicache.streams.emulated import EmulatedDevice, EmulatedStream
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.types import PoolTransfer
+
+OPERATIONS = 64
+_PAGE_SIZE = 16
+_CLOSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeOptions:
+    """The flags of `bench bridge`."""
+
+    rounds: int = option(200, "times that each part is measured; medians are shown", minimum=1)
+    pages: int = option(8, "pages of an operation, beside one state", minimum=1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeReport:
+    """Medians, in microseconds.
+
+    Attributes:
+        build_us: of the loop thread's CPU time, to make 64 operations of lists of slots, checks included.
+        submit_us: of the loop thread's CPU time, from the first of 64 submissions until all are handed
+            over at the end of the tick.
+        submit_wall_us: the same by the clock, which other processes and threads share.
+        wake_us: from the end of work on a stream's thread until the loop calls what was waiting for it.
+        resume_us: from there until a task goes on that awaits it.
+        wakes_per_64: wakes of the loop for 64 completions of one stream.
+    """
+
+    build_us: float
+    submit_us: float
+    submit_wall_us: float
+    wake_us: float
+    resume_us: float
+    wakes_per_64: float
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    def present(self) -> RenderableType:
+        table = Table(title="loop and device", show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row(f"make {OPERATIONS} operations", f"{self.build_us:.0f} us")
+        submit = f"{self.submit_us:.0f} us of CPU, {self.submit_wall_us:.0f} us by the clock"
+        table.add_row(f"submit {OPERATIONS} operations", submit)
+        table.add_row("completion to loop", f"{self.wake_us:.0f} us")
+        table.add_row("completion to task", f"{self.resume_us:.0f} us")
+        table.add_row(f"wakes for {OPERATIONS} completions", f"{self.wakes_per_64:g}")
+        return table
+
+
+async def run_bridge(options: BridgeOptions) -> BridgeReport:
+    """Measure each part in turn, round by round, on emulated streams with a thread each."""
+    async with _open_bridge(options) as bridge:
+        with _no_garbage_collection():
+            rounds = [await bridge.measure() for _ in range(options.rounds)]
+    return BridgeReport(*(statistics.median(values) for values in zip(*rounds, strict=True)))
+
+
+class _Clocks(NamedTuple):
+    """CPU time of this thread, and time by the clock, in seconds."""
+
+    thread: float
+    wall: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.thread_time(), time.perf_counter())
+
+
+class _Bridge:
+    """An engine on a device of threads, and a stream beside it."""
+
+    def __init__(
+        self, engine: TransferEngine, reactor: CompletionReactor, device: EmulatedDevice, pages: int
+    ) -> None:
+        self._engine = engine
+        self._reactor = reactor
+        self._device = device
+        self._stream: EmulatedStream = device.stream("bridge")
+        self._pages = pages
+
+    async def measure(self) -> list[float]:
+        """One round, in the order of `BridgeReport`."""
+        seconds = [*await self._submit(), *await self._wake()]
+        return [*(1e6 * value for value in seconds), await self._count_wakes()]
+
+    async def _submit(self) -> tuple[float, float, float]:
+        handed_over: asyncio.Future[_Clocks] = asyncio.get_running_loop().create_future()
+        started = _Clocks.now()
+        operations = [self._operation(number) for number in range(OPERATIONS)]
+        built = _Clocks.now()
+        tickets = [self._engine.submit(operation, done=_ignore) for operation in operations]
+        # The engine hands over when the tick ends, and what was called later runs behind that.
+        asyncio.get_running_loop().call_soon(lambda: handed_over.set_result(_Clocks.now()))
+        end = await handed_over
+        for ticket in tickets:
+            await ticket
+        return built.thread - started.thread, end.thread - built.thread, end.wall - built.wall
+
+    def _operation(self, number: int) -> CacheOperation:
+        pages = list(range(number * self._pages, (number + 1) * self._pages))
+        transfers = PoolTransfer("kv", pages, pages), PoolTransfer("mamba", [number], [number])
+        return CacheOperation(Direction.LOAD, transfers)
+
+    async def _wake(self) -> tuple[float, float]:
+        """From the end of one piece of work until its release, and until the task goes on."""
+        released: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        ended: list[float] = []
+        gate = self._behind_gate()
+        self._stream.launch(lambda: ended.append(time.perf_counter()))
+        self._reactor.track(
+            self._device, self._stream, lambda error: released.set_result(time.perf_counter())
+        )
+        gate.set()
+        woken = await released
+        return woken - ended[0], time.perf_counter() - ended[0]
+
+    async def _count_wakes(self) -> float:
+        before = self._reactor.statistics().wakes
+        all_done, left = asyncio.Event(), [OPERATIONS]
+
+        def release(error: BaseException | None) -> None:
+            left[0] -= 1
+            if not left[0]:
+                all_done.set()
+
+        gate = self._behind_gate()
+        for _ in range(OPERATIONS):
+            self._stream.launch(_nothing)
+            self._reactor.track(self._device, self._stream, release)
+        gate.set()
+        await all_done.wait()
+        return self._reactor.statistics().wakes - before
+
+    def _behind_gate(self) -> threading.Event:
+        """Holds the stream back until it is set."""
+        gate = threading.Event()
+        self._stream.launch(gate.wait)
+        return gate
+
+
+@asynccontextmanager
+async def _open_bridge(options: BridgeOptions) -> AsyncIterator[_Bridge]:
+    spec, port, device = synthetic_spec(_PAGE_SIZE), AsyncioPort(threads=1), EmulatedDevice(ThreadDriver())
+    memories = _memories(spec, OPERATIONS * options.pages)
+    reactor = CompletionReactor(port)
+    engine = TransferEngine(device, memories, spec.layers, port, reactor)
+    try:
+        yield _Bridge(engine, reactor, device, options.pages)
+    finally:
+        await engine.aclose(_CLOSE_SECONDS)
+        await reactor.aclose(_CLOSE_SECONDS)
+        device.close()
+        for memory in memories.values():
+            memory.host.close()
+        await port.aclose()
+
+
+def _memories(spec: ModelSpec, slots: int) -> dict[str, PoolMemory]:
+    return {
+        pool.name: PoolMemory(
+            DevicePool(pool, spec.page_size, slots), HostPool(pool, spec.page_size, slots, pin=False)
+        )
+        for pool in spec.pools
+    }
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a round would be measured as if it were the bridge's."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _ignore(error: BaseException | None) -> None:
+    """Nobody is to be told."""
+
+
+def _nothing() -> None:
+    """Work that takes no time."""
