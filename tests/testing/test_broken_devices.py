@@ -8,81 +8,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from asynchicache import CacheConfig, CapacityError, HybridCache, MissReason, TransferError
-from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
-from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache import MissReason
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.testing.devices import LossyDevice, break_device
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation
-from asynchicache.types import token_array
+from testing.compute import CONFIG, PROMPTS, SPEC, Engine, clients
 
-PAGE, SWEEP = 4, 0.05
-SPEC = synthetic_spec(PAGE)
-CONFIG = CacheConfig(device_slots={"kv": 24, "mamba": 8})
-PROMPTS = [[family * 100 + n for n in range(20)] for family in range(4)]
-
-
-class Engine:
-    """Serves prompts on a compute stream, and waits for no copy that a fence can order."""
-
-    def __init__(self, world: SeededWorld, cache: HybridCache) -> None:
-        self._world = world
-        self._cache = cache
-        self._oracle = ByteOracle(SPEC, cache.device_tensor)
-        self._compute = cache.device.stream("compute")
-        self.wrong = 0
-        self.hits: list[int] = []
-        self.failures = 0
-
-    async def serve(self, tokens: list[int]) -> MissReason:
-        """Serve a prompt; what it is given is checked where a forward would read it."""
-        request = self._cache.request(tokens)
-        async with request:
-            digests = page_digests(token_array(tokens), PAGE, namespace_seed(None))
-            ticket = request.load()
-            self.hits.append(request.hit.tokens)
-            try:
-                await self._follow(ticket)
-                hit = request.hit.tokens // PAGE
-                if hit:
-                    self._launch(self._check, "kv", request.pages("kv")[:hit], digests[:hit])
-                    self._launch(self._check, "mamba", [request.state("mamba")], digests[hit - 1 : hit])
-                await self._prefill(request, digests)
-            except (TransferError, CapacityError):  # the latter: too much is in quarantine
-                self.failures += 1
-            reason = request.hit.reason
-            request.close(after=self._compute)
-        return reason
-
-    async def _prefill(self, request, digests: list[bytes]) -> None:
-        for cut in sorted({*request.cuts, len(digests) * PAGE}):
-            first, last = request.reserved // PAGE, cut // PAGE
-            await request.reserve(max(cut - request.reserved, 0))
-            self._launch(self._oracle.write, "kv", request.pages("kv")[first:last], digests[first:last])
-            self._launch(self._oracle.write, "mamba", [request.state("mamba")], digests[last - 1 : last])
-            await self._follow(request.checkpoint(cut, after=self._compute))
-
-    async def _follow(self, ticket) -> None:
-        await ticket.submitted()
-        for layer in range(SPEC.layers):
-            ticket.fence(layer).wait_on(self._compute)
-
-    def _launch(self, work, *args) -> None:
-        self._compute.launch(lambda: work(*args))
-
-    def _check(self, pool: str, slots: list[int], digests: list[bytes]) -> None:
-        self.wrong += self._oracle.count_wrong(pool, slots, digests)
-
-
-async def clients(world: SeededWorld, engine: Engine, count: int = 4, turns: int = 4) -> None:
-    async def client() -> None:
-        for _ in range(turns):
-            await world.sleep(5e-4)
-            await engine.serve([*world.random.choice(PROMPTS), world.random.randrange(1000, 1004)])
-
-    await asyncio.gather(*(client() for _ in range(count)))
+SWEEP = 0.05
 
 
 class Poison:
@@ -186,19 +120,6 @@ def test_with_notifications_lost_everything_completes_within_one_sweep(share: fl
 
     for seed in range(15):
         assert run_seeded(seed, main) < SWEEP + 0.01
-
-
-def test_crowds_on_a_compute_stream_get_the_right_bytes() -> None:
-    async def main(world: SeededWorld) -> int:
-        async with world.open_cache(SPEC, CONFIG) as cache:
-            engine = Engine(world, cache)
-            await clients(world, engine)
-            await cache.drain()
-            assert cache.verify() == []
-        assert engine.wrong == 0
-        return sum(engine.hits)
-
-    assert all(run_seeded(seed, main) for seed in range(30))
 
 
 def test_a_failed_load_is_seen_before_outputs_are_published() -> None:
