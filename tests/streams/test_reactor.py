@@ -15,6 +15,7 @@ from asynchicache.streams.base import Device, Stream
 from asynchicache.streams.drivers import InlineDriver, SeededDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.testing.seeded import SeededWorld, run_seeded
 
 PATIENCE = 30.0
 NEVER = 3600.0
@@ -355,6 +356,22 @@ async def test_statistics_are_a_frozen_copy() -> None:
     assert dataclasses.astuple(statistics) == (0, 0, 0, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         statistics.tracked = 1
+
+
+def test_work_that_does_not_end_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: SeededWorld) -> None:
+        device, finished = world.device(mean_seconds=1e3), asyncio.Event()
+        stream, reactor = device.stream("slow"), CompletionReactor(world.port, warn_seconds=2)
+        for _ in range(2):
+            stream.launch(lambda: None)
+            reactor.track(device, stream, lambda error: finished.set())
+        await finished.wait()
+        await reactor.aclose(NEVER)
+
+    run_seeded(1, main)
+    first, *others = [record.message for record in caplog.records]
+    assert first == "stream slow of cpu has not got further for 2 s"
+    assert len(others) <= 1  # of the second piece, once it was ahead
 
 
 @pytest.mark.asyncio

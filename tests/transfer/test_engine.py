@@ -8,7 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from asynchicache.errors import RequestStateError, UsageError
+from asynchicache.errors import ConfigError, RequestStateError, UsageError
+from asynchicache.ports import AsyncioPort
+from asynchicache.streams.drivers import InlineDriver
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
 from asynchicache.types import Tier
@@ -254,7 +258,18 @@ async def test_misuse_is_refused_before_anything_is_enqueued(open_rig, operation
             submit(operation(Direction.LOAD, kv=([0], [0])), reads=[("kv", [12])], done=rig.done)
         with pytest.raises(RequestStateError, match="never recorded"):
             submit(operation(Direction.LOAD, kv=([0], [0])), after=[rig.device.event()], done=rig.done)
+        elsewhere = EmulatedDevice(InlineDriver()).event()
+        with pytest.raises(UsageError, match="is not an event of device cpu"):
+            submit(operation(Direction.LOAD, kv=([0], [0])), after=[elsewhere], done=rig.done)
         statistics = rig.engine.statistics()
 
     assert (statistics.operations, statistics.launches) == (0, 0)
     assert rig.outcomes == []
+
+
+@pytest.mark.asyncio
+async def test_pools_of_another_device_are_refused(open_rig) -> None:
+    async with open_rig() as rig:
+        elsewhere = EmulatedDevice(InlineDriver(), name="cuda:7")
+        with pytest.raises(ConfigError, match="pool 'kv' is on cpu, the streams are cuda:7's"):
+            TransferEngine(elsewhere, rig.memories, 6, AsyncioPort(threads=1), rig.reactor)

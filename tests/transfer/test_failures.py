@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from asynchicache.errors import ClosedError, DeviceError, TransferError
-from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
@@ -59,25 +58,31 @@ async def test_a_device_error_fails_everything_in_flight_and_after(open_rig, ope
 @pytest.mark.asyncio
 @pytest.mark.parametrize("driver", ["thread", "inline", "seeded"])
 async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
-    open_rig, operation: Build, driver: str
+    open_rig, operation: Build, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foreign_device = EmulatedDevice(InlineDriver())
-    foreign = foreign_device.event()
-    foreign_device.stream("elsewhere").record(foreign)
     async with open_rig(driver) as rig:
-        load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), after=[foreign], done=rig.done)
+        enqueue = rig.engine._copier.enqueue
+
+        def broken(stream, plan, group) -> None:
+            if plan.direction is Direction.LOAD:
+                monkeypatch.undo()  # the next one works
+                raise MemoryError("no room for a list of copies")
+            enqueue(stream, plan, group)
+
+        monkeypatch.setattr(rig.engine._copier, "enqueue", broken)
+        load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         backup = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [1])), done=rig.done)
         apart = rig.engine.submit(operation(Direction.FORK, kv=([2], [3])), done=lambda _: None)
         with pytest.raises(TransferError, match="was not submitted"):
             await load.submitted()
-        with pytest.raises(TransferError, match="not an event of the device"):
+        with pytest.raises(TransferError, match="no room for a list of copies"):
             await load
         with pytest.raises(TransferError, match="another was to write"):
             await backup.layer(0)
         await apart
         await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
 
-    assert [type(error).__name__ for error in rig.outcomes] == ["UsageError", "TransferError", "NoneType"]
+    assert [type(error).__name__ for error in rig.outcomes] == ["MemoryError", "TransferError", "NoneType"]
 
 
 @pytest.mark.asyncio

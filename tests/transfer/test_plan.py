@@ -48,6 +48,12 @@ def test_operations_that_mean_nothing_are_refused(
         CacheOperation(Direction.LOAD, (PoolTransfer("kv", sources, destinations),))
 
 
+@pytest.mark.parametrize(("direction", "priority"), [("load", 0), (Direction.LOAD, "high"), (None, 0)])
+def test_directions_and_priorities_are_checked(direction: object, priority: object) -> None:
+    with pytest.raises(UsageError, match=r"must be a Direction, priority .* an int"):
+        CacheOperation(direction, (), priority)
+
+
 def test_a_destination_is_written_once_over_all_transfers_of_an_operation() -> None:
     transfers = (PoolTransfer("kv", [1], [3]), PoolTransfer("kv", [2], [3]))
 

@@ -107,6 +107,10 @@ class Device(Protocol):
         """
         ...
 
+    def owns(self, event: Event) -> bool:
+        """Whether `event` is of this device, so that its streams can wait for it."""
+        ...
+
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         """While the context is open, what is enqueued on `stream` does not run: it becomes the graph."""
         ...

@@ -79,6 +79,9 @@ class CudaDevice:
             event.torch_event.record(torch.cuda.Stream(self.index))  # type: ignore[no-untyped-call]
         return event
 
+    def owns(self, event: Event) -> bool:
+        return isinstance(event, CudaEvent) and event.device is self
+
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[CudaGraph]:
         """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.

@@ -324,6 +324,9 @@ class EmulatedDevice:
     def event(self, *, external: bool = False) -> EmulatedEvent:
         return EmulatedEvent(self._machine, external)
 
+    def owns(self, event: Event) -> bool:
+        return isinstance(event, EmulatedEvent) and event.machine is self._machine
+
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[EmulatedGraph]:
         """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.

@@ -50,9 +50,11 @@ class _Entry:
     stream: Stream
     event: Event
     release: Release
+    since: float
     reached: bool = False
     error: BaseException | None = None
     finished: bool = False
+    warned: bool = False
 
 
 class CompletionReactor:
@@ -65,19 +67,22 @@ class CompletionReactor:
     `track` may be called from any thread, as the stream it is given; the rest is the loop's.
     """
 
-    def __init__(self, port: Port, *, sweep_seconds: float = 0.05) -> None:
+    def __init__(self, port: Port, *, sweep_seconds: float = 0.05, warn_seconds: float = 60.0) -> None:
         """
         Args:
-            port: how other threads reach the loop.
+            port: how other threads reach the loop; whose clock it goes by.
             sweep_seconds: how long a completion can stay unseen when its notification is lost.
+            warn_seconds: how long work may be in flight before the log says so.
 
         Raises:
-            ConfigError: `sweep_seconds` is not above 0.
+            ConfigError: `sweep_seconds` or `warn_seconds` is not above 0.
         """
-        if not sweep_seconds > 0:
-            raise ConfigError(f"sweep_seconds is {sweep_seconds}; it must be above 0")
+        for name, seconds in (("sweep_seconds", sweep_seconds), ("warn_seconds", warn_seconds)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}; it must be above 0")
         self._port = port
         self._sweep_seconds = sweep_seconds
+        self._warn_seconds = warn_seconds
         self._lock = threading.Lock()
         self._in_flight: dict[Stream, deque[_Entry]] = {}
         self._told: deque[_Entry] = deque()
@@ -97,7 +102,7 @@ class CompletionReactor:
         Raises:
             ClosedError: the reactor is closed; `release` will not be called.
         """
-        entry = _Entry(device, stream, self._take_event(device), release)
+        entry = _Entry(device, stream, self._take_event(device), release, self._port.now())
         stream.record(entry.event)
         with self._lock:
             if self._closed:
@@ -195,11 +200,23 @@ class CompletionReactor:
         last = None
         for entry in entries:
             if not _complete(entry):
+                self._warn_of(entry)
                 break
             last = entry
             self._swept += 1
         if last is not None:
             self._finish_through(last)
+
+    def _warn_of(self, entry: _Entry) -> None:
+        seconds = self._port.now() - entry.since
+        if seconds > self._warn_seconds and not entry.warned:
+            entry.warned = True
+            logger.warning(
+                "stream %s of %s has not got further for %.0f s",
+                entry.stream.name,
+                entry.device.name,
+                seconds,
+            )
 
     def _finish_through(self, last: _Entry) -> None:
         """Finish `last` and all before it on its stream, which are complete because it is."""

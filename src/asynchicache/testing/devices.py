@@ -43,6 +43,9 @@ class LossyDevice:
         self.events += 1
         return self._inner.event(external=external)
 
+    def owns(self, event: Event) -> bool:
+        return self._inner.owns(event)
+
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(stream)
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import anyio
 
-from asynchicache.errors import ClosedError, RequestStateError, TransferError
+from asynchicache.errors import ClosedError, ConfigError, RequestStateError, TransferError, UsageError
 from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
@@ -89,7 +89,15 @@ class TransferEngine:
             group_bytes: what makes a group of a load's layers worth a launch. Default: 8 MiB.
             submit_inline: enqueue on the loop, for devices that run in virtual time or in their
                 caller. Default: False, on a thread of the engine's own.
+
+        Raises:
+            ConfigError: a pool is on another device.
         """
+        for pool, memory in memories.items():
+            if str(memory.device.device) != device.name:
+                raise ConfigError(
+                    f"pool {pool!r} is on {memory.device.device}, the streams are {device.name}'s"
+                )
         self._device = device
         self._layers = layers
         self._port = port
@@ -135,7 +143,7 @@ class TransferEngine:
 
         Raises:
             ClosedError: the engine is closed.
-            UsageError: an unknown pool, or a slot that is not there.
+            UsageError: an unknown pool, a slot that is not there, or an event of another device.
             RequestStateError: an event in `after` was never recorded.
         """
         if self._closed:
@@ -199,8 +207,11 @@ class TransferEngine:
     def _check_surroundings(self, after: Sequence[Event], reads: Sequence[tuple[str, Sequence[int]]]) -> None:
         for pool, slots in reads:
             check_slots(pool, Tier.DEVICE, slots, self._extents)
-        if not all(event.recorded for event in after):
-            raise RequestStateError("an operation is to start after an event that was never recorded")
+        for event in after:
+            if not self._device.owns(event):
+                raise UsageError(f"{event!r} is not an event of device {self._device.name}")
+            if not event.recorded:
+                raise RequestStateError("an operation is to start after an event that was never recorded")
 
     def _open_tick(self) -> _Tick:
         self._tick = tick = _Tick()

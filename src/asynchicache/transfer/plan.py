@@ -76,9 +76,11 @@ class CacheOperation:
     def __post_init__(self) -> None:
         """
         Raises:
-            UsageError: lists of unequal length, a slot that is no integer or negative, a destination
-                twice, or a slot that is forked and written at once.
+            UsageError: no direction, a priority that is no integer, lists of unequal length, a slot that
+                is no integer or negative, a destination twice, or a slot forked and written at once.
         """
+        if not isinstance(self.direction, Direction) or not isinstance(self.priority, int):
+            raise UsageError(f"{self.direction!r} must be a Direction, priority {self.priority!r} an int")
         transfers = tuple(map(_as_arrays, self.transfers))
         object.__setattr__(self, "transfers", transfers)
         object.__setattr__(self, "reach", tuple(_reach(self.direction, transfer) for transfer in transfers))
