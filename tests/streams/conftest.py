@@ -32,9 +32,9 @@ KINDS = [
 class Rig:
     """A device, and the few things that tests do differently from driver to driver."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, device: Device) -> None:
         self.kind = kind
-        self.device = make_device(kind)
+        self.device = device
 
     def tensor(self, *values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device.name)
@@ -87,7 +87,7 @@ def make_device(kind: str) -> Device:
 
 @pytest_asyncio.fixture(params=KINDS)
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    made = Rig(request.param)
+    made = Rig(request.param, make_device(request.param))
     yield made
     made.device.close()
 

@@ -10,6 +10,8 @@ from asynchicache.errors import DeviceError, RequestStateError, UsageError
 from asynchicache.streams.base import Event, Stream
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from streams.conftest import Rig
 
 CHAIN = 5_000
 
@@ -253,6 +255,26 @@ async def test_a_captured_wait_binds_when_the_graph_is_replayed(rig) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_graph_records_at_its_replays_only(rig) -> None:
+    stream, other, event = rig.device.stream("a"), rig.device.stream("b"), rig.device.event(external=True)
+    source, target = rig.tensor(0), rig.tensor(0)
+    with rig.device.capture(stream) as graph:
+        stream.launch(lambda: source.fill_(7))
+        stream.record(event)
+    with pytest.raises(RequestStateError, match="b waits for an event that was never recorded"):
+        other.wait_event(event)
+
+    def build() -> None:
+        graph.replay()
+        other.wait_event(event)
+        other.launch(lambda: target.copy_(source))
+
+    rig.enqueue([stream, other], build)
+    assert await rig.finished(other) == [None]
+    assert target.item() == 7
+
+
+@pytest.mark.asyncio
 async def test_a_replay_that_waits_for_nothing_recorded_is_refused(rig) -> None:
     stream, event, ran = rig.device.stream("compute"), rig.device.event(external=True), rig.tensor(0)
     with rig.device.capture(stream) as graph:
@@ -284,3 +306,19 @@ async def test_only_external_events_cross_the_border_of_a_graph(rig) -> None:
             pass
     stream.wait_event(event)
     assert await rig.finished(stream) == [None]
+
+
+# All of this in virtual time too.
+
+CONFORMANCE = [test for name, test in list(globals().items()) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("test", CONFORMANCE, ids=lambda test: test.__name__)
+def test_in_virtual_time(test) -> None:
+    async def main(world: SeededWorld) -> None:
+        rig = Rig("virtual", world.device())
+        await test(rig)
+        rig.device.close()
+
+    for seed in range(3):
+        run_seeded(seed, main)

@@ -193,7 +193,10 @@ class CudaStream:
         own = self._own(event)
         with self.device.sticky():
             own.torch_event.record(self.torch_stream)
-        own.recorded = True
+        if self.graph is None:
+            own.recorded = True
+        else:
+            self.graph.records.append(own)
 
     def wait_event(self, event: Event) -> None:
         """Let nothing enqueued later run before the latest record of `event`; does not block.
@@ -263,11 +266,12 @@ class CudaEvent:
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph`, and the events that must be recorded before it is replayed."""
+    """A `torch.cuda.CUDAGraph`, the events that it waits for, and those that each replay records."""
 
     def __init__(self, stream: CudaStream) -> None:
         self.torch_graph = torch.cuda.CUDAGraph()
         self.waits: list[CudaEvent] = []
+        self.records: list[CudaEvent] = []
         self._stream = stream
 
     def replay(self) -> None:
@@ -276,9 +280,11 @@ class CudaGraph:
         Raises:
             RequestStateError: an event that it waits for was never recorded: CUDA would not wait.
         """
-        if not all(event.recorded for event in self.waits):
+        if not all(event.recorded or event in self.records for event in self.waits):
             raise RequestStateError(f"stream {self._stream.name} waits for an event that was never recorded")
         self._stream.launch(self.torch_graph.replay)
+        for event in self.records:
+            event.recorded = True
 
 
 def _torch_event(external: bool) -> torch.cuda.Event:
