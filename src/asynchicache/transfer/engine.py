@@ -322,6 +322,9 @@ class TransferEngine:
         """Nothing became of what a tick submitted."""
         tick.planned.set()
         for submission in tick.submissions:
+            for view in submission.ticket.views or ():
+                if view.position is not None:  # its own transfer, not what others bring
+                    self._fail(view.record, error)
             self._disappoint(submission, error)
 
     def _give_up(self, error: BaseException) -> None:

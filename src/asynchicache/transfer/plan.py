@@ -81,10 +81,11 @@ class CacheOperation:
         """
         if not isinstance(self.direction, Direction) or not isinstance(self.priority, int):
             raise UsageError(f"{self.direction!r} must be a Direction, priority {self.priority!r} an int")
-        transfers = tuple(map(_as_arrays, self.transfers))
+        transfers = tuple([_as_arrays(transfer) for transfer in self.transfers])
+        reach = tuple([_reach(self.direction, transfer) for transfer in transfers])
         object.__setattr__(self, "transfers", transfers)
-        object.__setattr__(self, "reach", tuple(_reach(self.direction, transfer) for transfer in transfers))
-        object.__setattr__(self, "empty", not any(transfer.sources for transfer in transfers))
+        object.__setattr__(self, "reach", reach)
+        object.__setattr__(self, "empty", all(device < 0 for _, device, _ in reach))
         if not _plainly_independent(self.direction, transfers):
             for pool, (sources, destinations) in self.columns().items():
                 _check_independent(self.direction, pool, sources, np.sort(destinations))
@@ -227,21 +228,21 @@ def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
 
 
 def _as_arrays(transfer: PoolTransfer) -> PoolTransfer:
-    pool, sources, destinations = transfer.pool, _slot_array(transfer[1]), _slot_array(transfer[2])
+    pool, sources, destinations = transfer
+    sources, destinations = _slot_array(sources), _slot_array(destinations)
     if len(sources) != len(destinations):
         raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
     return PoolTransfer(pool, sources, destinations)
 
 
 def _reach(direction: Direction, transfer: PoolTransfer) -> Reach:
-    pool, source, destination = transfer.pool, *(_highest(transfer.pool, slots) for slots in transfer[1:])
-    match direction:
-        case Direction.LOAD:
-            return Reach(pool, destination, source)
-        case Direction.BACKUP:
-            return Reach(pool, source, destination)
-        case Direction.FORK:
-            return Reach(pool, max(source, destination), -1)
+    pool, sources, destinations = transfer
+    source, destination = _highest(pool, sources), _highest(pool, destinations)
+    if direction is Direction.LOAD:
+        return Reach(pool, destination, source)
+    if direction is Direction.BACKUP:
+        return Reach(pool, source, destination)
+    return Reach(pool, max(source, destination), -1)
 
 
 def _highest(pool: str, slots: Sequence[int]) -> int:
@@ -256,11 +257,10 @@ def _highest(pool: str, slots: Sequence[int]) -> int:
 
 def _plainly_independent(direction: Direction, transfers: Sequence[PoolTransfer]) -> bool:
     """True if a quick look suffices: few slots, each pool once, nothing written twice or also read."""
-    for transfer in transfers:
-        written = set(transfer.destinations) if len(transfer.destinations) <= _FEW else set()
-        if len(written) != len(transfer.destinations):
+    for _, sources, destinations in transfers:
+        if len(destinations) > _FEW or len(set(destinations)) != len(destinations):
             return False
-        if direction is Direction.FORK and not written.isdisjoint(transfer.sources):
+        if direction is Direction.FORK and not set(sources).isdisjoint(destinations):
             return False
     return len(transfers) <= 1 or len({transfer.pool for transfer in transfers}) == len(transfers)
 
