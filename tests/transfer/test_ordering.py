@@ -109,6 +109,22 @@ async def test_a_ticket_joins_the_transfer_that_brings_what_it_reads(open_rig, o
 
 
 @pytest.mark.asyncio
+async def test_what_a_submission_names_is_that_of_the_call(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        gate, events, slots = rig.gate(), [], [7]
+        events.append(gate.event)
+        rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), after=events, done=rig.done)
+        reads = [("kv", slots)]
+        joined = rig.engine.submit(operation(Direction.LOAD), reads=reads, done=rig.done)
+        for changed in (events, slots, reads):
+            changed.clear()
+        await joined.submitted()
+        assert not joined.done
+        gate.open()
+        await joined
+
+
+@pytest.mark.asyncio
 async def test_nothing_is_remembered_of_transfers_that_are_over(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         await rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)

@@ -151,6 +151,8 @@ class TransferEngine:
         self._check(operation)
         if after or reads:
             self._check_surroundings(after, reads)
+            # The submit thread looks at them later, and whoever owns these lists may change them.
+            after, reads = tuple(after), [(pool, tuple(slots)) for pool, slots in reads]
         if operation.empty:
             call_done(done, None)
             if not (reads and self._untold):
