@@ -185,6 +185,17 @@ def test_any_mixture_keeps_every_invariant(policy: str, write_policy: str, pools
         assert 0 < report.hit_rate <= report.ceiling
 
 
+@pytest.mark.parametrize("pools", ["kv", "kv,mamba", "kv,swa", "kv,mamba,swa"])
+@pytest.mark.parametrize("seed", range(3))
+def test_however_little_room_there_is(seed: int, pools: str, tmp_path: Path):
+    prompts = random_trace(seed, tmp_path / "t")
+    blocks = len({block for prompt in prompts for block in prompt})
+    for slots in (1, 2, *range(max(map(len, prompts)) - 3, max(map(len, prompts)) + 4)):
+        replay(
+            tmp_path / "t", pools=pools, window=BLOCK, capacity_share=str(slots / blocks), host_share="0.1"
+        )
+
+
 # Why misses missed
 
 

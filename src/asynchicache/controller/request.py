@@ -143,8 +143,8 @@ class Request:
 
         As the option `checkpoints` says: the branch point, where other prompts left this one's path
         (`mamba_branching_seqlen`), the end of the prompt in whole pages, and multiples of a spacing.
-        Models with windows and no states need the branch
-        point only, others none: empty where every page can be resumed at.
+        Models with windows and no states need the branch point only, others none: empty where every
+        page can be resumed at.
         """
         return self._planner.cuts(self._open())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +72,8 @@ class Player:
         self._cache.carry_out(self._planner.meet(sequence))
         self._cache.carry_out(self._planner.loader.load(sequence))
         served = self._served(request, sequence, blocks, known)
-        self._compute(sequence, blocks)
+        with suppress(CapacityError):  # what there is no room for is computed, and leaves nothing here
+            self._compute(sequence, blocks)
         self._planner.release(sequence)
         return served
 
@@ -88,7 +90,8 @@ class Player:
         """Publish the prompt, with states where the planner wants them."""
         planner = self._planner
         for stop in self._stops(sequence, len(blocks)):
-            planner.extend(sequence, max(stop - sequence.reserved, 0))
+            end = stop if planner.books.tree.windows else len(sequence.tokens)
+            planner.extend(sequence, max(end - sequence.reserved, 0))
             self._cache.carry_out(planner.writer.clean())
             self._cache.carry_out(planner.publish(sequence, stop))
             self._cache.advance(sequence, stop)
