@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 from asynchicache.ports import Port
@@ -20,12 +20,7 @@ async def over_page(port: Port, page_bytes: int, work: Callable[[], T]) -> T:
     """
     if page_bytes <= INLINE_BYTES:
         return work()
-    return await to_its_end(port.run_blocking(work))
-
-
-async def to_its_end(work: Awaitable[T]) -> T:
-    """Wait for `work`, which uses slots, so a cancelled caller waits for its end too."""
-    running = asyncio.ensure_future(work)
+    running = asyncio.ensure_future(port.run_blocking(work))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import obstore
 from obstore.store import MemoryStore, ObjectStore
 
-from asynchicache.backends.compute import over_page, to_its_end
+from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, summary
 from asynchicache.errors import ClosedError, StorageError
@@ -114,24 +114,41 @@ class ObjectEngine:
             await asyncio.wait(self._running)
 
     async def _each(self, work: Callable[..., Awaitable[T]], *columns: Sequence[object]) -> list[T]:
-        """Do `work` for every row, some at once, each to its end whatever becomes of the caller.
+        """Do `work` for every row, some at once; what has begun goes on to its end, whatever becomes of the
+        caller, who waits for it.
 
         Raises:
             StorageError: the first of those that `work` raised.
         """
         if self.closed:
             raise ClosedError(f"object engine of pool {self._binding.pool!r} is closed")
-        tasks = [asyncio.create_task(self._in_turn(work, *row)) for row in zip(*columns, strict=True)]
+        waiting: set[asyncio.Task[T]] = set()
+        rows = zip(*columns, strict=True)
+        tasks = [asyncio.create_task(self._in_turn(waiting, work, *row)) for row in rows]
+        waiting.update(tasks)
         for task in tasks:
             self._running.add(task)
-            task.add_done_callback(self._running.discard)
-        if tasks:
-            await to_its_end(asyncio.wait(tasks))
+            task.add_done_callback(self._ended)
+        try:
+            await _all_done(tasks)
+        except asyncio.CancelledError:
+            for task in waiting:  # they have not touched their slots yet
+                task.cancel()
+            await _all_done(tasks)
+            raise
         return [task.result() for task in tasks]
 
-    async def _in_turn(self, work: Callable[..., Awaitable[T]], *row: object) -> T:
+    async def _in_turn(
+        self, waiting: set[asyncio.Task[T]], work: Callable[..., Awaitable[T]], *row: object
+    ) -> T:
         async with self._turns:
+            waiting.discard(asyncio.current_task())
             return await work(*row)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, since only the first of a call's errors is raised
 
     async def _is_there(self, key: ObjectKey) -> bool:
         if self._known is not None:
@@ -208,6 +225,12 @@ class ObjectEngine:
 
     def __repr__(self) -> str:
         return f"<ObjectEngine {self._binding.pool} at {self._options.url}: {self.corrupt} corrupt>"
+
+
+async def _all_done(tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Wait for tasks, none of which is cancelled if the caller is."""
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def _scatter(piece: memoryview, views: Sequence[memoryview], start: int) -> int:

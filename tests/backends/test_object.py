@@ -5,6 +5,7 @@ and that server killed, stopped, emptied, or with damaged objects.
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from obstore.store import from_url
 from asynchicache.backends.object import open_backend
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.errors import ClosedError, ConfigError, StorageError, StorageFormatError
+from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
@@ -196,7 +198,9 @@ def fragile(server: S3Server) -> Iterator[S3Server]:
 
 
 @pytest.mark.asyncio
-async def test_a_killed_server_is_a_miss_and_comes_back(fragile: S3Server, tmp_path: Path) -> None:
+async def test_a_killed_server_is_a_miss_and_comes_back(
+    fragile: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=1)) as bench:
         keys = bench.keys(*range(4))
         assert await bench.put(keys, range(4)) == [STORED] * 4
@@ -208,6 +212,8 @@ async def test_a_killed_server_is_a_miss_and_comes_back(fragile: S3Server, tmp_p
         assert await bench.engine.delete(keys) == [FAILED] * 4
         with pytest.raises(StorageError, match=r"s3://pages/p/.*: Generic S3 error"):
             await bench.engine.exists(keys)
+        gc.collect()
+        assert "never retrieved" not in caplog.text
 
         fragile.start()
 
@@ -245,6 +251,33 @@ async def test_a_cancelled_call_ends_when_nothing_uses_its_slots(fragile: S3Serv
         assert not bench.engine._running
         fragile.resume()
         assert await bench.get(keys, [2, 3]) == [MISS] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_call_starts_no_more_requests(tmp_path: Path) -> None:
+    async with bench_at({"url": f"file://{tmp_path}/pages", "requests": 1}) as bench:
+        began, go_on = asyncio.Event(), asyncio.Event()
+        calls = []
+        inner = bench.engine._put
+
+        async def held(key: ObjectKey, slot: int) -> Outcome:
+            calls.append(slot)
+            began.set()
+            await go_on.wait()
+            return await inner(key, slot)
+
+        bench.engine._put = held
+        keys = bench.keys(*range(8))
+        call = asyncio.create_task(bench.put(keys, range(8)))
+        await began.wait()
+        call.cancel()
+        await asyncio.sleep(0)
+        assert not call.done()  # slot 0 is still read
+        go_on.set()
+        await asyncio.wait([call])
+
+        assert (call.cancelled(), calls) == (True, [0])
+        assert await bench.get(keys, range(8, 16)) == [HIT] + [MISS] * 7
 
 
 ABANDON = """
