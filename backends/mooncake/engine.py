@@ -10,9 +10,10 @@ from concurrent import futures
 from functools import partial
 from typing import Any, TypeVar
 
-from asynchicache.backends.mooncake.codes import delete_outcome, get_outcome, name_of, put_outcome
+from asynchicache.backends.mooncake.codes import Code, delete_outcome, get_outcome, name_of, put_outcome
 from asynchicache.backends.mooncake.slots import RegisteredSlots
 from asynchicache.backends.mooncake.store import Client
+from asynchicache.backends.mooncake.writes import WritesUnderWay
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -55,6 +56,7 @@ class MooncakeEngine:
         self._slots = slots
         self._threads = threads
         self._namespace = namespace
+        self._writes = WritesUnderWay()
         self._running: set[futures.Future[Any]] = set()
         self._closing: futures.Future[None] | None = None
 
@@ -129,13 +131,28 @@ class MooncakeEngine:
         return outcomes
 
     def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        buffers = self._slots.buffers(slots)
-        for key, slot in zip(keys, slots, strict=True):
-            self._binding.seal(slot, key)
-        codes = self._client.put(self._names(keys), *buffers)
-        outcomes = [put_outcome(code) for code in codes]
-        self._log_failures("put", codes, outcomes)
+        mine, others = self._writes.claim(keys)
+        outcomes = [Outcome.FAILED] * len(keys)
+        codes = self._write([keys[place] for place in mine], [slots[place] for place in mine])
+        for place, code in zip(mine, codes, strict=True):
+            outcomes[place] = put_outcome(code)
+        for place, written in others.items():  # whoever writes it has settled its claims before it waits
+            outcome = put_outcome(written.result())
+            outcomes[place] = Outcome.EXISTS if outcome is Outcome.STORED else outcome
+        self._log_failures("put", codes, [outcomes[place] for place in mine])
         return outcomes
+
+    def _write(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[int]:
+        """Write claimed keys, and settle them."""
+        codes = [int(Code.TRANSFER_FAIL)] * len(keys)
+        try:
+            buffers = self._slots.buffers(slots)
+            for key, slot in zip(keys, slots, strict=True):
+                self._binding.seal(slot, key)
+            codes = self._client.put(self._names(keys), *buffers)
+        finally:
+            self._writes.settle(keys, codes)
+        return codes
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         codes = self._client.remove(self._names(keys))

@@ -138,6 +138,25 @@ async def test_a_read_that_hangs_keeps_its_slots_until_it_ends(mortal: Cluster) 
         assert bench.holds(keys[1], 6)
 
 
+async def test_a_second_put_of_a_page_waits_until_it_can_be_read(mortal: Cluster) -> None:
+    """Mooncake would say at once that all is well."""
+    async with watched_bench(mortal) as (bench, store):
+        keys = bench.keys(3)
+        bench.fill(keys * 2, [3, 4])
+        mortal.node.pause()
+        first = asyncio.create_task(bench.engine.put(keys, [3]))
+        await asyncio.to_thread(store.wait_for, "batch_put_from_multi_buffers", 2)
+        second = asyncio.create_task(bench.engine.put(keys * 2, [4, 4]))
+        assert await bench.engine.exists(keys) == bytes(1)
+        assert await bench.get(keys, [5]) == [MISS]
+        assert not second.done()
+
+        mortal.node.resume()
+        assert await second == [Outcome.EXISTS] * 2
+        assert await first == [STORED]
+        assert await bench.get(keys, [5]) == [HIT]
+
+
 async def test_closing_waits_for_a_running_call_even_if_its_caller_does_not(mortal: Cluster) -> None:
     async with watched_bench(mortal) as (bench, store):
         mortal.node.pause()

@@ -168,10 +168,10 @@ class Watched:
         """How often the method was called."""
         return len(self.arguments.get(name, ()))
 
-    def wait_for(self, name: str) -> None:
-        """Block until the method is called."""
+    def wait_for(self, name: str, calls: int = 1) -> None:
+        """Block until the method was called so often."""
         with self.begun:
-            assert self.begun.wait_for(lambda: self.count(name) > 0, timeout=60)
+            assert self.begun.wait_for(lambda: self.count(name) >= calls, timeout=60)
 
 
 @asynccontextmanager
