@@ -36,20 +36,6 @@ namespaces = (f"test-{number}" for number in count())
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_pages_outlive_the_client_that_put_them(mooncake: Cluster) -> None:
-    namespace = next(namespaces)
-    async with backend_of(mooncake, namespace=namespace) as backend:
-        bench = await open_bench(backend)
-        assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
-
-    async with backend_of(mooncake, namespace=namespace) as backend:
-        bench = await open_bench(backend)
-        assert await bench.engine.exists(bench.keys(1, 2, 3)) == bytes([1, 1, 0])
-        assert await bench.get(bench.keys(1, 2, 3), [7, 8, 9]) == [HIT, HIT, MISS]
-
-
-@on_mooncake
-@pytest.mark.asyncio
 async def test_a_namespace_keeps_pages_apart(mooncake: Cluster, mooncake_store: Store) -> None:
     async with (
         backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as mine,

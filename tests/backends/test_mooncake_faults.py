@@ -94,25 +94,20 @@ async def test_a_killed_node_makes_exists_stale_until_the_master_notices(mortal:
         assert await bench.get(keys, [2, 3]) == [HIT] * 2
 
 
-async def test_a_cluster_that_lends_no_memory_rejects() -> None:
+async def test_pages_are_refused_without_memory_and_end_with_the_process_that_lends_it() -> None:
     with own_network(), cluster(nodes=False) as empty:
         async with backend_of(empty) as backend:
             bench = await open_bench(backend)
+            keys = bench.keys(1)
+            assert await bench.put(keys, [0]) == [Outcome.REJECTED]
+            assert await bench.get(keys, [0]) == [MISS]
 
-            assert await bench.put(bench.keys(1), [0]) == [Outcome.REJECTED]
-            assert await bench.get(bench.keys(1), [0]) == [MISS]
+            async with backend_of(empty, segment_bytes=16 << 20) as lender:
+                other = await open_bench(lender)
+                assert await other.put(keys, [0]) == [STORED]
+                assert await bench.get(keys, [5]) == [HIT]
 
-
-async def test_a_page_lives_in_the_memory_that_this_process_lends() -> None:
-    with own_network(), cluster(nodes=False) as empty:
-        async with backend_of(empty, segment_bytes=16 << 20) as backend:
-            bench = await open_bench(backend)
-            assert await bench.put(bench.keys(1), [0]) == [STORED]
-            assert await bench.get(bench.keys(1), [5]) == [HIT]
-
-        async with backend_of(empty) as backend:
-            bench = await open_bench(backend)
-            assert await bench.get(bench.keys(1), [5]) == [MISS]
+            assert await bench.get(keys, [6]) == [MISS]
 
 
 async def test_a_read_that_hangs_keeps_its_slots_until_it_ends(mortal: Cluster) -> None:
