@@ -17,7 +17,7 @@ from asynchicache.controller.fetching import PrefetchOptions
 from asynchicache.errors import ConfigError
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
-from asynchicache.storage.pool import PoolLimits
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.tree.policies import policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
@@ -69,7 +69,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         prefetch: how long a request waits for storage, see `controller.fetching.PrefetchOptions`.
         storage: name of a backend, or None for two tiers. Default: None.
         storage_options: the backend's own.
-        storage_limits: patience with the backend, see `storage.pool.PoolLimits`.
+        storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
         store_bytes: writes to storage under way; more is shed. Default: 1 GiB.
         weight_version: names the weights, so that pages of others are never taken for theirs. Required
             with storage.

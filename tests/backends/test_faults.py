@@ -14,7 +14,8 @@ from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.pool import Batch, GuardedPool, PoolLimits
+from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.pool import GuardedPool
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.types import Outcome
@@ -52,7 +53,7 @@ async def scene(*, seed: int = 0, deadline: float = 60.0) -> AsyncIterator[Scene
         stack.push_async_callback(faults.aclose)
         binding = SlotBinding(slab_of("kv", 300, 64), fingerprint_of("w"))
         engine = await faults.open_pool(binding)
-        guard = GuardedPool(engine, binding, port, PoolLimits(deadline=deadline, failures=10**6))
+        guard = GuardedPool(engine, binding, port, PoolLimits(deadline=deadline, failures=10**6, retries=0))
         stack.push_async_callback(guard.aclose)
         stack.callback(faults.release)
         yield Scene(faults, Bench(engine, binding), guard)

@@ -26,7 +26,7 @@ from asynchicache import (
     RequestStateError,
 )
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.storage.pool import PoolLimits
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.tree.node import Node
 from asynchicache.types import Tier, WritePolicy

@@ -17,7 +17,8 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
-from asynchicache.storage.pool import Batch, GuardedPool, PoolLimits
+from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import Capabilities
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from asynchicache.types import Outcome
@@ -357,7 +358,8 @@ async def test_an_immediate_engine_is_called_without_a_task_and_the_loop_gets_it
         s.engine.answer = raising
         for _ in range(10):
             assert (await s.get(2)).outcomes == [Outcome.FAILED] * 2
-        assert len(s.engine.batches) - asked == PoolLimits().failures
+        limits = PoolLimits()
+        assert len(s.engine.batches) - asked == limits.failures * (1 + limits.retries)
 
 
 @pytest.mark.asyncio

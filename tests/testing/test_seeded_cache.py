@@ -15,7 +15,7 @@ from asynchicache import CacheConfig, CapacityError, HybridCache, PrefetchOption
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
 from asynchicache.hashing import namespace_seed, page_digests
-from asynchicache.storage.pool import PoolLimits
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded

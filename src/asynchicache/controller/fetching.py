@@ -13,7 +13,7 @@ from asynchicache.controller.reading import Outcomes, Query, Read
 from asynchicache.controller.sequence import Sequence
 from asynchicache.controller.stored import StoredPools, linger
 from asynchicache.errors import ConfigError
-from asynchicache.storage.pool import Batch
+from asynchicache.storage.limits import Batch
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy
 

@@ -7,61 +7,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
-from asynchicache.storage.breaker import CircuitBreaker
+from asynchicache.storage.breaker import BreakerState, CircuitBreaker
+from asynchicache.storage.known import KnownPages
+from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine
 from asynchicache.storage.statistics import PoolStatistics, Tally
 from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """How much patience the core has with an engine.
-
-    Attributes:
-        deadline: seconds for one call of the engine, `Capabilities.batch_pages` at most. Default: 10.
-        failures: failed or late calls in a row that open the breaker. Default: 5.
-        cooldown: seconds that the breaker stays open before one call may try. Default: 5.
-        closing: seconds that `aclose` waits for calls that still run. Default: 10.
-    """
-
-    deadline: float = 10.0
-    failures: int = 5
-    cooldown: float = 5.0
-    closing: float = 10.0
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if not value > 0:
-                raise ConfigError(f"storage limit {option.name} {value!r} must be above 0")
-
-
-class Batch(NamedTuple):
-    """What became of a call's pages.
-
-    Attributes:
-        outcomes: one a key.
-        lingering: None if the slots are the caller's again. Else done as soon as the engine has let
-            go of them, or cancelled if the pool was closed first: then they are never safe again.
-    """
-
-    outcomes: list[Outcome]
-    lingering: asyncio.Future[None] | None = None
-
-    @property
-    def present(self) -> bytes:
-        """One byte a key, 1 where the outcome is HIT: what `storage.hits` reads."""
-        return bytes([outcome is Outcome.HIT for outcome in self.outcomes])
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +66,7 @@ class GuardedPool:
         self._capabilities = engine.capabilities
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
         self._turns = asyncio.Semaphore(self._capabilities.concurrency)
+        self._known = KnownPages(self._limits, shared=self._capabilities.shared, now=port.now)
         self._calls: set[_Call] = set()
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
         self._tallies = {verb.name: Tally(binding.page_bytes if verb.moves else 0) for verb in VERBS}
@@ -114,11 +75,20 @@ class GuardedPool:
     async def exists(self, keys: Sequence[ObjectKey]) -> Batch:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
+        What a shared engine was seen to have lately, it is not asked for again; a page that was found
+        damaged is a miss until it is written anew.
+
         Raises:
             UsageError: a key is of another pool.
-            ClosedError: the pool is closed; as all four calls.
+            ClosedError: the pool is closed; as all calls.
         """
-        return await self._call(EXISTS, keys, ())
+        if not self._known:
+            return await self._learn(EXISTS, keys, ())
+        self._admit(keys)
+        known = [self._known.recall(key) for key in keys]
+        asked = [key for key, outcome in zip(keys, known, strict=True) if outcome is None]
+        answer = iter((await self._learn(EXISTS, asked, ())).outcomes)
+        return Batch([next(answer) if outcome is None else outcome for outcome in known])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
         """Read page `i` into `slots[i]`: HIT, checked; MISS, CORRUPT, FAILED or TIMEOUT.
@@ -126,15 +96,25 @@ class GuardedPool:
         Raises:
             UsageError: a key is of another pool, or there are not as many slots as keys.
         """
-        return await self._call(GET, keys, self._paired(keys, slots))
+        return await self._learn(GET, keys, self._paired(keys, slots))
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
         """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
 
+        What was found damaged is deleted first: an engine may keep the page that it has.
+
         Raises:
             UsageError: a key is of another pool, or there are not as many slots as keys.
         """
-        return await self._call(PUT, keys, self._paired(keys, slots))
+        slots = self._paired(keys, slots)
+        damaged = self._known.damaged(keys)
+        if damaged:
+            await self._call(DELETE, damaged, ())
+        batch = await self._learn(PUT, keys, slots)
+        for index, outcome in enumerate(batch.outcomes) if damaged else ():
+            if outcome is Outcome.EXISTS and keys[index] in damaged:
+                batch.outcomes[index] = Outcome.REJECTED  # it could not be deleted: what is there is wrong
+        return batch
 
     async def delete(self, keys: Sequence[ObjectKey]) -> Batch:
         """Forget pages: HIT if it was there, MISS if not, FAILED or TIMEOUT.
@@ -142,7 +122,28 @@ class GuardedPool:
         Raises:
             UsageError: a key is of another pool.
         """
-        return await self._call(DELETE, keys, ())
+        batch = await self._call(DELETE, keys, ())
+        self._known.forget(keys)
+        return batch
+
+    async def clear(self) -> int:
+        """Forget every page of this pool, of these weights and of this shard; how many there were.
+
+        Raises:
+            StorageError: the engine failed, or did not answer in `closing` seconds.
+        """
+        self._admit(())
+        self._known.clear()
+        try:
+            async with asyncio.timeout(self._limits.closing):
+                return await self._engine.clear()
+        except Exception as error:
+            raise StorageError(f"pool {self._binding.pool!r} could not be cleared: {error!r}") from error
+
+    async def _learn(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        batch = await self._call(verb, keys, slots)
+        self._known.learn(keys, batch)
+        return batch
 
     def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
         """Done once no call of the engine can touch `slots` any more; None if none can now.
@@ -214,7 +215,8 @@ class GuardedPool:
 
     async def _call(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
         self._admit(keys)
-        step = max(1, self._capabilities.batch_pages)
+        pages = self._limits.batch_bytes // self._binding.slot_bytes
+        step = max(1, min(self._capabilities.batch_pages, pages))
         cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
         if self._capabilities.immediate:
             return Batch(await self._in_place(verb, keys, slots, cuts))
@@ -318,6 +320,21 @@ class GuardedPool:
     async def _attempt(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome] | None:
+        """The engine's answer, checked, with failures asked for again where that is safe."""
+        outcomes = await self._ask(verb, keys, slots)
+        for _ in range(self._limits.retries if verb.repeatable else 0):
+            failed = _failed(outcomes, len(keys))
+            if not failed or self._closed or self._breaker.state is not BreakerState.CLOSED:
+                break
+            again = await self._ask(verb, [keys[i] for i in failed], [slots[i] for i in failed if slots])
+            if again is None:
+                break
+            outcomes = outcomes or [Outcome.FAILED] * len(keys)
+            for index, outcome in zip(failed, again, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    async def _ask(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome] | None:
         """The engine's answer, checked; None if it raised, or answered nonsense."""
         try:
             outcomes = list(await verb.ask(self._engine, keys, slots))
@@ -355,3 +372,9 @@ class GuardedPool:
             f"<GuardedPool {self._binding.pool}: {len(self._calls)} running, "
             f"{self._abandoned} lingering, breaker {self._breaker.state.value}>"
         )
+
+
+def _failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
+    if outcomes is None:
+        return list(range(pages))
+    return [index for index, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]

@@ -121,6 +121,11 @@ class PoolEngine(Protocol):
         """Forget pages: HIT if it was there, MISS if not, FAILED."""
         ...
 
+    async def clear(self) -> int:
+        """Forget every page of the binding's pool, fingerprint and shard, and nothing else; returns how
+        many there were."""
+        ...
+
     async def aclose(self) -> None:
         """Finish what was acknowledged and let go of the medium; twice is harmless."""
         ...
@@ -133,7 +138,8 @@ class StorageBackend(Protocol):
     def name(self) -> str: ...
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        """The engine for this pool; in any order, each once, at run time too.
+        """The engine for this pool; in any order, at run time too. Opened again with the same binding
+        while it is open it is the same engine, and after it was closed a new one onto the same pages.
 
         Raises:
             StorageError: the place cannot be used; says what to do.

@@ -22,6 +22,7 @@ class Verb(NamedTuple):
         answers: outcomes that mean something.
         refused: the outcome of pages for which the engine was not asked.
         moves: whether pages move between slots and storage.
+        repeatable: asking again after a failure can do no harm.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Verb(NamedTuple):
     answers: tuple[Outcome, ...]
     refused: Outcome
     moves: bool
+    repeatable: bool = True
 
     def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
         """How many pages came to which outcome."""
@@ -65,6 +67,7 @@ PUT = Verb(
     (Outcome.STORED, Outcome.EXISTS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.REJECTED,
     moves=True,
+    repeatable=False,  # half of it may have been written, and a full disk gets no emptier
 )
 DELETE = Verb(
     "delete",

@@ -20,7 +20,8 @@ from asynchicache.bench.ticker import longest_gap
 from asynchicache.config import open_backend
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.pool import GuardedPool, PoolLimits
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import PoolEngine
 from asynchicache.types import Outcome
 

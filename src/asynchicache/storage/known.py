@@ -1,0 +1,101 @@
+"""Keys that were seen, for a while: what a far engine need not be asked again, and what it has damaged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.types import Outcome
+
+
+class KnownKeys:
+    """A bounded set whose members are forgotten after some time, the oldest first.
+
+    Args:
+        most: members; 0 keeps none.
+        seconds: how long one is kept.
+        now: seconds on a clock that never goes back.
+    """
+
+    __slots__ = ("_most", "_now", "_seconds", "_until")
+
+    def __init__(self, most: int, seconds: float, now: Callable[[], float]) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._now = now
+        self._until: OrderedDict[ObjectKey, float] = OrderedDict()
+
+    def add(self, keys: Iterable[ObjectKey]) -> None:
+        until = self._now() + self._seconds
+        for key in keys:
+            self._until[key] = until
+            self._until.move_to_end(key)
+        while len(self._until) > self._most:
+            self._until.popitem(last=False)
+
+    def discard(self, keys: Iterable[ObjectKey]) -> None:
+        for key in keys:
+            self._until.pop(key, None)
+
+    def clear(self) -> None:
+        self._until.clear()
+
+    def __contains__(self, key: ObjectKey) -> bool:
+        until = self._until.get(key)
+        return until is not None and self._now() < until
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+class KnownPages:
+    """What is known of an engine's pages without asking it.
+
+    Args:
+        limits: how many pages, for how long.
+        shared: the engine is asked over a network, and others change what it has.
+        now: seconds on a clock that never goes back.
+    """
+
+    def __init__(self, limits: PoolLimits, *, shared: bool, now: Callable[[], float]) -> None:
+        self._there = KnownKeys(limits.known_pages if shared else 0, limits.known_seconds, now)
+        self._damaged = KnownKeys(limits.known_pages, float("inf"), now)
+        self._shared = shared
+
+    def __bool__(self) -> bool:
+        return bool(self._there or self._damaged)
+
+    def recall(self, key: ObjectKey) -> Outcome | None:
+        """HIT or MISS, or None if the engine must be asked; a damaged page is a miss until it is stored
+        again."""
+        if key in self._damaged:
+            return Outcome.MISS
+        return Outcome.HIT if key in self._there else None
+
+    def damaged(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
+        """Those of `keys` that were found damaged."""
+        return [key for key in keys if key in self._damaged] if self._damaged else []
+
+    def learn(self, keys: Sequence[ObjectKey], batch: Batch) -> None:
+        """Which pages are there, which are not, and which are not what was sealed."""
+        self._damaged.add(_those(keys, batch, Outcome.CORRUPT))
+        if self._damaged:
+            self._damaged.discard(_those(keys, batch, Outcome.STORED))
+        if self._shared and keys:
+            self._there.discard(_those(keys, batch, Outcome.MISS, Outcome.CORRUPT))
+            self._there.add(_those(keys, batch, Outcome.HIT, Outcome.STORED, Outcome.EXISTS))
+
+    def forget(self, keys: Iterable[ObjectKey]) -> None:
+        """Pages that were deleted."""
+        self._there.discard(keys)
+
+    def clear(self) -> None:
+        self._there.clear()
+        self._damaged.clear()
+
+
+def _those(keys: Sequence[ObjectKey], batch: Batch, *wanted: Outcome) -> list[ObjectKey]:
+    """The keys that came to one of the wanted outcomes."""
+    return [key for key, outcome in zip(keys, batch.outcomes, strict=True) if outcome in wanted]

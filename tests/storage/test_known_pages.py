@@ -1,0 +1,250 @@
+"""What the core remembers of an engine's pages: asked once, damaged ones never served, never in the way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.errors import ConfigError, StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.known import KnownKeys
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.protocol import Capabilities, PoolEngine
+from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.types import Outcome
+
+HIT, MISS, STORED, EXISTS = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.EXISTS
+CORRUPT, REJECTED, FAILED = Outcome.CORRUPT, Outcome.REJECTED, Outcome.FAILED
+
+
+class ManualPort(AsyncioPort):
+    """The real port, but for a clock that stands still until it is moved."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+class FarEngine:
+    """A memory engine that says it is shared, keeps what it has, and counts what it is asked."""
+
+    def __init__(self, engine: PoolEngine) -> None:
+        self._engine = engine
+        self.asked: list[tuple[str, int]] = []
+        self.failures = 0
+        self.deletes = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._engine.capabilities, shared=True, immediate=False)
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        self._note("exists", keys)
+        return await self._engine.exists(keys)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._note("get", keys)
+        return await self._engine.get(keys, slots)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._note("put", keys)
+        return await self._engine.put(keys, slots)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        self._note("delete", keys)
+        return await self._engine.delete(keys) if self.deletes else [FAILED] * len(keys)
+
+    async def clear(self) -> int:
+        return await self._engine.clear()
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()
+
+    def _note(self, verb: str, keys: Sequence[ObjectKey]) -> None:
+        self.asked.append((verb, len(keys)))
+        if self.failures:
+            self.failures -= 1
+            raise StorageError("made to fail once")
+
+
+class Scene:
+    def __init__(self, engine: FarEngine, bench: Bench, guard: GuardedPool, port: ManualPort) -> None:
+        self.engine = engine
+        self.bench = bench
+        self.guard = guard
+        self.port = port
+
+    def damage(self, keys: Sequence[ObjectKey], store: MemoryStore) -> None:
+        for key in keys:
+            stored = store.read(key)
+            assert stored is not None
+            store.drop(key)
+            store.write(key, stored.header, bytes([stored.page[0] ^ 1]) + stored.page[1:])
+
+
+@asynccontextmanager
+async def scene(store: MemoryStore | None = None, **limits: float) -> AsyncIterator[Scene]:
+    port = ManualPort(threads=2)
+    backend = MemoryBackend(MemoryStore() if store is None else store)
+    binding = SlotBinding(slab_of("kv", 300, 16), fingerprint_of("w"))
+    engine = FarEngine(await backend.open_pool(binding))
+    guard = GuardedPool(engine, binding, port, PoolLimits(**limits))
+    yield Scene(engine, Bench(engine, binding), guard, port)
+    await guard.aclose()
+    await port.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_was_written_is_known_without_asking() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1, 2, 3)
+        s.bench.fill(keys, [0, 1, 2])
+        await s.guard.put(keys[:2], [0, 1])
+
+        assert (await s.guard.exists(keys)).outcomes == [HIT, HIT, MISS]
+        assert s.engine.asked == [("put", 2), ("exists", 1)]
+
+
+@pytest.mark.asyncio
+async def test_knowledge_ages() -> None:
+    async with scene(known_seconds=30) as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        await s.guard.put(keys, [0])
+        s.port.seconds += 31
+        await s.guard.exists(keys)
+
+        assert s.engine.asked == [("put", 1), ("exists", 1)]
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_others_deleted_is_forgotten_with_its_miss() -> None:
+    store = MemoryStore()
+    async with scene(store) as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        await s.guard.put(keys, [0])
+        store.drop(keys[0])
+
+        assert (await s.guard.exists(keys)).outcomes == [HIT]  # stale, and allowed to be
+        assert (await s.guard.get(keys, [3])).outcomes == [MISS]
+        assert (await s.guard.exists(keys)).outcomes == [MISS]
+
+
+@pytest.mark.asyncio
+async def test_a_deleted_page_is_asked_for_again() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        await s.guard.put(keys, [0])
+        await s.guard.delete(keys)
+
+        assert (await s.guard.exists(keys)).outcomes == [MISS]
+
+
+class KeepsDamage(MemoryStore):
+    """A store whose engine cannot drop what it found damaged, as most cannot."""
+
+    stubborn = False
+
+    def drop(self, key: ObjectKey) -> bool:
+        return False if self.stubborn else super().drop(key)
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_page_is_a_miss_until_it_is_written_anew() -> None:
+    store = KeepsDamage()
+    async with scene(store) as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        await s.guard.put(keys, [0])
+        s.damage(keys, store)
+        store.stubborn = True
+
+        assert (await s.guard.get(keys, [3])).outcomes == [CORRUPT]
+        asked = len(s.engine.asked)
+        assert (await s.guard.exists(keys)).outcomes == [MISS]
+        assert len(s.engine.asked) == asked
+
+        store.stubborn = False
+        assert (await s.guard.put(keys, [0])).outcomes == [STORED]
+        assert s.engine.asked[-2:] == [("delete", 1), ("put", 1)]
+        assert (await s.guard.get(keys, [3])).outcomes == [HIT]
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_page_that_cannot_be_replaced_is_not_called_stored() -> None:
+    store = KeepsDamage()
+    async with scene(store) as s:
+        keys = s.bench.keys(1, 2)
+        s.bench.fill(keys, [0, 1])
+        await s.guard.put(keys, [0, 1])
+        s.damage(keys[:1], store)
+        store.stubborn = True
+        await s.guard.get(keys, [3, 4])
+        s.engine.deletes = False
+
+        assert (await s.guard.put(keys, [0, 1])).outcomes == [REJECTED, EXISTS]
+
+
+@pytest.mark.asyncio
+async def test_reads_that_failed_are_asked_for_again_and_writes_are_not() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        s.engine.failures = 1
+        assert (await s.guard.put(keys, [0])).outcomes == [FAILED]
+        assert (await s.guard.put(keys, [0])).outcomes == [STORED]
+        s.engine.failures = 1
+        assert (await s.guard.get(keys, [3])).outcomes == [HIT]
+        assert [verb for verb, _ in s.engine.asked] == ["put", "put", "get", "get"]
+
+
+@pytest.mark.asyncio
+async def test_a_call_moves_no_more_bytes_than_it_may() -> None:
+    async with scene(batch_bytes=3 * 4096) as s:
+        keys = s.bench.keys(*range(8))
+        s.bench.fill(keys, range(8))
+        await s.guard.put(keys, range(8))
+
+        assert s.engine.asked == [("put", 3), ("put", 3), ("put", 2)]
+
+
+@pytest.mark.asyncio
+async def test_clear_forgets_this_pool_and_what_is_known_of_it() -> None:
+    store = MemoryStore()
+    async with scene(store) as s:
+        keys = s.bench.keys(1, 2)
+        s.bench.fill(keys, [0, 1])
+        await s.guard.put(keys, [0, 1])
+        store.write(keys[0]._replace(pool="other"), b"", b"x")
+
+        assert await s.guard.clear() == 2
+        assert (await s.guard.exists(keys)).outcomes == [MISS, MISS]
+        assert len(store) == 1
+
+
+def test_keys_are_forgotten_the_oldest_first() -> None:
+    known = KnownKeys(2, 10, lambda: 0.0)
+    keys = [ObjectKey(bytes(32), bytes([n]) * 32, "kv", "") for n in range(3)]
+    known.add(keys[:2])
+    known.add(keys[:1])
+    known.add(keys[2:])
+    assert [key in known for key in keys] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("limits", "rule"),
+    [({"batch_bytes": 0}, "above 0"), ({"retries": -1}, "0 or more"), ({"known_pages": -1}, "0 or more")],
+)
+def test_limits_out_of_range_are_refused(limits: dict[str, int], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        PoolLimits(**limits)
