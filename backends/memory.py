@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.options import Options
-from asynchicache.errors import ClosedError, StorageError
+from asynchicache.errors import ClosedError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -76,6 +78,12 @@ class MemoryStore:
         self._bytes -= len(stored.page)
         return True
 
+    def clear(self, fingerprint: bytes, pool: str, shard: str) -> int:
+        """Forget every page of one pool; how many there were."""
+        mine = (fingerprint, pool, shard)
+        doomed = [key for key in self._pages if (key.fingerprint, key.pool, key.shard) == mine]
+        return sum(map(self.drop, doomed))
+
     def _make_room(self, size: int, capacity: int) -> bool:
         if size > capacity:
             return False
@@ -128,6 +136,11 @@ class MemoryEngine:
         self._check_open()
         return [Outcome.HIT if self._store.drop(key) else Outcome.MISS for key in keys]
 
+    async def clear(self) -> int:
+        self._check_open()
+        binding = self._binding
+        return self._store.clear(binding.fingerprint, binding.pool, binding.shard)
+
     async def aclose(self) -> None:
         self.closed = True
 
@@ -173,28 +186,25 @@ class MemoryBackend:
     def __init__(self, store: MemoryStore, *, checksum: bool = True) -> None:
         self.store = store
         self._checksum = checksum
-        self._engines: dict[tuple[str, str, bytes], MemoryEngine] = {}
+        self._engines: OpenEngines[MemoryEngine] = OpenEngines()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> MemoryEngine:
         """
         Raises:
-            StorageError: the pool is open already.
+            StorageError: the pool is open already, with another binding.
             ClosedError: the backend is closed.
         """
         if self._closed:
             raise ClosedError("memory backend is closed")
-        identity = (binding.pool, binding.shard, binding.fingerprint)
-        if identity in self._engines and not self._engines[identity].closed:
-            raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r} is open; close it first")
-        engine = MemoryEngine(binding, self.store, checksum=self._checksum)
-        self._engines[identity] = engine
-        return engine
+        return await self._engines.open(binding, partial(self._open, binding))
+
+    async def _open(self, binding: PoolBinding) -> MemoryEngine:
+        return MemoryEngine(binding, self.store, checksum=self._checksum)
 
     async def aclose(self) -> None:
         self._closed = True
-        for engine in self._engines.values():
-            await engine.aclose()
+        await self._engines.aclose()
 
     def __repr__(self) -> str:
         return f"<MemoryBackend: {len(self.store)} pages, {self.store.page_bytes} bytes>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from asynchicache.backends.file.engine import FileEngine
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.options import Options
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import Port
@@ -95,7 +95,7 @@ class FileBackend:
         self._budget = Budget(options.folder_limit)
         for pool in self._folder.pools():
             self._budget.found(pool)
-        self._engines: dict[Path, asyncio.Task[FileEngine]] = {}
+        self._engines: OpenEngines[FileEngine] = OpenEngines()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> FileEngine:
@@ -103,17 +103,13 @@ class FileBackend:
 
         Raises:
             StorageFormatError: the files hold something else.
-            StorageError: the pool is open already, or its files cannot be used.
+            StorageError: the pool is open with another binding, or its files cannot be used.
             ClosedError: the backend is closed.
         """
         if self._closed:
             raise ClosedError(f"file store {self._options.path} is closed")
         path = self._folder.pool_path(binding.pool, binding.shard, binding.fingerprint)
-        self._check_free(path)
-        # A task of our own: its files must not be lost if the caller is cancelled.
-        opening = asyncio.create_task(self._open(path, binding))
-        self._engines[path] = opening
-        return await asyncio.shield(opening)
+        return await self._engines.open(binding, partial(self._open, path, binding))
 
     async def clear(self) -> int:
         """Forget every page of the pools that are open here; other pools of the folder are left alone.
@@ -125,22 +121,12 @@ class FileBackend:
             UsageError: the store is read-only.
             OSError: the disk refuses.
         """
-        engines = [opened.result() for opened in self._engines.values() if _usable(opened)]
-        return sum([await engine.clear() for engine in engines])
+        return sum([await engine.clear() for engine in self._engines.usable()])
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._engines:
-            await asyncio.wait(self._engines.values())
-        for opened in self._engines.values():
-            if opened.exception() is None:
-                await opened.result().aclose()
+        await self._engines.aclose()
         self._folder.close()
-
-    def _check_free(self, path: Path) -> None:
-        opened = self._engines.get(path)
-        if opened is not None and (not opened.done() or _usable(opened)):
-            raise StorageError(f"{path} is open already; each pool is opened once")
 
     async def _open(self, path: Path, binding: PoolBinding) -> FileEngine:
         manifest = Manifest.of(binding)
@@ -167,10 +153,6 @@ class FileBackend:
 
     def __repr__(self) -> str:
         return f"<FileBackend {self._options.path}: {len(self._engines)} pools>"
-
-
-def _usable(opened: asyncio.Task[FileEngine]) -> bool:
-    return opened.done() and opened.exception() is None and not opened.result().closed
 
 
 def open_backend(options: Mapping[str, object], port: Port) -> FileBackend:

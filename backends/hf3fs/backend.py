@@ -6,7 +6,6 @@ leases and generations added.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +17,8 @@ from asynchicache.backends.hf3fs.metadata.client import MetadataClient, Namespac
 from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
-from asynchicache.errors import ClosedError, StorageError
+from asynchicache.backends.opened import OpenEngines
+from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
@@ -44,40 +44,27 @@ class Hf3fsBackend:
         self._port = port
         self._usrbio = load_usrbio() if options.io is Io.USRBIO else None
         self._client = MetadataClient(options.metadata, port, seconds=options.metadata_seconds)
-        self._engines: dict[str, asyncio.Task[Hf3fsEngine]] = {}
+        self._engines: OpenEngines[Hf3fsEngine] = OpenEngines()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> Hf3fsEngine:
         """Make the pool known to the metadata service, and open its file.
 
         Raises:
-            StorageError: no service answers, the folder or the file cannot be used, or the pool is open.
+            StorageError: no service answers, the folder or the file cannot be used, or the pool is open
+                with another binding.
             StorageFormatError: folder or service hold something else.
             ClosedError: the backend is closed.
         """
         if self._closed:
             raise ClosedError(f"hf3fs backend over {self._options.path} is closed")
         name = namespace_name(binding)
-        self._check_free(name)
-        # A task of our own: its file must not be lost if the caller is cancelled.
-        opening = asyncio.create_task(self._open(name, binding))
-        self._engines[name] = opening
-        return await asyncio.shield(opening)
+        return await self._engines.open(binding, partial(self._open, name, binding))
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._engines:
-            await asyncio.wait(self._engines.values())
-        for opened in self._engines.values():
-            if opened.exception() is None:
-                await opened.result().aclose()
+        await self._engines.aclose()
         await self._client.aclose()
-
-    def _check_free(self, name: str) -> None:
-        opened = self._engines.get(name)
-        if opened is None or (opened.done() and (opened.exception() is not None or opened.result().closed)):
-            return
-        raise StorageError(f"{name} is open already; each pool is opened once")
 
     async def _open(self, name: str, binding: PoolBinding) -> Hf3fsEngine:
         options = self._options

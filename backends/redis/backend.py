@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
+from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.dialing import dial
 from asynchicache.backends.redis.engine import RedisEngine
@@ -38,7 +39,7 @@ class RedisBackend:
         self._port = port
         self._pool = ConnectionPool(partial(dial, options, port), options.connections)
         self._marker = f"{options.namespace}:FORMAT".encode()
-        self._engines: dict[tuple[str, str, bytes], RedisEngine] = {}
+        self._engines: OpenEngines[RedisEngine] = OpenEngines()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> RedisEngine:
@@ -46,22 +47,18 @@ class RedisBackend:
 
         Raises:
             StorageError: the server cannot be reached, or does not let us in; the pool is open
-                already; its pages are larger than a value may be.
+                with another binding; its pages are larger than a value may be.
             StorageFormatError: the namespace holds something else, or pages of a newer version.
             ClosedError: the backend is closed.
         """
         if self._closed:
             raise ClosedError(f"redis backend of {self._options.server} is closed")
-        identity = (binding.pool, binding.shard, binding.fingerprint)
-        self._check_free(identity, binding)
-        engine = RedisEngine(binding, self._port, self._pool, self._options)
-        self._engines[identity] = engine
-        try:
-            await self._check_format()
-        except BaseException:
-            await engine.aclose()
-            raise
-        return engine
+        return await self._engines.open(binding, partial(self._open, binding))
+
+    async def _open(self, binding: PoolBinding) -> RedisEngine:
+        self._check_size(binding)
+        await self._check_format()
+        return RedisEngine(binding, self._port, self._pool, self._options, self._clear)
 
     async def clear(self) -> int:
         """Delete every page of the namespace, of all pools and models; other keys are not touched.
@@ -72,7 +69,11 @@ class RedisBackend:
         Raises:
             StorageError: the server cannot be reached, or refuses.
         """
-        pattern = f"{self._options.namespace}:*".encode()
+        return await self._clear(f"{self._options.namespace}:*")
+
+    async def _clear(self, glob: str) -> int:
+        """Delete the keys that match a glob pattern, but for the marker; how many."""
+        pattern = glob.encode()
         count, cursor = 0, b"0"
         while True:
             async with self._talk() as connection:  # one deadline a step: there may be many
@@ -86,13 +87,11 @@ class RedisBackend:
 
     async def aclose(self) -> None:
         self._closed = True
-        for engine in self._engines.values():
-            await engine.aclose()
+        await self._engines.aclose()
         await self._pool.aclose()
 
-    def _check_free(self, identity: tuple[str, str, bytes], binding: PoolBinding) -> None:
-        if identity in self._engines and not self._engines[identity].closed:
-            raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r} is open; close it first")
+    @staticmethod
+    def _check_size(binding: PoolBinding) -> None:
         size = binding.header_bytes + binding.page_bytes
         if size > _MOST_VALUE_BYTES:
             raise StorageError(

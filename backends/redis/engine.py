@@ -59,15 +59,24 @@ class RedisEngine:
         port: threads, in which large pages are sealed and checked.
         pool: connections, shared by all pools.
         options: what the user chose.
+        delete_matching: deletes the keys that match a glob; how many.
     """
 
-    def __init__(self, binding: PoolBinding, port: Port, pool: ConnectionPool, options: RedisOptions) -> None:
+    def __init__(
+        self,
+        binding: PoolBinding,
+        port: Port,
+        pool: ConnectionPool,
+        options: RedisOptions,
+        delete_matching: Callable[[str], Awaitable[int]],
+    ) -> None:
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
         self._pool = pool
         self._options = options
+        self._delete_matching = delete_matching
         self._prefix = f"{options.namespace}:".encode()
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._over_page = partial(over_page, port, binding.page_bytes)
@@ -119,6 +128,16 @@ class RedisEngine:
         if gone is None:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if bit else Outcome.MISS for bit in gone]
+
+    async def clear(self) -> int:
+        """
+        Raises:
+            StorageError: the server cannot be reached, or refuses.
+        """
+        self._check_open()
+        binding = self._binding
+        any_page = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
+        return await self._delete_matching(f"{self._options.namespace}:{any_page.pattern()}")
 
     async def aclose(self) -> None:
         self.closed = True

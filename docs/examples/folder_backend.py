@@ -38,6 +38,12 @@ class FolderEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._each(self._delete, keys, range(len(keys)))
 
+    async def clear(self) -> int:
+        any_page = ObjectKey(self._binding.fingerprint, bytes(32), self._binding.pool, self._binding.shard)
+        doomed = list(self._folder.glob(any_page.pattern()))
+        await self._port.run_blocking(lambda: [path.unlink() for path in doomed])
+        return len(doomed)
+
     async def aclose(self) -> None:
         """Nothing is held open."""
 
@@ -82,10 +88,11 @@ class FolderBackend:
     def __init__(self, folder: Path, port: Port) -> None:
         self._folder = folder
         self._port = port
+        self._engines: dict[PoolBinding, FolderEngine] = {}
 
     async def open_pool(self, binding: PoolBinding) -> FolderEngine:
         await self._port.run_blocking(partial(self._folder.mkdir, parents=True, exist_ok=True))
-        return FolderEngine(self._folder, binding, self._port)
+        return self._engines.setdefault(binding, FolderEngine(self._folder, binding, self._port))
 
     async def aclose(self) -> None:
         """Nothing is held open."""

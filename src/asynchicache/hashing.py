@@ -35,8 +35,15 @@ class ObjectKey(NamedTuple):
 
     def text(self) -> str:
         """One line of letters, digits, `.`, `_` and `-`, safe as a file name or object name."""
+        return self._family() + self.digest.hex()
+
+    def pattern(self) -> str:
+        """A glob that `text` of every page of this pool, fingerprint and shard matches, and of no other."""
+        return self._family() + "?" * len(self.digest.hex())
+
+    def _family(self) -> str:
         shard = f".{self.shard.replace('/', '-')}" if self.shard else ""
-        return f"{self.fingerprint.hex()[:32]}.{self.pool}{shard}.{self.digest.hex()}"
+        return f"{self.fingerprint.hex()[:32]}.{self.pool}{shard}."
 
 
 def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:

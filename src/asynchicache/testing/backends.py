@@ -259,6 +259,31 @@ class BackendConformance:
 
             assert answers == [[HIT], [MISS], [MISS], [MISS]]
 
+    async def test_clear_forgets_one_pool_of_one_model_on_one_shard(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            mine = await self.open(backend)
+            others = [
+                await self.open(backend, "mamba"),
+                await self.open(backend, shard="1/2"),
+                await self.open(backend, weights="w2"),
+            ]
+            for bench in (mine, *others):
+                assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
+
+            assert await mine.engine.clear() == 2
+
+            assert await mine.get(mine.keys(1, 2), [2, 3]) == [MISS] * 2
+            for bench in others:
+                assert await bench.get(bench.keys(1, 2), [2, 3]) == [HIT] * 2
+            assert await mine.put(mine.keys(1), [0]) == [STORED]
+            assert await mine.get(mine.keys(1), [2]) == [HIT]
+
+    async def test_opened_again_with_its_binding_it_is_the_same_engine(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+
+            assert await backend.open_pool(bench.binding) is bench.engine
+
     async def test_a_pool_may_be_opened_while_another_is_used(self, tmp_path: Path) -> None:
         async with self.backend(tmp_path) as backend:
             first = await self.open(backend)

@@ -35,9 +35,11 @@ class Latency:
         self._call = call
         self._page = page
         self._sleep = sleep
+        self._wrapped: dict[PoolEngine, _SlowEngine] = {}
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        return _SlowEngine(await self._backend.open_pool(binding), self._wait)
+        engine = await self._backend.open_pool(binding)
+        return self._wrapped.setdefault(engine, _SlowEngine(engine, self._wait))
 
     async def aclose(self) -> None:
         await self._backend.aclose()
@@ -67,6 +69,10 @@ class _SlowEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         await self._wait(len(keys))
         return await self._engine.delete(keys)
+
+    async def clear(self) -> int:
+        await self._wait(0)
+        return await self._engine.clear()
 
     async def aclose(self) -> None:
         await self._engine.aclose()
@@ -118,6 +124,7 @@ class Faulty:
         self._backend = backend
         self._chance = chance
         self._hanging: list[asyncio.Event] = []
+        self._wrapped: dict[PoolEngine, _FaultyEngine] = {}
 
     @property
     def hanging(self) -> int:
@@ -131,7 +138,8 @@ class Faulty:
             event.set()
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        return _FaultyEngine(await self._backend.open_pool(binding), binding, self)
+        engine = await self._backend.open_pool(binding)
+        return self._wrapped.setdefault(engine, _FaultyEngine(engine, binding, self))
 
     async def aclose(self) -> None:
         self.release()
@@ -188,6 +196,11 @@ class _FaultyEngine:
         if not await self._faults.enter():
             return [Outcome.FAILED] * len(keys)
         return await self._engine.delete(keys)
+
+    async def clear(self) -> int:
+        if not await self._faults.enter():
+            raise StorageError("made to fail; clear has no other word for it")
+        return await self._engine.clear()
 
     async def aclose(self) -> None:
         await self._engine.aclose()
