@@ -22,7 +22,8 @@ def show(statistics: CacheStatistics) -> None:
     planner, traffic = statistics.planner, statistics.traffic
     print(f"{planner.backed_up} went to the host, {planner.host_pressure} found no room there")
     print(f"{planner.demoted} pages live on in a lower tier, {planner.lost} are gone")
-    print(f"{traffic.stored} went to storage, {traffic.shed} were shed, {traffic.store_failed} failed")
+    shed = {reason.value: count for reason, count in traffic.shed.items()}
+    print(f"{traffic.stored} went to storage; not stored, by reason: {shed}")
     for pool, calls in statistics.storage.items():
         print(f"{pool} in storage: {calls.get.pages} read, breaker {calls.breaker.value}")
 

@@ -6,19 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from asynchicache.config import CacheConfig, open_backend
-from asynchicache.controller.books import Counters
 from asynchicache.controller.checkpoints import CheckpointPolicy
-from asynchicache.controller.controller import HybridCacheController, Served, Traffic
+from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.request import Hit, Request
-from asynchicache.controller.stored import StoredPool, StoredPools
+from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
+from asynchicache.controller.stored import Attachment, StoredPools
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.errors import ConfigError
+from asynchicache.errors import ConfigError, UsageError
 from asynchicache.hashing import namespace_seed, pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.balance import starving
@@ -29,49 +30,17 @@ from asynchicache.pools.sizing import Memory, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec, PoolSpec
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.streams.base import Device
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine, TransferStatistics
+from asynchicache.transfer.engine import TransferEngine
 from asynchicache.types import token_array
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """Slots of one pool in one tier."""
-
-    capacity: int
-    held: int
-    quarantined: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """What a cache did since it was opened, and what it holds now.
-
-    Attributes:
-        served: requests, prompt tokens, and hit tokens by tier and reason.
-        occupancy: by pool, of device and host.
-        planner, traffic, transfers: decisions, writes, copies.
-        storage: by pool, calls and outcomes.
-        pages_read: pages and states that came from storage.
-    """
-
-    served: Served
-    occupancy: Mapping[str, tuple[Occupancy, Occupancy]]
-    planner: Counters
-    traffic: Traffic
-    transfers: TransferStatistics
-    storage: Mapping[str, PoolStatistics]
-    pages_read: int
 
 
 class HybridCache:
@@ -174,25 +143,60 @@ class HybridCache:
         await self._controller.idle()
         self._controller.planner.flush()
 
+    async def attach_storage(
+        self, storage: StorageBackend | str, options: Mapping[str, object] | None = None
+    ) -> None:
+        """Have storage from now on; requests that are being served go on.
+
+        What is in memory goes to storage as it is met again, or asked for with `Request.durable`.
+
+        Args:
+            storage: an open backend, which stays the caller's, or the name of one.
+            options: of a named backend.
+
+        Raises:
+            ConfigError: no backend of that name, or the cache has no `weight_version`.
+            StorageError: the storage location cannot be used.
+            UsageError: the cache has storage already.
+            ClosedError: the cache is closed.
+        """
+        self._controller.check_open()
+        given = None if isinstance(storage, str) else storage
+        config = self.config
+        if isinstance(storage, str):
+            config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
+        rooms = self._rooms
+        attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
+        try:
+            self._controller.storer.attach(attachment)
+        except UsageError:
+            await attachment.aclose()
+            raise
+
+    async def detach_storage(self) -> bool:
+        """Have no storage from now on; False if there was none.
+
+        Requests go on, and miss what was there. Calls that are under way are waited for, with the
+        `closing` limit of `storage_limits`, and `durable` answers False.
+        """
+        return await self._controller.storer.detach()
+
+    async def clear_storage(self) -> int:
+        """Forget every page that storage has of this model, with these weights and this salt, and no
+        other; how many there were.
+
+        Raises:
+            StorageError: storage failed.
+        """
+        self._controller.check_open()
+        return await self._controller.storer.clear()
+
     def verify(self) -> list[str]:
         """Broken invariants in words, empty when all is well; linear in the slots, changes nothing."""
         return self._controller.planner.books.verify()
 
     def statistics(self) -> CacheStatistics:
-        books = self._controller.planner.books
-        occupancy = {}
-        for number, name in enumerate(books.names):
-            tiers = [Occupancy(f.capacity, f.held, f.quarantined) for f in books.free[2 * number :][:2]]
-            occupancy[name] = (tiers[0], tiers[1])
-        return CacheStatistics(
-            served=replace(self._controller.served),
-            occupancy=occupancy,
-            planner=replace(books.counters),
-            traffic=replace(self._controller.traffic),
-            transfers=self._rooms.engine.statistics(),
-            storage={name: pool.guard.statistics() for name, pool in self._rooms.pools.items()},
-            pages_read=self._controller.fetcher.pages_read,
-        )
+        return collect_statistics(self._controller, self._rooms.engine, self._rooms.stored)
 
     def __repr__(self) -> str:
         state = "closed" if self._controller.closing else "open"
@@ -206,7 +210,8 @@ class Rooms:
     device: Device
     memories: Mapping[str, PoolMemory]
     engine: TransferEngine
-    pools: Mapping[str, StoredPool]
+    stored: StoredPools
+    port: Port
     controller: HybridCacheController
 
 
@@ -235,7 +240,6 @@ async def _open_rooms(
     reactor = CompletionReactor(port)
     engine = TransferEngine(device, memories, spec.layers, port, reactor, submit_inline=config.inline)
     stack.push_async_callback(_close_transfers, engine, reactor, kept, config.close_seconds)
-    pools = await _open_storage(stack, spec, config, memories, storage, port)
     planner = Planner(
         spec,
         slots,
@@ -244,10 +248,13 @@ async def _open_rooms(
         clean_share=config.clean_share,
         checkpoints=CheckpointPolicy.parse(config.checkpoints),
     )
+    stored = StoredPools(planner.books)
+    stack.push_async_callback(stored.aclose)
+    if storage is not None or config.storage is not None:
+        stored.attach(await _attachment(spec, config, memories, storage, port))
     tasks = OwnedTasks()
     stack.push_async_callback(tasks.aclose)
     await tasks.ready()
-    stored = StoredPools(planner.books, pools)
     controller = HybridCacheController(
         planner,
         device,
@@ -258,7 +265,7 @@ async def _open_rooms(
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
     )
-    return Rooms(device, memories, engine, pools, controller)
+    return Rooms(device, memories, engine, stored, port, controller)
 
 
 def open_device(config: CacheConfig) -> Device:
@@ -298,31 +305,29 @@ def _pool_memory(
     return PoolMemory(DevicePool(pool, spec.page_size, on_device, device.name), host)
 
 
-async def _open_storage(
-    stack: AsyncExitStack,
+async def _attachment(
     spec: ModelSpec,
     config: CacheConfig,
     memories: Mapping[str, PoolMemory],
     storage: StorageBackend | None,
     port: Port,
-) -> dict[str, StoredPool]:
-    """A guarded engine for every pool that has host slots for its pages to arrive in."""
-    if storage is None:
-        if config.storage is None:
-            return {}
-        storage = open_backend(config.storage, config.storage_options, port)
-        stack.push_async_callback(storage.aclose)
-    elif not config.weight_version:
+) -> Attachment:
+    """The configured storage, or the one given, which stays the caller's, with every pool that has host
+    slots for its pages to arrive in."""
+    if not config.weight_version:
         raise ConfigError("storage needs weight_version: a name that changes with the weights")
-    pools = {}
-    for name, memory in memories.items():
-        if memory.host.slots:
-            fingerprint, shard = _identity(spec, name, config)
-            binding = SlotBinding(memory.host, fingerprint, shard)
-            guard = GuardedPool(await storage.open_pool(binding), binding, port, config.storage_limits)
-            stack.push_async_callback(guard.aclose)
-            pools[name] = StoredPool(guard, binding)
-    return pools
+    owned = storage is None
+    if storage is None:
+        storage = open_backend(config.storage or "", config.storage_options, port)
+    bindings = [
+        SlotBinding(memory.host, *_identity(spec, name, config))
+        for name, memory in memories.items()
+        if memory.host.slots
+    ]
+    others = [pool.name for pool in spec.pools if pool.replicated and config.rank]
+    return await Attachment.open(
+        storage, bindings, port, config.storage_limits, owned=owned, read_only=others
+    )
 
 
 def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, str]:

@@ -67,6 +67,15 @@ class MissReason(Enum):
     CLOSED = "closed"  # the cache was closing
 
 
+class ShedReason(Enum):
+    """Why pages did not get to storage."""
+
+    BUDGET = "budget"  # more bytes than `store_bytes` were under way
+    REJECTED = "rejected"  # storage is full, read-only or detached, or its breaker is open
+    FAILED = "failed"  # storage could not do it
+    TIMEOUT = "timeout"  # storage did not answer in time; they may be there
+
+
 class WritePolicy(Enum):
     """When computed pages go down to host memory and storage."""
 

@@ -8,44 +8,29 @@ costs a hit, never a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from asynchicache.controller.actions import Copy, Store
+from asynchicache.controller.actions import Copy
 from asynchicache.controller.fetching import Fetcher, PrefetchOptions
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.sequence import Retired
 from asynchicache.controller.sequence import Sequence as RequestSequence
-from asynchicache.controller.stored import StoredPools, linger
+from asynchicache.controller.stored import StoredPools
+from asynchicache.controller.storing import Storer
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import CapacityError, ClosedError, RequestStateError
-from asynchicache.storage.pool import Batch
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import Node
-from asynchicache.types import MissReason, Outcome, Tier
+from asynchicache.types import MissReason, Tier
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What was carried out since the start, in pages and states unless said otherwise.
-
-    Attributes:
-        stored, shed, store_failed: written to storage, not tried for want of budget, refused or failed.
-        copies_failed: copies between device and host that failed.
-    """
-
-    stored: int = 0
-    shed: int = 0
-    store_failed: int = 0
-    copies_failed: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +69,6 @@ class HybridCacheController:
     ) -> None:
         """`store_bytes`: writes to storage under way; what would go beyond is shed."""
         self.planner = planner
-        self.traffic = Traffic()
         self.served = Served()
         self._failure: BaseException | None = None
         self.closing = False
@@ -96,13 +80,19 @@ class HybridCacheController:
             spawn=self._spawn,
             spawn_late=self._spawn_late,
         )
+        self.storer = Storer(
+            planner,
+            stored,
+            limit_bytes=store_bytes,
+            spawn=self._spawn,
+            spawn_late=self._spawn_late,
+            moved=self._moved,
+        )
         self._device = device
         self._reactor = reactor
         self._engine = engine
         self._stored = stored
         self._tasks = tasks
-        self._store_limit = store_bytes
-        self._store_bytes = 0
         self._computing: dict[Stream, Event] = {}
         self._reserving: set[RequestSequence] = set()
         self._stopped = False
@@ -273,7 +263,7 @@ class HybridCacheController:
 
     def _copied(self, copy: Copy, error: BaseException | None) -> None:
         if error is not None:
-            self.traffic.copies_failed += 1
+            self.storer.traffic.copies_failed += 1
             self._failure = self._failure or error
         try:
             node = self.planner.copied(copy, error)
@@ -285,7 +275,7 @@ class HybridCacheController:
     def _pass_on(self, copy: Copy, node: Node) -> None:
         """What is on the path to `node` now is due for the next tier."""
         if copy.direction is Direction.BACKUP:
-            self._store(node)
+            self.storer.store(node)
         else:
             self.carry_out(self.planner.writer.backup(node))
 
@@ -303,51 +293,17 @@ class HybridCacheController:
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         self._active += 1
-        self._tasks.spawn(work).add_done_callback(lambda _: self._step())
+        task = self._tasks.spawn(work)
+        self.storer.under_way.add(task)
+        task.add_done_callback(self._storage_ended)
+
+    def _storage_ended(self, task: asyncio.Task[None]) -> None:
+        self.storer.under_way.discard(task)
+        self._step()
 
     def _spawn_late(self, work: Coroutine[object, object, None]) -> None:
         """Run what waits for an engine that may hang for ever: nobody may wait for it in turn."""
         self._tasks.spawn(work).add_done_callback(lambda _: self._moved())
-
-    # Writes to storage
-
-    def _store(self, node: Node) -> None:
-        work = self.planner.writer.store(node) if self._stored else None
-        if work is None:
-            return
-        size = self._stored.size(work)
-        if self._store_bytes and self._store_bytes + size > self._store_limit:
-            self.traffic.shed += sum(len(slots) for _, slots in work.pages.values())
-            self.planner.writer.wrote(work, stored=False)
-            return
-        self._store_bytes += size
-        self._spawn(self._write(work, size))
-
-    async def _write(self, work: Store, size: int) -> None:
-        stored, late = False, False
-        try:
-            batches = await self._stored.put(work)
-            stored = self._count(batches)
-            late = any(batch.lingering is not None for batch in batches)
-        finally:
-            self.planner.writer.wrote(work, stored=stored, late=late)
-            self._store_bytes -= 0 if late else size
-        if late:
-            self._spawn_late(self._finish_late(work, size, batches))
-
-    async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
-        try:
-            await linger(batches)
-        finally:
-            self._store_bytes -= size
-            self.planner.writer.finish(work)
-
-    def _count(self, batches: Sequence[Batch]) -> bool:
-        outcomes = [outcome for batch in batches for outcome in batch.outcomes]
-        good = sum(outcome in (Outcome.STORED, Outcome.EXISTS) for outcome in outcomes)
-        self.traffic.stored += good
-        self.traffic.store_failed += len(outcomes) - good
-        return good == len(outcomes)
 
     # Waiting
 
@@ -379,12 +335,14 @@ class HybridCacheController:
         """Until everything that a request published is in storage; False if it cannot get there."""
         node, tried = sequence.lease.node, False
         while not self.planner.writer.is_stored(node):
+            if not self._stored:
+                return False
             if not self._active:
-                if tried or not self._stored or self.failure is not None or self.closing:
+                if tried or self.failure is not None or self.closing:
                     return False
                 tried = True
                 self.carry_out(self.planner.writer.backup(node))
-                self._store(node)
+                self.storer.store(node)
                 continue
             if self._stopped:
                 return False

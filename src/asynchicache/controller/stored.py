@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import NamedTuple, Self
 
 from asynchicache.controller.actions import Store
 from asynchicache.controller.books import Books
 from asynchicache.controller.reading import Outcomes, Read
+from asynchicache.errors import ClosedError, UsageError
 from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
 from asynchicache.storage import hits
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.pool import Batch, GuardedPool
+from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
@@ -35,27 +41,116 @@ class Presence(NamedTuple):
 
 
 class StoredPool(NamedTuple):
-    """One pool in storage: its guarded engine, and the binding that names its keys."""
+    """One pool in storage.
+
+    Attributes:
+        guard: its engine, made safe to call.
+        binding: names its keys.
+        writes: False if another rank writes its pages: they are the same on every rank.
+    """
 
     guard: GuardedPool
     binding: SlotBinding
+    writes: bool = True
+
+
+class Attachment:
+    """One backend, with the pools of one cache open in it."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, StoredPool] = {}
+        self._stack = AsyncExitStack()
+
+    @classmethod
+    async def open(
+        cls,
+        backend: StorageBackend,
+        bindings: Iterable[SlotBinding],
+        port: Port,
+        limits: PoolLimits,
+        *,
+        owned: bool,
+        read_only: Collection[str] = (),
+    ) -> Self:
+        """
+        Args:
+            backend: where the pages are.
+            bindings: the pools that have host slots for pages to arrive in.
+            port: clock and threads.
+            limits: patience with the backend.
+            owned: the backend is closed with the attachment.
+            read_only: pools that other ranks write.
+
+        Raises:
+            StorageError: the backend cannot be used; nothing stays open.
+        """
+        attachment = cls()
+        async with AsyncExitStack() as stack:
+            if owned:
+                stack.push_async_callback(backend.aclose)
+            for binding in bindings:
+                guard = GuardedPool(await backend.open_pool(binding), binding, port, limits)
+                stack.push_async_callback(guard.aclose)
+                attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
+            attachment._stack = stack.pop_all()
+        return attachment
+
+    async def aclose(self) -> None:
+        """Wait for running calls, with a limit, and close everything; twice is harmless."""
+        await self._stack.aclose()
 
 
 class StoredPools:
-    """The pools of a cache in storage; empty, and false, without storage."""
+    """The pools of a cache in storage; empty, and false, without storage, which may come and go."""
 
-    def __init__(self, books: Books, pools: Mapping[str, StoredPool]) -> None:
+    def __init__(self, books: Books) -> None:
         self._books = books
-        self._pools = pools
+        self._attachment: Attachment | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._pools)
+        return self._attachment is not None
+
+    @property
+    def _pools(self) -> Mapping[str, StoredPool]:
+        return self._attachment.pools if self._attachment is not None else {}
+
+    def attach(self, attachment: Attachment) -> None:
+        """
+        Raises:
+            UsageError: there is storage already.
+        """
+        if self._attachment is not None:
+            raise UsageError("the cache has storage already; detach_storage() comes first")
+        self._attachment = attachment
+
+    def detach(self) -> Attachment | None:
+        """From now on there is no storage; what was attached, for the caller to close."""
+        attachment, self._attachment = self._attachment, None
+        return attachment
+
+    async def aclose(self) -> None:
+        """Close what is attached."""
+        if (attachment := self.detach()) is not None:
+            await attachment.aclose()
+
+    def statistics(self) -> dict[str, PoolStatistics]:
+        return {name: pool.guard.statistics() for name, pool in self._pools.items()}
 
     def size(self, work: Store) -> int:
         """Bytes that a write moves."""
         return sum(
-            len(slots) * self._pools[name].binding.slot_bytes for name, (_, slots) in work.pages.items()
+            len(slots) * self._pools[name].binding.slot_bytes
+            for name, (_, slots) in work.pages.items()
+            if name in self._pools and self._pools[name].writes
         )
+
+    async def clear(self) -> int:
+        """Forget every page of every pool; how many there were.
+
+        Raises:
+            StorageError: an engine failed.
+        """
+        return sum([await pool.guard.clear() for pool in self._pools.values() if pool.writes])
 
     async def exists(self, number: int, digests: Sequence[bytes], first: int) -> Presence:
         """Which pages are there, in every pool that shares the component's slots.
@@ -67,23 +162,39 @@ class StoredPools:
         """
         mask, reason = -1 if digests else 0, MissReason.NONE
         for name in self._books.sharing(number) if digests else ():
-            answer = await self._pools[name].guard.exists(self._keys(name, digests))
+            answer = await self._exists(name, digests)
             mask &= hits.bitmap(answer.present)
             reason = next((_REASONS[outcome] for outcome in answer.outcomes if outcome in _REASONS), reason)
         return Presence(mask << first, reason)
 
+    async def _exists(self, name: str, digests: Sequence[bytes]) -> Batch:
+        pool = self._pools.get(name)
+        try:
+            if pool is not None:
+                return await pool.guard.exists(_keys(pool, digests))
+        except ClosedError:  # it was detached meanwhile
+            pass
+        return Batch([Outcome.FAILED] * len(digests))
+
     async def put(self, work: Store) -> list[Batch]:
-        return await _gather(
-            self._pools[name].guard.put(self._keys(name, digests), slots)
-            for name, (digests, slots) in work.pages.items()
-        )
+        return await _gather(self._put(name, *pages) for name, pages in work.pages.items())
+
+    async def _put(self, name: str, digests: Sequence[bytes], slots: Sequence[int]) -> Batch:
+        pool = self._pools.get(name)
+        if pool is not None and not pool.writes:
+            return Batch([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
+        try:
+            if pool is not None:
+                return await pool.guard.put(_keys(pool, digests), slots)
+        except ClosedError:
+            pass
+        return Batch([Outcome.REJECTED] * len(slots))
 
     async def get(self, read: Read) -> tuple[Outcomes, list[Batch]]:
         """Outcomes of each slot, and the batches that may still write to theirs."""
         calls = [(number, name) for number in read.slots for name in self._books.sharing(number)]
         batches = await _gather(
-            self._pools[name].guard.get(self._keys(name, read.digests(number)), read.slots[number])
-            for number, name in calls
+            self._get(name, read.digests(number), read.slots[number]) for number, name in calls
         )
         results = [(number, batch.outcomes) for (number, _), batch in zip(calls, batches, strict=True)]
         outcomes = {
@@ -92,8 +203,18 @@ class StoredPools:
         }
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
-    def _keys(self, name: str, digests: Sequence[bytes]) -> list[ObjectKey]:
-        return list(map(self._pools[name].binding.key, digests))
+    async def _get(self, name: str, digests: Sequence[bytes], slots: Sequence[int]) -> Batch:
+        pool = self._pools.get(name)
+        try:
+            if pool is not None:
+                return await pool.guard.get(_keys(pool, digests), slots)
+        except ClosedError:
+            pass
+        return Batch([Outcome.FAILED] * len(slots))
+
+
+def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
+    return list(map(pool.binding.key, digests))
 
 
 def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:

@@ -177,6 +177,11 @@ class Writer:
             node = node.parent
         return not node.pages  # else it was evicted meanwhile, and who knows
 
+    def forget_stored(self) -> None:
+        """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""
+        for node in self._tree.nodes():
+            node.stored = 0
+
     def wrote(self, work: Store, *, stored: bool, late: bool = False) -> None:
         """A write to storage was answered; what is not there may be tried again.
 

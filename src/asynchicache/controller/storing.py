@@ -1,0 +1,157 @@
+"""Writes to storage: bounded in bytes, shed beyond that, counted by why; and storage that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from asynchicache.controller.actions import Store
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.stored import Attachment, StoredPools, linger
+from asynchicache.errors import UsageError
+from asynchicache.storage.limits import Batch
+from asynchicache.tree.node import Node
+from asynchicache.types import Outcome, ShedReason
+
+_SHED = {
+    Outcome.REJECTED: ShedReason.REJECTED,
+    Outcome.FAILED: ShedReason.FAILED,
+    Outcome.TIMEOUT: ShedReason.TIMEOUT,
+}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was carried out since the start, in pages and states unless said otherwise.
+
+    Attributes:
+        stored: in storage now, or there already.
+        shed: what did not get there, by why.
+        copies_failed: copies between device and host that failed.
+    """
+
+    stored: int = 0
+    shed: Counter[ShedReason] = field(default_factory=Counter)
+    copies_failed: int = 0
+
+    def copy(self) -> Self:
+        return replace(self, shed=Counter(self.shed))
+
+
+class Storer:
+    """Writes what is on the host to storage.
+
+    Attributes:
+        traffic: what became of it.
+        under_way: tasks that read from storage or write to it.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        stored: StoredPools,
+        *,
+        limit_bytes: int,
+        spawn: Callable[[Coroutine[object, object, None]], None],
+        spawn_late: Callable[[Coroutine[object, object, None]], None],
+        moved: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            planner: decides what is written.
+            stored: where it goes.
+            limit_bytes: under way at once; what would go beyond is shed, unless nothing else is under way.
+            spawn: runs a write.
+            spawn_late: waits for calls that have outlived their deadline.
+            moved: to be called when others may go on.
+        """
+        self.traffic = Traffic()
+        self.under_way: set[asyncio.Task[None]] = set()
+        self._writer = planner.writer
+        self._stored = stored
+        self._limit = limit_bytes
+        self._bytes = 0
+        self._spawn = spawn
+        self._spawn_late = spawn_late
+        self._moved = moved
+        self._detaching = False
+
+    def store(self, node: Node) -> None:
+        """Write what the path to `node` has on the host and not in storage, or shed it."""
+        work = self._writer.store(node) if self._stored else None
+        if work is None:
+            return
+        size = self._stored.size(work)
+        if self._bytes and self._bytes + size > self._limit:
+            self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
+            self._writer.wrote(work, stored=False)
+            return
+        self._bytes += size
+        self._spawn(self._write(work, size))
+
+    async def _write(self, work: Store, size: int) -> None:
+        stored, late = False, False
+        try:
+            batches = await self._stored.put(work)
+            stored = self._count(batches)
+            late = any(batch.lingering is not None for batch in batches)
+        finally:
+            self._writer.wrote(work, stored=stored, late=late)
+            self._bytes -= 0 if late else size
+        if late:
+            self._spawn_late(self._finish_late(work, size, batches))
+
+    async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
+        try:
+            await linger(batches)
+        finally:
+            self._bytes -= size
+            self._writer.finish(work)
+
+    def _count(self, batches: Sequence[Batch]) -> bool:
+        """Add up what became of a write; whether all of it is there."""
+        outcomes = Counter(outcome for batch in batches for outcome in batch.outcomes)
+        self.traffic.stored += outcomes[Outcome.STORED] + outcomes[Outcome.EXISTS]
+        shed = {reason: outcomes[outcome] for outcome, reason in _SHED.items() if outcomes[outcome]}
+        self.traffic.shed.update(shed)
+        return not shed
+
+    def attach(self, attachment: Attachment) -> None:
+        """Have storage from now on.
+
+        Raises:
+            UsageError: there is some already, or it is being detached.
+        """
+        if self._detaching:
+            raise UsageError("storage is being detached; wait for that")
+        self._stored.attach(attachment)
+
+    async def detach(self) -> bool:
+        """Have none from now on; requests go on, with misses for what was in it. False if there was none."""
+        attachment = self._stored.detach()
+        if attachment is None:
+            return False
+        self._detaching = True
+        try:
+            await attachment.aclose()
+            running = [task for task in self.under_way if not task.done()]
+            if running:
+                await asyncio.wait(running)
+        finally:
+            self._writer.forget_stored()
+            self._detaching = False
+            self._moved()
+        return True
+
+    async def clear(self) -> int:
+        """Forget what storage has of this model, of these weights; how many pages that was.
+
+        Raises:
+            StorageError: an engine failed.
+        """
+        count = await self._stored.clear()
+        self._writer.forget_stored()
+        return count
