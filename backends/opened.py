@@ -13,7 +13,8 @@ from asynchicache.storage.protocol import PoolBinding
 class Closable(Protocol):
     """What is asked of an engine here."""
 
-    closed: bool
+    @property
+    def closed(self) -> bool: ...
 
     async def aclose(self) -> None: ...
 

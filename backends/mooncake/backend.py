@@ -13,13 +13,12 @@ from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredSlots
 from asynchicache.backends.mooncake.store import Client, Store
-from asynchicache.errors import ClosedError, StorageError
+from asynchicache.backends.opened import OpenEngines
+from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
 T = TypeVar("T")
-
-Identity = tuple[str, str, bytes]
 
 
 class MooncakeBackend:
@@ -40,24 +39,19 @@ class MooncakeBackend:
         self._given = store
         self._threads = ThreadPoolExecutor(options.threads, "asynchicache-mooncake")
         self._joining: asyncio.Task[Client] | None = None
-        self._engines: dict[Identity, asyncio.Task[MooncakeEngine]] = {}
+        self._engines: OpenEngines[MooncakeEngine] = OpenEngines()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> MooncakeEngine:
         """Register the pool's memory, and join the cluster first if need be.
 
         Raises:
-            StorageError: the pool is open already, Mooncake is not installed, its master does not answer,
-                or it refuses the options or the memory.
+            StorageError: the pool is open with another binding, Mooncake is not installed, its master does
+                not answer, or it refuses the options or the memory.
             ClosedError: the backend is closed.
         """
         self._check_open()
-        identity = (binding.pool, binding.shard, binding.fingerprint)
-        self._check_free(identity)
-        # A task of our own: what is registered must not be lost if the caller is cancelled.
-        opening = asyncio.create_task(self._open(binding))
-        self._engines[identity] = opening
-        return await asyncio.shield(opening)
+        return await self._engines.open(binding, partial(self._open, binding))
 
     async def clear(self) -> int:
         """Delete every page of the namespace, of all pools and models; other keys are not touched.
@@ -71,28 +65,17 @@ class MooncakeBackend:
         """
         self._check_open()
         client = await self._join()
-        return await self._run(partial(client.clear, self._options.namespace))
+        return await self._run(partial(client.clear, f"{self._options.namespace}:*"))
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._engines:
-            await asyncio.wait(self._engines.values())
-        for opened in self._engines.values():
-            if opened.exception() is None:
-                await opened.result().aclose()
+        await self._engines.aclose()
         await self._leave()
         self._threads.shutdown(wait=False)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"mooncake backend of {self._options.master} is closed")
-
-    def _check_free(self, identity: Identity) -> None:
-        opened = self._engines.get(identity)
-        if opened is None or (opened.done() and (opened.exception() is not None or opened.result().closed)):
-            return
-        pool, shard, _ = identity
-        raise StorageError(f"pool {pool!r}, shard {shard!r} is open; close it first")
 
     async def _open(self, binding: PoolBinding) -> MooncakeEngine:
         client = await self._join()

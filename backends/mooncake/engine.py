@@ -80,6 +80,15 @@ class MooncakeEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._call(partial(self._delete, keys))
 
+    async def clear(self) -> int:
+        """
+        Raises:
+            StorageError: the cluster does not answer.
+        """
+        binding = self._binding
+        any_page = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
+        return await self._call(partial(self._client.clear, f"{self._namespace}:{any_page.pattern()}"))
+
     async def aclose(self) -> None:
         """Let go of the memory once no call runs any more; a call ends within Mooncake's own deadlines.
 

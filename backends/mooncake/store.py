@@ -78,16 +78,16 @@ class Client:
         """0, or a negative code, for each key; leases of readers do not hinder it."""
         return self._ask(keys, partial(self.store.batch_remove, keys, True))
 
-    def clear(self, namespace: str) -> int:
-        """Remove every key that begins with `namespace:`, and say how many.
+    def clear(self, glob: str) -> int:
+        """Remove every key that a glob of `*` and `?` matches, and say how many.
 
         Raises:
             StorageError: the master does not answer.
         """
-        pattern = f"^{namespace.replace('.', '[.]')}:.*"
+        pattern = f"^{glob.replace('.', '[.]').replace('?', '.').replace('*', '.*')}$"
         (count,) = self._ask([pattern], lambda: [self.store.remove_by_regex(pattern, True)])
         if count < 0:
-            raise StorageError(f"Mooncake cannot clear {namespace!r}: {name_of(count)}")
+            raise StorageError(f"Mooncake cannot clear {glob!r}: {name_of(count)}")
         return count
 
     def close(self) -> None:

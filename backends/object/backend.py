@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import obstore
 
 from asynchicache.backends.object.engine import ObjectEngine
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
+from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -40,35 +42,30 @@ class ObjectBackend:
         self._port = port
         self._store = make_store(options)
         self._turns = asyncio.Semaphore(options.requests)
-        self._engines: dict[tuple[str, str, bytes], ObjectEngine] = {}
+        self._engines: OpenEngines[ObjectEngine] = OpenEngines()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> ObjectEngine:
         """Reach the store, and see whether the prefix is ours; with `index`, list the pool's pages.
 
         Raises:
-            StorageError: the store cannot be reached, or refuses; the pool is open already.
+            StorageError: the store cannot be reached, or refuses; the pool is open with another
+                binding.
             StorageFormatError: the prefix holds something else, or pages of a newer version.
             ClosedError: the backend is closed.
         """
         if self._closed:
             raise ClosedError(f"object backend of {self._options.url} is closed")
-        identity = (binding.pool, binding.shard, binding.fingerprint)
-        if identity in self._engines and not self._engines[identity].closed:
-            raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r} is open; close it first")
+        return await self._engines.open(binding, partial(self._open, binding))
+
+    async def _open(self, binding: PoolBinding) -> ObjectEngine:
         engine = ObjectEngine(binding, self._port, self._store, self._turns, self._options)
-        self._engines[identity] = engine
-        try:
-            await self._prepare(engine)
-        except BaseException:
-            await engine.aclose()
-            raise
+        await self._prepare(engine)
         return engine
 
     async def aclose(self) -> None:
         self._closed = True
-        for engine in self._engines.values():
-            await engine.aclose()
+        await self._engines.aclose()
 
     async def _prepare(self, engine: ObjectEngine) -> None:
         async with self._explained():

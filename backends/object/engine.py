@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -76,15 +76,17 @@ class ObjectEngine:
         Raises:
             BaseError, OSError: the store does not answer, or refuses.
         """
-        known: set[bytes] = set()
+        self._known = {digest async for digest in self._listed()}
+
+    async def _listed(self) -> AsyncIterator[bytes]:
+        """Digests of the pool's pages."""
         mine = self._binding
         folder = _folder(ObjectKey(mine.fingerprint, bytes(32), mine.pool, mine.shard))
         async for found in obstore.list(self._store, prefix=folder, chunk_size=1000):
-            names = [
-                entry["path"].rpartition("/")[2] for entry in found if entry["size"] == self._frame_bytes
-            ]
-            known.update(bytes.fromhex(name) for name in names if _is_digest(name))
-        self._known = known
+            for entry in found:
+                name = entry["path"].rpartition("/")[2]
+                if entry["size"] == self._frame_bytes and _is_digest(name):
+                    yield bytes.fromhex(name)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         """
@@ -107,6 +109,23 @@ class ObjectEngine:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._each(self._delete, keys)
+
+    async def clear(self) -> int:
+        """
+        Raises:
+            StorageError: the store does not answer, or refuses.
+        """
+        mine = self._binding
+        try:
+            digests = [digest async for digest in self._listed()]
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url} cannot be listed: {summary(error)}") from error
+        outcomes = await self.delete([ObjectKey(mine.fingerprint, d, mine.pool, mine.shard) for d in digests])
+        if Outcome.FAILED in outcomes:
+            raise StorageError(
+                f"{self._options.url}: {outcomes.count(Outcome.FAILED)} pages cannot be deleted"
+            )
+        return outcomes.count(Outcome.HIT)
 
     async def aclose(self) -> None:
         self.closed = True

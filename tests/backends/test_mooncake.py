@@ -123,7 +123,7 @@ async def test_a_pool_is_opened_once_and_its_memory_let_go(mooncake: Cluster, mo
         binding = binding_of()
         bench = await open_bench(backend, binding)
         with pytest.raises(StorageError, match="pool 'kv', shard '' is open"):
-            await backend.open_pool(binding)
+            await backend.open_pool(binding_of())
         async with backend_of(mooncake, mooncake_store) as other:
             with pytest.raises(StorageError, match="does not register"):
                 await other.open_pool(binding)
