@@ -7,12 +7,14 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from asynchicache import CacheConfig, CapacityError, HybridCache
 from asynchicache.integrations.transformers.batches import stack
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import new_cache, restore, trim_windows, write_pages
 from asynchicache.specs import ModelSpec
 from integrations.snapshots import LENGTH
+from integrations.tiers import loaded, open_tiers
 from integrations.zoo import (
     PAGE,
     differences,
@@ -126,3 +128,45 @@ def test_a_window_pool_of_one_page_is_not_a_state() -> None:
     spec = tiny_spec("gemma3_narrow")
     pool = spec.pool(window_pool(spec))
     assert (pool.coverage.pages, pool.per_token) == (1, True)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["gemma3", "gemma3_narrow", "lfm3", "llama4"])
+async def test_a_long_prompt_goes_through_a_short_pool_in_chunks(name: str) -> None:
+    """The pool has room for one window and a page; what the window has left is given back on the way."""
+    model, tokens, stop = tiny_model(name), random_tokens(LENGTH), 6 * PAGE
+    needed = tiny_spec(name).pool("swa").coverage.pages or 0
+    options = {"kv": 8, "swa": needed + 1, "mamba": 2}
+    async with open_tiers(name, device_slots=options) as (cache, bridge):
+        held = new_cache(tiny_config(name))
+        async with cache.request(tokens) as request:
+            await request.load()
+            for end in range(PAGE, stop + 1, PAGE):
+                prefill(model, held, tokens, end - PAGE, end)
+                request.extend(PAGE)
+                bridge.save(request, held, end - PAGE, end)
+                request.advance(end)
+                trim_windows(held, PAGE)
+            await request.checkpoint(stop)
+        await cache.drain()
+        await cache.flush()
+        async with loaded(cache, tokens[: stop + 1]) as request:
+            assert request.hit.tokens == stop
+            assert differences(bridge.restore(request), held) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["gemma3", "gemma3_narrow", "lfm3"])
+async def test_the_least_bytes_that_are_not_refused_serve_one_request(name: str) -> None:
+    """One page, and of a window one page more than it has; a byte less is refused with the number."""
+    spec = tiny_spec(name)
+    window = spec.pool("swa").coverage.pages or 0
+    slots = {pool.name: window + 1 if pool.name == "swa" else 1 for pool in spec.owners}
+    least = sum(pool.slot_bytes(PAGE) * slots[pool.name] for pool in spec.owners)
+    with pytest.raises(CapacityError, match=f"one request needs {least}.* raise device_bytes"):
+        async with HybridCache.open(spec, CacheConfig(device_bytes=least - 1)):
+            raise AssertionError("opened")
+    async with HybridCache.open(spec, CacheConfig(device_bytes=least)) as cache:
+        async with cache.request(random_tokens(PAGE)) as request:
+            await request.load()
+            request.extend(PAGE)

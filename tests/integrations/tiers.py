@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from transformers import DynamicCache
@@ -17,11 +17,13 @@ from integrations.zoo import PAGE, tiny_config, tiny_model, tiny_spec
 
 
 @asynccontextmanager
-async def open_tiers(name: str, dtype: str = "float32") -> AsyncIterator[tuple[HybridCache, CacheBridge]]:
+async def open_tiers(
+    name: str, dtype: str = "float32", *, device_slots: Mapping[str, int] | None = None
+) -> AsyncIterator[tuple[HybridCache, CacheBridge]]:
     """A cache of three tiers for one of the zoo's models; storage is memory, its bytes are checked."""
     spec = tiny_spec(name, dtype)
     options = CacheConfig(
-        device_slots={pool.name: 16 for pool in spec.owners},
+        device_slots={pool.name: (device_slots or {}).get(pool.name, 16) for pool in spec.owners},
         prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
         weight_version="test",
         inline=True,
