@@ -6,7 +6,7 @@ VENV    ?= .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
-BENCHES ?= multiturn shared-prefix tree stall
+BENCHES ?= multiturn shared-prefix tree stall transfer overlap
 ARGS    ?=
 
 .DEFAULT_GOAL := help
@@ -61,15 +61,14 @@ wheel: $(STAMP)
 soak: $(STAMP)  ## the long tests, with fresh random seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3500 $(ARGS)
 
-# No setup: a GPU machine has its own torch, unless `make setup` ran there. Beside torch, triton and the package's small dependencies it
-# needs pytest, pytest-asyncio, pytest-timeout and hypothesis.
-gpu:  ## the tests that need an NVIDIA GPU
-	PYTHONPATH=src $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m pytest -m gpu $(ARGS)
+# No setup: a GPU machine has its own torch and triton, unless `make setup` ran there. requirements-gpu.txt is all else.
+gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there is none
+	PYTHONPATH=src:$${PYTHONPATH} $(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_report.py $(ARGS)
 
 bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done
 
 clean:  ## remove what was made here, but for .venv
-	rm -rf build dist demo-report src/*.egg-info .coverage* .hypothesis
+	rm -rf build dist demo-report gpu-report src/*.egg-info .coverage* .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find src kernels backends tests -name __pycache__ -type d -prune -exec rm -rf {} +

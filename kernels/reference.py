@@ -1,71 +1,104 @@
-"""Page copies in plain torch: the definition of right for every kernel, and the CPU's data path.
-
-Shapes everywhere: device items `[layers, device_slots, words]`, host items
-`[host_slots, layers, words]`, of one integer dtype, so that no bit pattern (a NaN, say) is touched.
-Both may be views with any strides but the last, which is 1.
-"""
+"""Page copies in plain torch: the definition of right for every kernel, and on a CPU the kernel itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import torch
 
-WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Integer dtypes, widest first."""
+from asynchicache.kernels.items import PoolItems
+
+CACHE_BYTES = 256 << 10
+"""What is gathered before it is scattered again: little enough to stay in a core's cache."""
 
 
-def word_dtype(*sizes: int) -> torch.dtype:
-    """The widest integer dtype whose size divides all of `sizes`, in bytes."""
-    return next(word for word in WORDS if all(size % word.itemsize == 0 for size in sizes))
+class ReferenceKernels:
+    """Copies between the tiers of one pool with torch's index operations."""
+
+    def __init__(self, items: PoolItems) -> None:
+        self._items = items
+
+    def upload(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots where `gather` and `scatter` want them: here, on the host."""
+        return slots
+
+    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
+        """Copy device pages to host pages, `device_slots[i]` to `host_slots[i]`.
+
+        Args:
+            rows: which rows of the pool's items.
+            device_slots: int64 `[pages]`.
+            host_slots: int64 `[pages]`, without duplicates.
+
+        Raises:
+            UsageError: slots or rows of another form.
+        """
+        self._items.check_slots(rows, host_slots, device_slots)
+        for tensor, layers in self._spans(rows):
+            device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
+            copy_pages(device, host, device_slots, host_slots)
+
+    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+        """Copy host pages to device pages, `host_slots[i]` to `device_slots[i]`.
+
+        Args:
+            rows: which rows of the pool's items.
+            host_slots: int64 `[pages]`.
+            device_slots: int64 `[pages]`, without duplicates.
+
+        Raises:
+            UsageError: slots or rows of another form.
+        """
+        self._items.check_slots(rows, host_slots, device_slots)
+        for tensor, layers in self._spans(rows):
+            device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
+            copy_pages(host, device, host_slots, device_slots)
+
+    def _spans(self, rows: range) -> Iterator[tuple[int, slice]]:
+        """Rows by tensor; rows that are neighbours in the model are neighbours in each tensor."""
+        chosen = sorted(self._items.rows[rows.start : rows.stop], key=lambda row: (row.tensor, row.local))
+        for tensor, group in groupby(chosen, key=lambda row: row.tensor):
+            local = [row.local for row in group]
+            yield tensor, slice(local[0], local[-1] + 1)
 
 
-def gather(
-    device_items: torch.Tensor,
-    host_items: torch.Tensor,
-    device_slots: torch.Tensor,
-    host_slots: torch.Tensor,
+def copy_pages(
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    source_slots: torch.Tensor,
+    destination_slots: torch.Tensor,
 ) -> None:
-    """Copy device pages to host pages: `device_slots[i]` to `host_slots[i]`, every layer.
+    """Copy pages between two views `[layers, slots, units, words]`, on one device or on two.
 
     Args:
-        device_items: `[layers, device_slots, words]`, read.
-        host_items: `[host_slots, layers, words]`, written.
-        device_slots: int64 `[pages]`.
-        host_slots: int64 `[pages]`, without duplicates.
+        source: read.
+        destination: written; the same shape but for the slots.
+        source_slots: int64 `[pages]`.
+        destination_slots: int64 `[pages]`, without duplicates.
     """
-    pages = device_items.index_select(1, device_slots.to(device_items.device))
-    host_items.index_copy_(0, host_slots, pages.transpose(0, 1).to(host_items.device))
-
-
-def scatter(
-    host_items: torch.Tensor,
-    device_items: torch.Tensor,
-    host_slots: torch.Tensor,
-    device_slots: torch.Tensor,
-) -> None:
-    """Copy host pages to device pages: `host_slots[i]` to `device_slots[i]`, every layer.
-
-    Args:
-        host_items: `[host_slots, layers, words]`, read.
-        device_items: `[layers, device_slots, words]`, written.
-        host_slots: int64 `[pages]`.
-        device_slots: int64 `[pages]`, without duplicates.
-    """
-    pages = host_items.index_select(0, host_slots).to(device_items.device)
-    device_items.index_copy_(1, device_slots.to(device_items.device), pages.transpose(0, 1))
+    layers, _, units, words = source.shape
+    step = max(1, CACHE_BYTES // max(1, layers * units * words * source.element_size()))
+    # By slots first: along another dimension torch would make the whole source contiguous each time.
+    source, destination = source.transpose(0, 1), destination.transpose(0, 1)
+    for start in range(0, len(source_slots), step):
+        chunk = slice(start, start + step)
+        pages = source.index_select(0, source_slots[chunk].to(source.device))
+        to_slots = destination_slots[chunk].to(destination.device)
+        destination.index_copy_(0, to_slots, pages.to(destination.device))
 
 
 def copy_run(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy a run of neighbouring pages, every layer, in the order of the current stream.
+    """Copy a run of neighbouring pages, in the order of the current stream.
 
     Args:
-        source: `[layers, pages, words]`.
+        source: `[layers, pages, units, words]`.
         destination: the same shape.
     """
-    if source.device == destination.device:
-        destination.copy_(source)
+    if source.device == destination.device or (source.is_contiguous() and destination.is_contiguous()):
+        destination.copy_(source, non_blocking=True)
         return
     # Torch moves a strided tensor between devices through a temporary that it fills at the time of
-    # the call, so earlier work of the stream would not be seen. Each item by itself is contiguous.
-    for source_layer, destination_layer in zip(source, destination, strict=True):
-        for source_item, destination_item in zip(source_layer, destination_layer, strict=True):
-            destination_item.copy_(source_item, non_blocking=True)
+    # the call, so earlier work of the stream would not be seen. Some level below is contiguous.
+    for source_part, destination_part in zip(source, destination, strict=True):
+        copy_run(source_part, destination_part)

@@ -1,33 +1,75 @@
-"""Which page kernels a device has."""
+"""Which ways of copying pages a device has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-PageCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+from asynchicache.errors import DeviceError
+from asynchicache.kernels.batch import BatchCopy, memmove_batch
+from asynchicache.kernels.cuda_driver import CudaDriver
+from asynchicache.kernels.items import PoolItems
+from asynchicache.kernels.reference import ReferenceKernels
 
 
-class PageKernels(NamedTuple):
-    """A `gather` and a `scatter` as in `asynchicache.kernels.reference`."""
+class PageKernels(Protocol):
+    """Copies many pages of one pool by their slots; see `asynchicache.kernels.reference`."""
 
-    gather: PageCopy
-    scatter: PageCopy
+    def upload(self, slots: torch.Tensor) -> torch.Tensor: ...
+
+    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None: ...
+
+    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None: ...
 
 
-def page_kernels(device: torch.device, *, pinned: bool) -> PageKernels | None:
-    """Kernels that copy between `device` and host memory, or None: then only runs can be copied.
+@dataclass(frozen=True, slots=True)
+class CopyMethods:
+    """What there is beside plain copies.
+
+    Attributes:
+        kernels: gather and scatter, or None.
+        batch: copies batches of runs, or None.
+        lacking: by the name of what is None, why.
+    """
+
+    kernels: PageKernels | None = None
+    batch: BatchCopy | None = None
+    lacking: dict[str, str] = field(default_factory=dict)
+
+
+def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
+    """What the device of `items` has.
 
     Args:
-        device: where the device pages are.
-        pinned: whether the host pages are; a kernel cannot reach others.
+        items: the pool's.
+        pinned: whether the host's are pinned; on a GPU nothing but plain copies can use others.
     """
-    if device.type != "cuda" or not pinned:
-        return None
+    device = items.device[0].device
+    if device.type == "cpu":
+        return CopyMethods(ReferenceKernels(items), memmove_batch)
+    if not pinned:
+        reason = "host memory is not pinned"
+        return CopyMethods(lacking={"kernel": reason, "batch": reason})
     try:
-        from asynchicache.kernels import triton_copy
-    except ImportError:  # Triton is optional
-        return None
-    return PageKernels(triton_copy.gather, triton_copy.scatter)
+        driver = CudaDriver.load()
+    except DeviceError as error:
+        return CopyMethods(lacking={"kernel": str(error), "batch": str(error)})
+    lacking: dict[str, str] = {}
+    if not driver.has_batches:
+        lacking["batch"] = "the driver is older than CUDA 12.8"
+    kernels = _triton_kernels(items, driver, lacking)
+    return CopyMethods(kernels, driver.copy_batch if driver.has_batches else None, lacking)
+
+
+def _triton_kernels(items: PoolItems, driver: CudaDriver, lacking: dict[str, str]) -> PageKernels | None:
+    try:
+        from asynchicache.kernels.triton_copy import TritonKernels
+
+        return TritonKernels(items, driver)
+    except ImportError as error:  # Triton is optional
+        lacking["kernel"] = f"Triton cannot be imported: {error}"
+    except DeviceError as error:
+        lacking["kernel"] = str(error)
+    return None

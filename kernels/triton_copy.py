@@ -1,7 +1,8 @@
 """Page copies in Triton: one launch for many small pages, straight from and to pinned host memory.
 
 A copy engine needs runs of some 28 KiB to reach the bus's speed; below that a kernel is faster
-(https://github.com/vllm-project/vllm/pull/42212). Shapes as in `asynchicache.kernels.reference`.
+(https://github.com/vllm-project/vllm/pull/42212). A table of addresses makes one launch serve every
+layer of every tensor. Few programs run, each in a loop, because a model computes on the same GPU.
 """
 
 from __future__ import annotations
@@ -10,84 +11,141 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_PAGES = 4
-BLOCK_WORDS = 1024
+from asynchicache.errors import UsageError
+from asynchicache.kernels.items import PoolItems, Row
+from asynchicache.kernels.pointers import HostPointers
+
+PROGRAMS = 32
+"""Programs of a launch. With `BLOCK_BYTES` of each in flight, some 0.5 MiB: what a PCIe 5 bus of 55 GB/s
+holds at a latency of several microseconds, on a quarter of a large GPU's processors."""
+
+BLOCK_BYTES = 16 << 10
+_COLUMNS = 8  # of the table: host and device address, slot strides, unit strides, units, words
+_WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_pages_kernel(
-    source: tl.tensor,
-    destination: tl.tensor,
-    source_slots: tl.tensor,
-    destination_slots: tl.tensor,
+@triton.jit(do_not_specialize=["first_row", "pages", "work", "page_blocks", "word_blocks"])  # type: ignore[untyped-decorator]
+def _copy_rows_kernel(
+    table: tl.tensor,
+    host_slots: tl.tensor,
+    device_slots: tl.tensor,
+    first_row: int,
     pages: int,
-    words: int,
-    source_layer_stride: int,
-    source_slot_stride: int,
-    destination_layer_stride: int,
-    destination_slot_stride: int,
+    work: int,
+    page_blocks: int,
+    word_blocks: int,
+    columns: tl.constexpr,
+    word: tl.constexpr,
+    to_device: tl.constexpr,
     block_pages: tl.constexpr,
     block_words: tl.constexpr,
 ) -> None:
-    # Grid [page blocks, layers, word blocks]. Offsets are int64: pools are larger than 2**31 words.
-    layer = tl.program_id(1).to(tl.int64)
-    page = tl.program_id(0).to(tl.int64) * block_pages + tl.arange(0, block_pages)
-    word = tl.program_id(2).to(tl.int64) * block_words + tl.arange(0, block_words)
-    source_slot = tl.load(source_slots + page, mask=page < pages, other=0)
-    destination_slot = tl.load(destination_slots + page, mask=page < pages, other=0)
+    # Work items [rows, page blocks, word blocks], dealt out to the programs in turn.
+    for item in range(tl.program_id(0), work, tl.num_programs(0)):
+        row = first_row + item // (page_blocks * word_blocks)
+        entry = table + row * columns
+        host = tl.load(entry).to(tl.pointer_type(word))
+        device = tl.load(entry + 1).to(tl.pointer_type(word))
+        host_slot_stride, device_slot_stride = tl.load(entry + 2), tl.load(entry + 3)
+        host_unit_stride, device_unit_stride = tl.load(entry + 4), tl.load(entry + 5)
+        units, words = tl.load(entry + 6), tl.load(entry + 7)
 
-    # [block_pages, block_words]
-    mask = (page < pages)[:, None] & (word < words)[None, :]
-    source_item = layer * source_layer_stride + source_slot * source_slot_stride
-    destination_item = layer * destination_layer_stride + destination_slot * destination_slot_stride
-    values = tl.load(source + source_item[:, None] + word[None, :], mask=mask, other=0)
-    tl.store(destination + destination_item[:, None] + word[None, :], values, mask=mask)
+        page = (item // word_blocks) % page_blocks * block_pages + tl.arange(0, block_pages)
+        index = item % word_blocks * block_words + tl.arange(0, block_words).to(tl.int64)
+        unit, within = index // words, index % words
+        # Slots and strides are int64: pools are larger than 2**31 words.
+        host_slot = tl.load(host_slots + page, mask=page < pages, other=0)
+        device_slot = tl.load(device_slots + page, mask=page < pages, other=0)
 
-
-def gather(
-    device_items: torch.Tensor,
-    host_items: torch.Tensor,
-    device_slots: torch.Tensor,
-    host_slots: torch.Tensor,
-) -> None:
-    """`reference.gather` in one launch on the current stream; `host_items` must be pinned."""
-    _copy_pages(device_items, host_items.transpose(0, 1), device_slots, host_slots, device_items.device)
-
-
-def scatter(
-    host_items: torch.Tensor,
-    device_items: torch.Tensor,
-    host_slots: torch.Tensor,
-    device_slots: torch.Tensor,
-) -> None:
-    """`reference.scatter` in one launch on the current stream; `host_items` must be pinned."""
-    _copy_pages(host_items.transpose(0, 1), device_items, host_slots, device_slots, device_items.device)
+        # [block_pages, block_words]
+        mask = (page < pages)[:, None] & (unit < units)[None, :]
+        host_at = (host_slot * host_slot_stride)[:, None] + (unit * host_unit_stride + within)[None, :]
+        device_at = (device_slot * device_slot_stride)[:, None] + (unit * device_unit_stride + within)[
+            None, :
+        ]
+        if to_device:
+            tl.store(device + device_at, tl.load(host + host_at, mask=mask, other=0), mask=mask)
+        else:
+            tl.store(host + host_at, tl.load(device + device_at, mask=mask, other=0), mask=mask)
 
 
-def _copy_pages(
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    source_slots: torch.Tensor,
-    destination_slots: torch.Tensor,
-    device: torch.device,
-) -> None:
-    """Copy `[layers, slots, words]` views; slots are brought to `device`, where the kernel runs."""
-    layers, _, words = source.shape
-    pages = len(source_slots)
-    if not pages:
-        return
-    grid = (triton.cdiv(pages, BLOCK_PAGES), layers, triton.cdiv(words, BLOCK_WORDS))
-    _copy_pages_kernel[grid](
-        source,
-        destination,
-        source_slots.to(device, non_blocking=True),
-        destination_slots.to(device, non_blocking=True),
-        pages,
-        words,
-        source.stride(0),
-        source.stride(1),
-        destination.stride(0),
-        destination.stride(1),
-        block_pages=BLOCK_PAGES,
-        block_words=BLOCK_WORDS,
-    )
+class TritonKernels:
+    """Copies between the tiers of one pool in one launch each, on the current stream."""
+
+    def __init__(self, items: PoolItems, pointers: HostPointers) -> None:
+        """
+        Args:
+            items: where they lie; the host's must be memory that the GPU can reach.
+            pointers: what the GPU calls an address of the host.
+
+        Raises:
+            DeviceError: the GPU cannot reach the host items.
+        """
+        self._items = items
+        self._device = items.device[0].device
+        self._words = [tensor.shape[2] * tensor.shape[3] for tensor in items.host]
+        table = [_entry(items, row, pointers) for row in items.rows]
+        self._table = torch.tensor(table, dtype=torch.int64).to(self._device)
+
+    def upload(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots where `gather` and `scatter` want them, in the order of the current stream."""
+        if self._device.type == "cpu":
+            return slots
+        # Through pinned memory, which torch keeps for the next time: from other memory the driver may
+        # wait for the stream.
+        return slots.pin_memory().to(self._device, non_blocking=True)
+
+    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
+        """`ReferenceKernels.gather` in one launch; both slots as `upload` returns them."""
+        self._copy(rows, host_slots, device_slots, to_device=False)
+
+    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+        """`ReferenceKernels.scatter` in one launch; both slots as `upload` returns them."""
+        self._copy(rows, host_slots, device_slots, to_device=True)
+
+    def _copy(
+        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
+    ) -> None:
+        self._items.check_slots(rows, host_slots, device_slots)
+        if host_slots.device != self._device or device_slots.device != self._device:
+            raise UsageError(
+                f"slots lie on {host_slots.device} and {device_slots.device}, not on {self._device}"
+            )
+        pages = len(host_slots)
+        if not pages or not rows:
+            return
+        most = max(self._words[row.tensor] for row in self._items.rows[rows.start : rows.stop])
+        block = BLOCK_BYTES // self._items.word.itemsize
+        block_words = min(triton.next_power_of_2(most), block)
+        block_pages = block // block_words
+        page_blocks, word_blocks = triton.cdiv(pages, block_pages), triton.cdiv(most, block_words)
+        work = len(rows) * page_blocks * word_blocks
+        _copy_rows_kernel[(min(work, PROGRAMS),)](
+            self._table,
+            host_slots,
+            device_slots,
+            rows.start,
+            pages,
+            work,
+            page_blocks,
+            word_blocks,
+            columns=_COLUMNS,
+            word=_WORDS[self._items.word],
+            to_device=to_device,
+            block_pages=block_pages,
+            block_words=block_words,
+            num_warps=8,
+        )
+
+
+def _entry(items: PoolItems, row: Row, pointers: HostPointers) -> list[int]:
+    host, device = items.host[row.tensor][row.local], items.device[row.tensor][row.local]
+    return [
+        pointers.device_address(host.data_ptr()) if host.numel() else 0,
+        device.data_ptr(),
+        host.stride(0),
+        device.stride(0),
+        host.stride(1),
+        device.stride(1),
+        *host.shape[1:],
+    ]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -23,12 +24,10 @@ from asynchicache.errors import ConfigError, UsageError
 from asynchicache.hashing import namespace_seed, pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.balance import starving
-from asynchicache.pools.device import DevicePool
-from asynchicache.pools.host import HostPool
 from asynchicache.pools.memory import memory_budget
 from asynchicache.pools.sizing import Memory, plan_slots
 from asynchicache.ports import AsyncioPort, Port
-from asynchicache.specs import ModelSpec, PoolSpec
+from asynchicache.specs import ModelSpec
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device
@@ -38,6 +37,7 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.opening import CopyOptions, allocate_memories, growing_pools, open_engine
 from asynchicache.types import token_array
 
 _log = logging.getLogger(__name__)
@@ -228,17 +228,22 @@ async def _open_rooms(
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
         stack.push_async_callback(port.aclose)
     kept = stack.enter_context(ExitStack())
+    # An emulated device of the caller's is to run the same way each time, whatever the machine does.
+    measure = not config.inline if device is None else device.name != "cpu"
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
     slots = plan_slots(spec, config.sizes(), _memory(device))
     for pool in starving(spec, slots, config.pages_per_state):
         _log.warning("%s", pool)
-    memories = await port.run_blocking(lambda: _allocate(spec, slots, device))
+    memories = await port.run_blocking(
+        partial(allocate_memories, spec, slots, device.name, config.host_layout)
+    )
     for memory in memories.values():
         kept.callback(memory.host.close)
     reactor = CompletionReactor(port)
-    engine = TransferEngine(device, memories, spec.layers, port, reactor, submit_inline=config.inline)
+    copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
+    engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
     stack.push_async_callback(_close_transfers, engine, reactor, kept, config.close_seconds)
     planner = Planner(
         spec,
@@ -265,6 +270,10 @@ async def _open_rooms(
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
     )
+    if engine.audit is not None:
+        planner.books.watch_host(engine.audit.forget)
+    for growth in growing_pools(spec, memories, port, planner.books.open_host):
+        tasks.spawn(growth)
     return Rooms(device, memories, engine, stored, port, controller)
 
 
@@ -293,18 +302,6 @@ def _memory(device: Device) -> Memory:
     return Memory(torch.cuda.mem_get_info(device.name)[0], host, shared=False)
 
 
-def _allocate(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], device: Device) -> dict[str, PoolMemory]:
-    return {pool.name: _pool_memory(spec, pool, slots, device) for pool in spec.pools}
-
-
-def _pool_memory(
-    spec: ModelSpec, pool: PoolSpec, slots: Mapping[str, tuple[int, int]], device: Device
-) -> PoolMemory:
-    on_device, on_host = slots[pool.slots_of or pool.name]
-    host = HostPool(pool, spec.page_size, on_host, pin=device.name != "cpu")
-    return PoolMemory(DevicePool(pool, spec.page_size, on_device, device.name), host)
-
-
 async def _attachment(
     spec: ModelSpec,
     config: CacheConfig,
@@ -314,8 +311,7 @@ async def _attachment(
 ) -> Attachment:
     """The configured storage, or the one given, which stays the caller's, with every pool that has host
     slots for its pages to arrive in."""
-    if not config.weight_version:
-        raise ConfigError("storage needs weight_version: a name that changes with the weights")
+    config.check_storage()
     owned = storage is None
     if storage is None:
         storage = open_backend(config.storage or "", config.storage_options, port)
@@ -339,7 +335,7 @@ def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, s
         weight_version=config.weight_version or "",
         identity=spec.identity,
         pool=name,
-        layout=SlotLayout.of(pool, spec.page_size).signature(),
+        layout=SlotLayout.of(pool, spec.page_size, config.host_layout).signature(),
         page_size=spec.page_size,
         sharding="replicated" if pool.replicated else f"{config.ranks} ranks",
         salt=config.salt,

@@ -15,10 +15,12 @@ import msgspec
 from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.fetching import PrefetchOptions
 from asynchicache.errors import ConfigError
+from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
+from asynchicache.transfer.paths import CopyPath
 from asynchicache.tree.policies import policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
@@ -36,6 +38,7 @@ _KINDS: Mapping[str, type] = {
     "device": str,
     "device_slots": dict,
     "host_slots": dict,
+    "host_layout": HostLayout,
     "write_policy": WritePolicy,
     "eviction": str,
     "checkpoints": str,
@@ -61,6 +64,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             overlap. Default: False.
         device_slots, host_slots, device_bytes, host_bytes, host_ratio, pages_per_state: see
             `pools.sizing.SizeOptions`.
+        host_layout: in which order host memory holds layers, pages and tokens, see `layouts.HostLayout`.
+            Default: `page_first_direct`.
+        copy_path: `batch`, `kernel` or `plain`: how pages are copied between device and host; None
+            measures when the cache is opened, and chooses by the length of runs. Default: None.
+        audit: share of the pages that leave the device whose SHA-256 is compared when they come back.
+            Default: 0.
         write_policy: when pages go down. Default: `write_through`.
         clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
         eviction: `lru`, `lfu`, `slru` or `fifo`, for attention pages. Default: `lru`.
@@ -88,6 +97,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_bytes: int | None = None
     host_ratio: float = 2.0
     pages_per_state: int = 16
+    host_layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
+    copy_path: CopyPath | None = None
+    audit: float = 0.0
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     clean_share: float = 0.125
     eviction: str = "lru"
@@ -111,17 +123,33 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} {getattr(self, name)!r} must be a {kind.__name__}")
         policy(self.eviction)
         CheckpointPolicy.parse(self.checkpoints)
-        if self.storage is not None and not self.weight_version:
-            raise ConfigError(
-                "storage needs weight_version: a name that changes with the weights, such as a commit hash"
-            )
+        if not isinstance(self.copy_path, CopyPath | None):
+            raise ConfigError(f"copy_path {self.copy_path!r} must be a CopyPath or None")
+        if self.storage is not None:
+            self.check_storage()
         if not 0 <= self.rank < self.ranks:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
         for name in ("close_seconds", "store_bytes", "io_threads"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
-        if not 0 <= self.clean_share <= 1:
-            raise ConfigError(f"clean_share {self.clean_share} must be 0 to 1")
+        for name in ("clean_share", "audit"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must be 0 to 1")
+
+    def check_storage(self) -> None:
+        """
+        Raises:
+            ConfigError: something that storage needs is missing.
+        """
+        if not self.weight_version:
+            raise ConfigError(
+                "storage needs weight_version: a name that changes with the weights, such as a commit hash"
+            )
+        if not self.host_layout.whole_slots:
+            raise ConfigError(
+                f"storage cannot use host_layout {self.host_layout.value!r}, in which a page is in pieces; "
+                "page_first_direct and page_first keep it whole"
+            )
 
     @classmethod
     def load(cls, path: Path | None = None, environ: Mapping[str, str] | None = None) -> CacheConfig:

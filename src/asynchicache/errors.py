@@ -5,6 +5,7 @@ misuse by the caller, a full pool, or a storage or device that cannot be opened 
 """
 
 __all__ = [
+    "AuditError",
     "CacheError",
     "CapacityError",
     "ClosedError",
@@ -72,6 +73,10 @@ class TransferError(CacheError, RuntimeError):
 
 class DeadlockError(CacheError, RuntimeError):
     """Raised when a run in virtual time can never go on, or never ends; lists the tasks that wait."""
+
+
+class AuditError(TransferError):
+    """Told of a transfer that brought other bytes to the device than had left it."""
 
 
 # The storage's fault.

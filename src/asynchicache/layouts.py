@@ -1,19 +1,42 @@
 """Where the bytes of a slot lie, as integers only.
 
 Device pools are `layer_first`: per tensor an array `[layers, slots, item]`, the form that model code
-reads. Host slots are `page_first_direct`: everything of one slot in one run of bytes, so that
-storage reads and writes it without a further copy, and one layer of one page is still one run.
+reads. Host pools have one of the layouts of `HostLayout`, after SGLang's host pools
+(https://github.com/sgl-project/sglang/pull/10031, https://github.com/sgl-project/sglang/pull/11615).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
+from asynchicache.errors import ConfigError
 from asynchicache.specs import PoolSpec, TensorSpec
 
 ALIGNMENT = 4096
 """Host slots start on, and are padded to, this many bytes: what O_DIRECT asks of memory and files."""
+
+
+class HostLayout(Enum):
+    """In which order host memory holds layers, pages and tokens.
+
+    A slot that holds a state has no tokens, so to it the two page-first layouts are the same.
+    """
+
+    PAGE_FIRST_DIRECT = "page_first_direct"
+    """`[slots, layers, page_size, token]`: a slot is one run of bytes, which storage reads and writes
+    with no further copy, and so is each layer of it, which a copy engine moves at the bus's speed."""
+    PAGE_FIRST = "page_first"
+    """`[slots, page_size, layers, token]`: a slot is one run, but a layer of it is one run a token."""
+    LAYER_FIRST = "layer_first"
+    """`[layers, slots, page_size, token]`, as on the device: neighbouring slots of a layer are one run,
+    but a slot is in as many pieces as it has layers, so storage cannot use it."""
+
+    @property
+    def whole_slots(self) -> bool:
+        """Whether a slot is one run of bytes, as storage needs it."""
+        return self is not HostLayout.LAYER_FIRST
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -22,53 +45,137 @@ def round_up(size: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemStrides:
+    """Where the items of one tensor lie in a tier, in bytes.
+
+    An item, one layer of one slot, is `units` runs of `unit_bytes`: one run, or one for each token.
+
+    Attributes:
+        offset: from the start of the memory to the first item.
+        layers, slots, units: how many there are of each.
+        unit_bytes: bytes that follow one another.
+        layer, slot, unit: from one to the next.
+    """
+
+    offset: int
+    layers: int
+    slots: int
+    units: int
+    unit_bytes: int
+    layer: int
+    slot: int
+    unit: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of a view of all items as bytes."""
+        return (self.layers, self.slots, self.units, self.unit_bytes)
+
+    @property
+    def stride(self) -> tuple[int, int, int, int]:
+        """Of the same view."""
+        return (self.layer, self.slot, self.unit, 1)
+
+    def address(self, layer: int, slot: int, unit: int = 0) -> int:
+        """Bytes from the start of the memory to a unit; `layer` is local, its index in `spec.layers`."""
+        return self.offset + layer * self.layer + slot * self.slot + unit * self.unit
+
+
+@dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Where one tensor lies in a host slot.
+    """Where one tensor lies among those of its pool.
 
     Attributes:
         spec: the tensor.
-        offset: bytes from the slot's start to the tensor's first layer.
-        item_bytes: bytes of one layer of one slot; layers follow one another.
+        offset: bytes of one slot that belong to the tensors before it.
+        item_bytes: bytes of one layer of one slot.
+        units: runs that an item consists of in this layout.
     """
 
     spec: TensorSpec
     offset: int
     item_bytes: int
+    units: int
 
-    def layer_offset(self, layer: int) -> int:
-        """Bytes from the slot's start to local layer `layer` (its index in `spec.layers`)."""
-        return self.offset + layer * self.item_bytes
+    @property
+    def unit_bytes(self) -> int:
+        return self.item_bytes // self.units
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Where everything of one pool lies in one host slot (`page_first_direct`).
+    """Where everything of one pool lies in host memory.
 
     Attributes:
         pool: the pool.
+        kind: the order of layers, pages and tokens.
         page_bytes: bytes of one slot's content.
-        slot_bytes: `page_bytes` padded to `ALIGNMENT`; the stride from slot to slot.
+        slot_bytes: `page_bytes` padded to `ALIGNMENT`; where slots are whole, the stride between them.
         tensors: by tensor name, in the order of the spec.
     """
 
     pool: PoolSpec
+    kind: HostLayout
     page_bytes: int
     slot_bytes: int
     tensors: Mapping[str, TensorLayout]
 
     @classmethod
-    def of(cls, pool: PoolSpec, page_size: int) -> SlotLayout:
+    def of(
+        cls, pool: PoolSpec, page_size: int, kind: HostLayout = HostLayout.PAGE_FIRST_DIRECT
+    ) -> SlotLayout:
+        """
+        Raises:
+            ConfigError: pages of no tokens.
+        """
+        if page_size < 1:
+            raise ConfigError(f"pool {pool.name!r} with pages of {page_size} tokens; 1 at least")
+        units = page_size if pool.per_token and kind is HostLayout.PAGE_FIRST else 1
         tensors: dict[str, TensorLayout] = {}
         offset = 0
         for spec in pool.tensors:
             item = pool.item_bytes(spec, page_size)
-            tensors[spec.name] = TensorLayout(spec, offset, item)
+            tensors[spec.name] = TensorLayout(spec, offset, item, units)
             offset += item * len(spec.layers)
-        return cls(pool, offset, round_up(offset, ALIGNMENT), tensors)
+        return cls(pool, kind, offset, round_up(offset, ALIGNMENT), tensors)
+
+    def nbytes(self, slots: int) -> int:
+        """Bytes of host memory that so many slots take."""
+        if self.kind.whole_slots:
+            return self.slot_bytes * slots
+        return sum(size for _, size in self.layer_arrays(slots))
+
+    def layer_arrays(self, slots: int) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of every layer of every tensor, where layers come first; each is aligned."""
+        offset = 0
+        for tensor in self.tensors.values():
+            size = round_up(tensor.item_bytes * slots, ALIGNMENT)
+            for _ in tensor.spec.layers:
+                yield offset, size
+                offset += size
+
+    def strides(self, name: str, slots: int) -> ItemStrides:
+        """Where tensor `name` lies in host memory of so many slots."""
+        tensor = self.tensors[name]
+        item, unit, layers = tensor.item_bytes, tensor.unit_bytes, len(tensor.spec.layers)
+        match self.kind:
+            case HostLayout.LAYER_FIRST:
+                before = sum(len(self.tensors[other].spec.layers) for other in self._names_before(name))
+                offset, layer = list(self.layer_arrays(slots))[before]
+                return ItemStrides(offset, layers, slots, 1, item, layer, item, item)
+            case HostLayout.PAGE_FIRST_DIRECT:
+                return ItemStrides(tensor.offset, layers, slots, 1, item, item, self.slot_bytes, item)
+            case HostLayout.PAGE_FIRST:
+                slot, token = self.slot_bytes, unit * layers
+                return ItemStrides(tensor.offset, layers, slots, tensor.units, unit, unit, slot, token)
+
+    def _names_before(self, name: str) -> list[str]:
+        names = list(self.tensors)
+        return names[: names.index(name)]
 
     def signature(self) -> str:
         """What two processes must agree on to read each other's pages; part of the fingerprint."""
-        parts = [f"page_first_direct:{self.page_bytes}"]
+        parts = [f"{self.kind.value}:{self.page_bytes}"]
         for tensor in self.tensors.values():
             spec = tensor.spec
             layers = ",".join(map(str, spec.layers))

@@ -13,7 +13,7 @@ from rich.console import Console
 from asynchicache.cli import doctor
 from asynchicache.config import BACKEND_GROUP
 
-NAMES = ["torch", "triton", "device", "pinning", "O_DIRECT", "memory limits", "engines"]
+NAMES = ["torch", "triton", "device", "pinning", "copy paths", "O_DIRECT", "memory limits", "engines"]
 
 
 def engine(name: str, value: str) -> EntryPoint:

@@ -9,7 +9,9 @@ import pytest
 
 from asynchicache.config import CacheConfig, open_backend
 from asynchicache.errors import ConfigError
+from asynchicache.layouts import HostLayout
 from asynchicache.ports import AsyncioPort
+from asynchicache.transfer.paths import CopyPath
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 
@@ -105,3 +107,19 @@ async def test_a_backend_whose_package_is_missing_says_which(monkeypatch: pytest
             open_backend("object", {"url": "memory:///"}, port)
     finally:
         await port.aclose()
+
+
+def test_storage_and_a_layout_that_cuts_pages_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match="storage cannot use host_layout 'layer_first'"):
+        CacheConfig(storage="memory", weight_version="1", host_layout=HostLayout.LAYER_FIRST)
+
+
+def test_layout_and_path_are_read_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('host_layout = "page_first"\ncopy_path = "kernel"\n')
+
+    config = CacheConfig.load(file, {})
+
+    assert (config.host_layout, config.copy_path) == (HostLayout.PAGE_FIRST, CopyPath.KERNEL)
+    with pytest.raises(ConfigError, match="copy_path 'kernel' must be a CopyPath or None"):
+        CacheConfig(copy_path="kernel")

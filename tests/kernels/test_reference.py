@@ -5,46 +5,84 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asynchicache.errors import UsageError
 from asynchicache.kernels import reference
-from asynchicache.kernels.select import page_kernels
+from asynchicache.kernels.items import PoolItems, word_dtype
+from asynchicache.kernels.reference import ReferenceKernels
+from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.specs import PoolSpec, TensorSpec
 
-LAYERS, DEVICE_SLOTS, HOST_SLOTS, WORDS = 3, 7, 6, 5
+KV = PoolSpec("kv", (TensorSpec("keys", (0, 2), (5,), "uint8"), TensorSpec("scales", (2,), (), "float32")))
+PAGE_SIZE, DEVICE_SLOTS, HOST_SLOTS = 3, 7, 6
+LAYERS = [tensor.layers for tensor in KV.tensors]
 
 
-def _numbers(*shape: int) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.int64).view(shape)
+def _bytes(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_gather_copies_each_page_of_every_layer() -> None:
-    device_items, host_items = (
-        _numbers(LAYERS, DEVICE_SLOTS, WORDS),
-        torch.zeros(HOST_SLOTS, LAYERS, WORDS).long(),
-    )
-    expected = host_items.clone()
+def _pool(layout: HostLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Host and device views of random bytes."""
+    place = SlotLayout.of(KV, PAGE_SIZE, layout)
+    slab = _bytes(place.nbytes(HOST_SLOTS))
+    strides = [place.strides(tensor.name, HOST_SLOTS) for tensor in KV.tensors]
+    host = [slab.as_strided(one.shape, one.stride, one.offset) for one in strides]
+    return host, [_bytes(one.layers, DEVICE_SLOTS, one.units, one.unit_bytes, seed=1) for one in strides]
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_gather_copies_each_page_of_the_rows(layout: HostLayout) -> None:
+    host, device = _pool(layout)
+    expected = [items.clone() for items in host]
     for device_slot, host_slot in ((6, 0), (0, 5), (3, 2)):
-        expected[host_slot] = device_items[:, device_slot]
+        expected[0][1, host_slot] = device[0][1, device_slot]
+        expected[1][0, host_slot] = device[1][0, device_slot]
+    items = PoolItems.of(host, device, LAYERS)
 
-    reference.gather(device_items, host_items, torch.tensor([6, 0, 3]), torch.tensor([0, 5, 2]))
+    ReferenceKernels(items).gather(items.span(1, 3), torch.tensor([6, 0, 3]), torch.tensor([0, 5, 2]))
 
-    assert torch.equal(host_items, expected)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(host, expected, strict=True))
 
 
-def test_scatter_undoes_gather() -> None:
-    device_items = _numbers(LAYERS, DEVICE_SLOTS, WORDS)
-    host_items, back = torch.zeros(HOST_SLOTS, LAYERS, WORDS).long(), torch.zeros_like(device_items)
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_scatter_undoes_gather(layout: HostLayout) -> None:
+    host, device = _pool(layout)
+    back = [torch.zeros_like(items) for items in device]
     device_slots, host_slots = torch.tensor([1, 5, 2]), torch.tensor([4, 0, 3])
 
-    reference.gather(device_items, host_items, device_slots, host_slots)
-    reference.scatter(host_items, back, host_slots, device_slots)
+    items = PoolItems.of(host, device, LAYERS)
+    ReferenceKernels(items).gather(range(3), device_slots, host_slots)
+    ReferenceKernels(PoolItems.of(host, back, LAYERS)).scatter(range(3), host_slots, device_slots)
 
-    expected = torch.zeros_like(device_items)
-    expected[:, device_slots] = device_items[:, device_slots]
-    assert torch.equal(back, expected)
+    for found, original in zip(back, device, strict=True):
+        assert torch.equal(found[:, device_slots], original[:, device_slots])
+        assert not found[:, [0, 3, 4, 6]].any()
+
+
+def test_rows_are_in_the_order_of_the_models_layers() -> None:
+    items = PoolItems.of(*_pool(HostLayout.PAGE_FIRST_DIRECT), LAYERS)
+
+    assert items.rows == ((0, 0, 0), (2, 0, 1), (2, 1, 0))
+    assert items.span(0, 2) == range(1)
+    assert items.span(1, 2) == range(1, 1)
+    assert items.span(1, 9) == range(1, 3)
+
+
+@pytest.mark.parametrize(("chunk", "pages"), [(1, 6), (1 << 20, 6)])
+def test_pages_are_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch, chunk: int, pages: int) -> None:
+    monkeypatch.setattr(reference, "CACHE_BYTES", chunk)
+    source, destination = _bytes(2, 6, 3, 5), torch.zeros(2, 6, 3, 5, dtype=torch.uint8)
+    order = torch.tensor([5, 0, 3, 1, 4, 2])
+
+    reference.copy_pages(source, destination, order, torch.arange(pages))
+
+    assert torch.equal(destination, source[:, order])
 
 
 def test_copy_run_copies_between_strided_views() -> None:
-    source = _numbers(HOST_SLOTS, LAYERS, WORDS).transpose(0, 1)
-    destination = torch.zeros(LAYERS, DEVICE_SLOTS, WORDS, dtype=torch.int64)
+    source = _bytes(6, 3, 1, 5).transpose(0, 1)
+    destination = torch.zeros(3, 7, 1, 5, dtype=torch.uint8)
 
     reference.copy_run(source[1:, 2:5], destination[1:, 4:7])
 
@@ -64,9 +102,40 @@ def test_copy_run_copies_between_strided_views() -> None:
     ],
 )
 def test_words_are_as_wide_as_all_sizes_allow(sizes: tuple[int, ...], word: torch.dtype) -> None:
-    assert reference.word_dtype(*sizes) is word
+    assert word_dtype(*sizes) is word
 
 
-def test_there_are_no_kernels_for_memory_that_a_gpu_cannot_reach() -> None:
-    assert page_kernels(torch.device("cpu"), pinned=True) is None
-    assert page_kernels(torch.device("cuda"), pinned=False) is None
+def test_units_that_follow_one_another_become_one() -> None:
+    memory = torch.zeros(2, 4, 3, 8, dtype=torch.uint8)
+    items = PoolItems.of([memory], [memory.clone()])
+
+    assert items.host[0].shape == (2, 4, 1, 3)
+    assert items.word is torch.int64
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "message"),
+    [
+        (
+            torch.zeros(1, 2, 1, 4),
+            torch.zeros(1, 2, 1, 4, dtype=torch.uint8),
+            "host items of tensor 0 are torch.float32",
+        ),
+        (torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(1, 2, 1, 4, dtype=torch.uint8), "2-D; uint8, 4-D"),
+        (_bytes(1, 2, 4, 4).transpose(2, 3), _bytes(1, 2, 4, 4), "a unit is not contiguous"),
+        (_bytes(1, 2, 1, 4), _bytes(1, 2, 1, 8), r"on the host, \(1, 2, 1, 8\) on the device"),
+        (_bytes(1, 2, 1, 4).to("meta"), _bytes(1, 2, 1, 4), "host items of tensor 0 lie on meta"),
+    ],
+)
+def test_views_that_kernels_cannot_use_are_refused(
+    host: torch.Tensor, device: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        PoolItems.of([host], [device])
+
+
+def test_device_items_must_be_on_one_device() -> None:
+    host = _bytes(1, 2, 1, 4)
+
+    with pytest.raises(UsageError, match=r"cpu.*meta.*; one device"):
+        PoolItems.of([host, host], [host, host.to("meta")])

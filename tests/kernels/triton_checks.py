@@ -11,93 +11,175 @@ import os
 import pytest
 import torch
 
-from asynchicache.kernels import reference, triton_copy
+from asynchicache.errors import UsageError
+from asynchicache.kernels.cuda_driver import CudaDriver
+from asynchicache.kernels.items import PoolItems
+from asynchicache.kernels.pointers import HostPointers, SamePointers
+from asynchicache.kernels.reference import ReferenceKernels
+from asynchicache.kernels.triton_copy import BLOCK_BYTES, TritonKernels
+from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.types import trailing_pages
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 POISON = 0xDD
 NAN = 0x7FC1  # a bfloat16 NaN with a payload that arithmetic would lose
 
-# layers, words, pages, dtype: odd sizes, one item, exact blocks, more than one block of each kind
-CASES = [
-    (1, 1, 1, torch.uint8),
-    (3, 37, 5, torch.int16),
-    (2, triton_copy.BLOCK_WORDS, triton_copy.BLOCK_PAGES, torch.int64),
-    (2, triton_copy.BLOCK_WORDS + 1, triton_copy.BLOCK_PAGES + 1, torch.int32),
-    (1, 2 * triton_copy.BLOCK_WORDS - 1, 2 * triton_copy.BLOCK_PAGES + 3, torch.int16),
-]
+MHA = PoolSpec("kv", tuple(TensorSpec(name, (0, 1, 3), (2, 8), "bfloat16") for name in ("keys", "values")))
+MLA = PoolSpec("kv", (TensorSpec("latent", (0, 1, 2), (9,), "bfloat16"),))
+DSA = PoolSpec("dsa", (TensorSpec("index", (1, 2), (5,), "uint8"), TensorSpec("scale", (2,), (), "float32")))
+SWA = PoolSpec("swa", (TensorSpec("keys", (1,), (4,), "float32"),), coverage=trailing_pages(2))
+MAMBA = PoolSpec(
+    "mamba",
+    (TensorSpec("conv", (0, 3), (7, 3), "bfloat16"), TensorSpec("recurrent", (0, 3), (2, 3, 5), "float32")),
+    coverage=trailing_pages(1),
+    per_token=False,
+)
+LARGE = PoolSpec("kv", (TensorSpec("keys", (0,), (BLOCK_BYTES // 8 + 1,), "int64"),))  # of several blocks
+POOLS = {"mha": MHA, "mla": MLA, "dsa": DSA, "swa": SWA, "mamba": MAMBA, "large": LARGE}
+PAGE_SIZES = {"large": 2}
+PAGES = {"large": 2}
 
 
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype).squeeze(-1)
+def _pointers() -> HostPointers:
+    return SamePointers() if INTERPRETED else CudaDriver.load()
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    items = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    items = items.view(dtype).squeeze(-1)
-    if dtype == torch.int16:
-        items[..., ::2] = NAN
-    return items
+def _host(spec: PoolSpec, layout: SlotLayout, slots: int, fill: torch.Tensor) -> list[torch.Tensor]:
+    """Views of one slab that holds `fill`, pinned on a GPU."""
+    slab = fill.clone()
+    slab = slab if INTERPRETED else slab.pin_memory()
+    found = [layout.strides(tensor.name, slots) for tensor in spec.tensors]
+    return [slab.as_strided(strides.shape, strides.stride, strides.offset) for strides in found]
 
 
-def _host_view(slots: int, layers: int, words: int, dtype: torch.dtype, fill: torch.Tensor) -> torch.Tensor:
-    """Strided like a host slot: other tensors before it, padding behind it; pinned on a GPU."""
-    stride = layers * words + 11
-    memory = _poisoned((slots * stride + 5,), dtype)
-    if not INTERPRETED:
-        memory = memory.pin_memory()
-    view = memory.as_strided((slots, layers, words), (stride, words, 1), 5)
-    view.copy_(fill)
-    return view
+def _device(host: list[torch.Tensor], slots: int, fill: int | torch.Generator) -> list[torch.Tensor]:
+    shapes = [(items.shape[0], slots, *items.shape[2:]) for items in host]
+    if isinstance(fill, int):
+        return [torch.full(shape, fill, dtype=torch.uint8) for shape in shapes]
+    return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=fill) for shape in shapes]
+
+
+def _noise(nbytes: int, generator: torch.Generator) -> torch.Tensor:
+    """Random bytes, every other word a NaN."""
+    noise = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    noise[: nbytes // 4 * 4].view(torch.int16)[::2] = NAN
+    return noise
 
 
 def _slots(count: int, capacity: int, seed: int) -> torch.Tensor:
     return torch.randperm(capacity, generator=torch.Generator().manual_seed(seed))[:count]
 
 
-@pytest.mark.parametrize(("layers", "words", "pages", "dtype"), CASES)
-def test_gather_equals_reference(layers: int, words: int, pages: int, dtype: torch.dtype) -> None:
-    device_items = _filled((layers, pages + 4, words), dtype, 1)
-    poison = _poisoned((pages + 3, layers, words), dtype)
-    expected = _host_view(pages + 3, layers, words, dtype, poison)
-    found = _host_view(pages + 3, layers, words, dtype, poison)
-    device_slots, host_slots = _slots(pages, pages + 4, 2), _slots(pages, pages + 3, 3)
+def _case(name: str) -> tuple[PoolSpec, int, int]:
+    return POOLS[name], PAGE_SIZES.get(name, 3), PAGES.get(name, 5)
 
-    reference.gather(device_items, expected, device_slots, host_slots)
-    triton_copy.gather(device_items.to(DEVICE), found, device_slots, host_slots)
+
+def _all_and_each(items: PoolItems) -> list[range]:
+    """All layers at once, and one layer after the other."""
+    return [range(len(items.rows)), *(items.span(layer, layer + 1) for layer in range(4))]
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("name", POOLS)
+def test_gather_equals_reference(name: str, layout: HostLayout) -> None:
+    spec, page_size, pages = _case(name)
+    place, slots = SlotLayout.of(spec, page_size, layout), pages + 3
+    poison = torch.full((place.nbytes(slots),), POISON, dtype=torch.uint8)
+    wanted, found = _host(spec, place, slots, poison), _host(spec, place, slots, poison)
+    device = _device(wanted, pages + 4, torch.Generator().manual_seed(1))
+    device_slots, host_slots = _slots(pages, pages + 4, 2), _slots(pages, slots, 3)
+    layers = [tensor.layers for tensor in spec.tensors]
+    reference = ReferenceKernels(PoolItems.of(wanted, device, layers))
+    items = PoolItems.of(found, [items.to(DEVICE) for items in device], layers)
+    kernels = TritonKernels(items, _pointers())
+
+    for rows in _all_and_each(items):
+        for views in (wanted, found):
+            views[0].untyped_storage().fill_(POISON)
+        reference.gather(rows, device_slots, host_slots)
+        kernels.gather(rows, kernels.upload(device_slots), kernels.upload(host_slots))
+        _synchronize()
+
+        assert torch.equal(_whole(found), _whole(wanted))
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("name", POOLS)
+def test_scatter_equals_reference(name: str, layout: HostLayout) -> None:
+    spec, page_size, pages = _case(name)
+    place, slots = SlotLayout.of(spec, page_size, layout), pages + 3
+    host = _host(spec, place, slots, _noise(place.nbytes(slots), torch.Generator().manual_seed(4)))
+    wanted = _device(host, pages + 4, POISON)
+    found = [items.clone().to(DEVICE) for items in wanted]
+    device_slots, host_slots = _slots(pages, pages + 4, 5), _slots(pages, slots, 6)
+    layers = [tensor.layers for tensor in spec.tensors]
+    reference = ReferenceKernels(PoolItems.of(host, wanted, layers))
+    items = PoolItems.of(host, found, layers)
+    kernels = TritonKernels(items, _pointers())
+
+    for rows in _all_and_each(items):
+        for tensor in (*wanted, *found):
+            tensor.fill_(POISON)
+        reference.scatter(rows, host_slots, device_slots)
+        kernels.scatter(rows, kernels.upload(host_slots), kernels.upload(device_slots))
+        _synchronize()
+
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+def test_addresses_beyond_32_bits_are_reached() -> None:
+    """Slots 2**31 words apart; the pages between are never touched, so they take no memory."""
+    stride, words = 2**31 + 7, 15  # odd, so a word is one byte
+    host = _sparse(stride + words).as_strided((1, 2, 1, words), (0, stride, 0, 1))
+    host[0, 1] = 7
+    device = torch.zeros(1, 1, 1, words, dtype=torch.uint8, device=DEVICE)
+    kernels = TritonKernels(PoolItems.of([host], [device]), _pointers())
+
+    kernels.scatter(range(1), kernels.upload(torch.tensor([1])), kernels.upload(torch.tensor([0])))
     _synchronize()
 
-    assert torch.equal(_whole(found), _whole(expected))
+    assert (device == 7).all()
 
 
-@pytest.mark.parametrize(("layers", "words", "pages", "dtype"), CASES)
-def test_scatter_equals_reference(layers: int, words: int, pages: int, dtype: torch.dtype) -> None:
-    host_items = _host_view(pages + 3, layers, words, dtype, _filled((pages + 3, layers, words), dtype, 4))
-    expected = _poisoned((layers, pages + 4, words), dtype)
-    found = expected.clone().to(DEVICE)
-    device_slots, host_slots = _slots(pages, pages + 4, 5), _slots(pages, pages + 3, 6)
-
-    reference.scatter(host_items, expected, host_slots, device_slots)
-    triton_copy.scatter(host_items, found, host_slots, device_slots)
-    _synchronize()
-
-    assert torch.equal(found.cpu(), expected)
+def _sparse(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not INTERPRETED)
 
 
 def test_no_pages_copy_nothing() -> None:
-    device_items = _poisoned((1, 2, 3), torch.int32).to(DEVICE)
-    host_items = _host_view(2, 1, 3, torch.int32, _filled((2, 1, 3), torch.int32, 7))
-    none = torch.empty(0, dtype=torch.int64)
+    host, device = torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1, 3), 9)
+    host, device = host.to(torch.uint8), device.to(torch.uint8).to(DEVICE)
+    host = host if INTERPRETED else host.pin_memory()
+    kernels = TritonKernels(PoolItems.of([host], [device]), _pointers())
+    none = kernels.upload(torch.empty(0, dtype=torch.int64))
 
-    triton_copy.scatter(host_items, device_items, none, none)
+    kernels.scatter(range(1), none, none)
+    _synchronize()
 
-    assert torch.equal(device_items.cpu(), _poisoned((1, 2, 3), torch.int32))
+    assert (device == 9).all()
 
 
-def _whole(view: torch.Tensor) -> torch.Tensor:
-    """Everything that the memory of a view holds: a stray write outside the view counts too."""
-    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+@pytest.mark.parametrize(
+    ("slots", "rows", "message"),
+    [
+        (torch.tensor([0], dtype=torch.int32), range(1), "int64"),
+        (torch.tensor([[0]]), range(1), "int64"),
+        (torch.tensor([0, 1]), range(1), "2 host slots for 1 device slots"),
+        (torch.tensor([0]), range(2), "are no rows"),
+    ],
+)
+def test_slots_of_another_form_are_refused(slots: torch.Tensor, rows: range, message: str) -> None:
+    host = torch.zeros(1, 2, 1, 8, dtype=torch.uint8, pin_memory=not INTERPRETED)
+    kernels = TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), _pointers())
+
+    with pytest.raises(UsageError, match=message):
+        kernels.scatter(rows, slots.to(DEVICE), torch.tensor([0]).to(DEVICE))
+
+
+def _whole(views: list[torch.Tensor]) -> torch.Tensor:
+    """Everything that the slab of some views holds: a stray write outside of them counts too."""
+    return torch.empty(0, dtype=torch.uint8).set_(views[0].untyped_storage())
 
 
 def _synchronize() -> None:

@@ -82,10 +82,10 @@ def test_host_items_lie_where_the_layout_says() -> None:
     pool = HostPool(PAGES, 4, 3, pin=False)
     layout = pool.layout.tensors["scales"]
 
-    pool.items("scales")[2, 0] = 9
+    pool.items("scales")[0, 2] = 9
 
-    start = layout.layer_offset(0)
-    assert pool.items("scales").shape == (3, 1, layout.item_bytes)
+    start = layout.offset
+    assert pool.items("scales").shape == (1, 3, 1, layout.item_bytes)
     assert bytes(pool.page(2)[start : start + layout.item_bytes]) == b"\x09" * layout.item_bytes
     assert not any(pool.page(2)[:start])
     pool.close()
@@ -117,7 +117,7 @@ def test_a_closed_host_pool_hands_out_nothing() -> None:
 def test_a_pool_may_have_no_host_slots() -> None:
     pool = HostPool(PAGES, 4, 0, pin=True)
 
-    assert pool.items("scales").shape == (0, 1, 16)
+    assert pool.items("scales").shape == (1, 0, 1, 16)
     assert not pool.pinned
     with pytest.raises(UsageError, match="it has 0"):
         pool.page(0)

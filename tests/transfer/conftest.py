@@ -127,7 +127,7 @@ class Rig:
         for pool, memory in self.memories.items():
             for tensor in memory.device.spec.tensors:
                 found[pool, tensor.name, Tier.DEVICE] = memory.device.items(tensor.name).clone()
-                found[pool, tensor.name, Tier.HOST] = memory.host.items(tensor.name).transpose(0, 1).clone()
+                found[pool, tensor.name, Tier.HOST] = memory.host.items(tensor.name).flatten(2).clone()
         return found
 
     def randomize(self, seed: int) -> None:

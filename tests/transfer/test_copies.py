@@ -9,24 +9,26 @@ import pytest
 import torch
 
 from asynchicache.errors import ConfigError
-from asynchicache.kernels import reference
-from asynchicache.kernels.select import PageKernels
+from asynchicache.kernels.select import CopyMethods
+from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import KERNEL_PAGES, PageCopier, PoolMemory, cut_runs, expand_runs, pieces
+from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
 from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, merge
 
 KV = PoolSpec(
     "kv", (TensorSpec("keys", (0, 1, 2), (3,), "bfloat16"), TensorSpec("scales", (1,), (), "uint8"))
 )
-SLOTS = KERNEL_PAGES + 4
+SLOTS = KERNEL_PIECES + 4
 
 
-def _memory(page_size: int = 5) -> PoolMemory:
-    device, host = DevicePool(KV, page_size, SLOTS), HostPool(KV, page_size, SLOTS + 3, pin=False)
+def _memory(page_size: int = 5, layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT) -> PoolMemory:
+    device = DevicePool(KV, page_size, SLOTS)
+    host = HostPool(KV, page_size, SLOTS + 3, pin=False, layout=layout)
     generator = torch.Generator().manual_seed(1)
     for tensor in KV.tensors:
         for items in (device.items(tensor.name), host.items(tensor.name)):
@@ -68,36 +70,82 @@ def test_a_run_is_cut_into_runs_and_a_rest() -> None:
     assert runs.tolist() == [[0, 10, 7], [30, 2, 3]]
 
 
-def test_runs_expand_to_their_pages() -> None:
-    sources, destinations = expand_runs(np.array([[3, 10, 3], [9, 2, 1]], np.int64))
-
-    assert sources.tolist() == [3, 4, 5, 9]
-    assert destinations.tolist() == [10, 11, 12, 2]
-
-
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("pages", [KERNEL_PAGES // 2, KERNEL_PAGES // 2 + 1, KERNEL_PAGES])
-def test_kernels_move_what_runs_move(
-    operation: Callable[..., CacheOperation], direction: Direction, pages: int
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("chunk_bytes", [16, 64, 1 << 20])
+def test_every_path_moves_what_copies_of_single_pages_move(
+    operation: Callable[..., CacheOperation], direction: Direction, layout: HostLayout, chunk_bytes: int
 ) -> None:
-    if direction is Direction.FORK:
-        pages //= 2
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(2)).tolist()
-    wish = operation(direction, kv=(order[:pages], order[-pages:]))
+    sources, destinations = [3, 4, *order[:5]], order[-7:]
+    if direction is Direction.FORK:
+        sources = [slot for slot in range(SLOTS) if slot not in destinations][:7]
+    wish = operation(direction, kv=(list(dict.fromkeys(sources)), destinations[: len(set(sources))]))
     results = []
-    for kernels in ({}, {"kv": PageKernels(reference.gather, reference.scatter)}):
-        memory, device = _memory(), EmulatedDevice(InlineDriver())
+    for path in CopyPath:
+        memory, device = _memory(layout=layout), EmulatedDevice(InlineDriver())
+        expected = _copied(memory, wish)
         plan = merge([wish], {"kv": memory.extent}, 3, 1)
-        copier = PageCopier({"kv": memory}, kernels=kernels, chunk_bytes=64)
+        copier = PageCopier({"kv": memory}, force=path, chunk_bytes=chunk_bytes)
+        copies = copier.prepare(plan)
         for group in plan.groups:
-            copier.enqueue(device.stream("copies"), plan, group)
+            copies.enqueue(device.stream("copies"), group)
         assert device.error is None
-        results.append(memory)
+        assert all(torch.equal(items, expected[key]) for key, items in _contents(memory).items())
+        results.append(copier.nbytes["kv"])
 
+    moved = 0 if direction is Direction.FORK else plan.nbytes
+    assert results == [{other: moved * (other is path) for other in CopyPath} for path in CopyPath]
+
+
+def _contents(memory: PoolMemory) -> dict[tuple[str, str], torch.Tensor]:
+    found = {}
     for tensor in KV.tensors:
-        by_runs, by_kernels = results
-        assert torch.equal(by_runs.device.items(tensor.name), by_kernels.device.items(tensor.name))
-        assert torch.equal(by_runs.host.items(tensor.name), by_kernels.host.items(tensor.name))
+        found[tensor.name, "device"] = memory.device.items(tensor.name).clone()
+        found[tensor.name, "host"] = memory.host.items(tensor.name).flatten(2).clone()
+    return found
+
+
+def _copied(memory: PoolMemory, wish: CacheOperation) -> dict[tuple[str, str], torch.Tensor]:
+    """What the memory is to hold afterwards, page by page."""
+    found = _contents(memory)
+    sides = ("device", "host")
+    source, destination = (sides[tier] for tier in (wish.direction.source, wish.direction.destination))
+    for transfer in wish.transfers:
+        for tensor in KV.tensors:
+            before = found[tensor.name, source].clone()
+            for from_slot, to_slot in zip(transfer.sources, transfer.destinations, strict=True):
+                found[tensor.name, destination][:, to_slot] = before[:, from_slot]
+    return found
+
+
+def test_a_path_is_chosen_by_the_length_of_runs(operation: Callable[..., CacheOperation]) -> None:
+    table = PathTable(
+        {
+            RunShape(Direction.LOAD, False, 8): {CopyPath.KERNEL: 2.0, CopyPath.BATCH: 1.0},
+            RunShape(Direction.LOAD, False, 256): {CopyPath.KERNEL: 1.0, CopyPath.BATCH: 2.0},
+        }
+    )
+    memory = _memory(layout=HostLayout.LAYER_FIRST)
+    copier = PageCopier({"kv": memory}, table=table)
+    pages = list(range(KERNEL_PIECES))
+
+    def path(sources: list[int], destinations: list[int], direction: Direction = Direction.LOAD) -> CopyPath:
+        wish = operation(direction, kv=(sources, destinations))
+        return copier.path(merge([wish], {"kv": memory.extent}, 3, None), "kv")
+
+    assert path(pages, pages) is CopyPath.BATCH  # one long run a layer
+    assert path(pages, pages[::-1]) is CopyPath.KERNEL
+    assert path(pages[:2], pages[1::-1]) is CopyPath.BATCH  # too few for a kernel
+    assert path(pages, pages, Direction.BACKUP) is CopyPath.PLAIN  # nothing was measured
+
+
+def test_a_forced_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = CopyMethods(lacking={"kernel": "Triton cannot be imported"})
+    monkeypatch.setattr("asynchicache.transfer.copies.copy_methods", lambda items, pinned: lacking)
+
+    with pytest.raises(ConfigError, match="copy_path 'kernel' is not there for pool 'kv' on cpu: Triton"):
+        PageCopier({"kv": _memory()}, force=CopyPath.KERNEL)
 
 
 def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheOperation]) -> None:
@@ -105,7 +153,8 @@ def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheO
     memory.device.items("keys")[:, 0] = 7
     plan = merge([operation(Direction.FORK, kv=([0], [1]))], {"kv": memory.extent}, 3, None)
 
-    PageCopier({"kv": memory}).enqueue(EmulatedDevice(InlineDriver()).stream("fork"), plan, plan.groups[0])
+    copies = PageCopier({"kv": memory}).prepare(plan)
+    copies.enqueue(EmulatedDevice(InlineDriver()).stream("fork"), plan.groups[0])
 
     assert (memory.device.items("keys") == 7).all()
 

@@ -194,7 +194,7 @@ async def _wait(ticket) -> None:
 async def test_a_fence_orders_a_stream_behind_its_layer(open_rig, operation: Build) -> None:
     async with open_rig("stepped") as rig:
         keys = rig.memories["kv"].device.items("keys")
-        wanted = rig.memories["kv"].host.items("keys")[2].clone()
+        wanted = rig.memories["kv"].host.items("keys")[:, 2, 0].clone()
         seen: dict[int, torch.Tensor] = {}
         compute = rig.device.stream("compute")
         ticket = rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)

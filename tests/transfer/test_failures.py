@@ -10,6 +10,7 @@ import pytest
 
 from asynchicache.errors import ClosedError, DeviceError, TransferError
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.transfer.copies import PlanCopies
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
 
@@ -61,15 +62,15 @@ async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
     open_rig, operation: Build, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_rig(driver) as rig:
-        enqueue = rig.engine._copier.enqueue
+        prepare = rig.engine._copier.prepare
 
-        def broken(stream, plan, group) -> None:
+        def broken(plan) -> PlanCopies:
             if plan.direction is Direction.LOAD:
                 monkeypatch.undo()  # the next one works
                 raise MemoryError("no room for a list of copies")
-            enqueue(stream, plan, group)
+            return prepare(plan)
 
-        monkeypatch.setattr(rig.engine._copier, "enqueue", broken)
+        monkeypatch.setattr(rig.engine._copier, "prepare", broken)
         load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         backup = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [1])), done=rig.done)
         apart = rig.engine.submit(operation(Direction.FORK, kv=([2], [3])), done=lambda _: None)

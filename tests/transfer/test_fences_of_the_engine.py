@@ -57,7 +57,7 @@ class Program:
 
     def _items(self) -> dict[Tier, torch.Tensor]:
         """Bytes by tier, `[layers, slots, 8]`."""
-        return {Tier.DEVICE: self._device.items("keys"), Tier.HOST: self._host.items("keys").transpose(0, 1)}
+        return {Tier.DEVICE: self._device.items("keys"), Tier.HOST: self._host.items("keys").flatten(2)}
 
     async def run(self) -> bool:
         """Whether all bytes are what they must be."""

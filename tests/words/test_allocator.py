@@ -125,3 +125,25 @@ def test_damage_is_named(pool, damage, message):
     damage(pool)
 
     assert any(message in problem for problem in pool.problems())
+
+
+def test_slots_that_are_not_open_are_not_handed_out(pool: SlotAllocator) -> None:
+    pool.open_only(2)
+
+    assert (pool.capacity, pool.closed, counts(pool)) == (6, 4, (0, 2, 0))
+    held = pool.allocate(2)
+    with pytest.raises(CapacityError, match="1 slots wanted, 0 of 6 free"):
+        pool.allocate(1)
+    pool.open_only(5)
+    assert pool.allocate(1) == [2]
+    pool.release(held)
+    assert (counts(pool), pool.problems()) == ((1, 4, 0), [])
+    assert pool.allocate(4) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("count", [-1, 7, 1])
+def test_slots_in_use_cannot_be_closed(pool: SlotAllocator, count: int) -> None:
+    pool.allocate(2)
+
+    with pytest.raises(InternalError, match=f"{count} slots cannot be all that is open"):
+        pool.open_only(count)

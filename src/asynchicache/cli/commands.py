@@ -13,12 +13,14 @@ from asynchicache.bench.bridge import BridgeOptions, run_bridge
 from asynchicache.bench.demo.options import DemoOptions
 from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
 from asynchicache.bench.options import Options, option
+from asynchicache.bench.overlap import OverlapOptions, run_overlap
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.run import run_replay
 from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
 from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.run import run_storage
+from asynchicache.bench.transfer import TransferOptions, run_transfer
 from asynchicache.cli import demo, doctor, stores
 from asynchicache.cli.output import Outcome, Output
 
@@ -117,6 +119,18 @@ def _stall(options: StallOptions, output: Output) -> Outcome:
     return Outcome(report.as_json(), report.present())
 
 
+def _transfer(options: TransferOptions, output: Output) -> Outcome:
+    with output.bar("pools and layouts") as advance:
+        report = asyncio.run(run_transfer(options, advance))
+    return Outcome(report.as_json(), report.present(), report.ok)
+
+
+def _overlap(options: OverlapOptions, output: Output) -> Outcome:
+    with output.bar("shares") as advance:
+        report = asyncio.run(run_overlap(options, advance))
+    return Outcome(report.as_json(), report.present(), report.ok)
+
+
 def _storage(options: StorageBenchOptions, output: Output) -> Outcome:
     with output.bar("rounds") as advance:
         report = asyncio.run(run_storage(options, advance))
@@ -164,6 +178,18 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "how long the event loop stands still while pages move between the tiers",
         StallOptions,
         _stall,
+    ),
+    Command[TransferOptions](
+        ("bench", "transfer"),
+        "pages between device and host, beside one plain copy of as many bytes",
+        TransferOptions,
+        _transfer,
+    ),
+    Command[OverlapOptions](
+        ("bench", "overlap"),
+        "a forward that starts on each layer as soon as it is loaded, and one that waits for all",
+        OverlapOptions,
+        _overlap,
     ),
     Command[StorageBenchOptions](
         ("bench", "storage"),

@@ -21,7 +21,10 @@ from rich.text import Text
 
 from asynchicache.config import BACKEND_GROUP
 from asynchicache.layouts import ALIGNMENT
-from asynchicache.pools.memory import Slab, allocate_slab, memory_budget
+from asynchicache.pools.memory import memory_budget
+from asynchicache.pools.slabs import Slab, allocate_slab
+from asynchicache.transfer.calibration import measured_paths
+from asynchicache.transfer.plan import Direction
 
 OLDEST_TORCH = (2, 5)
 LEAST_MEMORY = 1 << 30
@@ -55,6 +58,7 @@ def checks(folder: Path = Path()) -> list[Check]:
         check_triton(),
         check_device(),
         check_pinning(),
+        check_copy_paths(),
         check_o_direct(folder),
         check_memory_limits(),
         check_engines(entry_points(group=BACKEND_GROUP)),
@@ -110,6 +114,14 @@ def check_pinning() -> Check:
     slab.close()
     words = "; ".join(str(warning.message) for warning in caught)
     return Check("pinning", pinned, words or "host memory can be pinned")
+
+
+def check_copy_paths() -> Check:
+    """How pages would be copied: by which path up to which length of runs, as measured now."""
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    table = measured_paths(device)
+    words = [f"{way.value}: {table.summary(way)}" for way in (Direction.LOAD, Direction.BACKUP)]
+    return Check("copy paths", bool(table.rates), f"{device}, {'; '.join(words)}")
 
 
 def check_o_direct(folder: Path) -> Check:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from asynchicache.controller.actions import Transfers
 from asynchicache.controller.sequence import Sequence
@@ -16,6 +17,13 @@ from asynchicache.tree.node import FULL_DEVICE, TIERS, Pins, place
 from asynchicache.tree.tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
+
+
+def _tell_all(
+    left: Callable[[str, Iterable[int]], object], pools: Iterable[str], slots: Iterable[int]
+) -> None:
+    for pool in pools:
+        left(pool, slots)
 
 
 @dataclass(slots=True)
@@ -84,6 +92,10 @@ class Books:
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[int, list[int]]]] = []
 
+    def open_host(self, pool: str, slots: int) -> None:
+        """Use the first `slots` host slots of a pool; the memory of the others is not ready."""
+        self.free[place(self.names.index(pool), Tier.HOST)].open_only(slots)
+
     def _check_windows(self) -> None:
         """
         Raises:
@@ -106,6 +118,11 @@ class Books:
     def has_room(self, counts: Mapping[int, int]) -> int | None:
         """Have so many slots free at each place; the first place where that cannot be done, or None."""
         return next((at for at, count in counts.items() if not self.make_room(at, count)), None)
+
+    def watch_host(self, left: Callable[[str, Iterable[int]], object]) -> None:
+        """Have `left` told of every pool's host slots whose content nobody needs any more."""
+        for number in range(len(self.names)):
+            self.free[place(number, Tier.HOST)].left = partial(_tell_all, left, self.sharing(number))
 
     def make_room(self, at: int, count: int) -> bool:
         """Have `count` slots of a place free, by eviction if need be; False if that cannot be done."""

@@ -10,16 +10,18 @@ from asynchicache.controller.controller import HybridCacheController, Served
 from asynchicache.controller.stored import StoredPools
 from asynchicache.controller.storing import Traffic
 from asynchicache.storage.statistics import PoolStatistics
-from asynchicache.transfer.engine import TransferEngine, TransferStatistics
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.statistics import TransferStatistics
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Slots of one pool in one tier."""
+    """Slots of one pool in one tier; `closed`: their memory is not pinned yet."""
 
     capacity: int
     held: int
     quarantined: int
+    closed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,6 @@ def collect_statistics(
 def _occupancy(books: Books) -> dict[str, tuple[Occupancy, Occupancy]]:
     occupancy = {}
     for number, name in enumerate(books.names):
-        tiers = [Occupancy(f.capacity, f.held, f.quarantined) for f in books.free[2 * number :][:2]]
+        tiers = [Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in books.free[2 * number :][:2]]
         occupancy[name] = (tiers[0], tiers[1])
     return occupancy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asynchicache.errors import CapacityError, InternalError
 
@@ -14,15 +14,22 @@ class SlotAllocator:
 
     Pure and loop-confined. Releasing what is not held is refused: a slot with two owners is how
     one request comes to read another's bytes.
+
+    Attributes:
+        name: for messages.
+        left: told of slots whose content nobody needs any more, as they are given back or quarantined.
+        quarantined: how many will never be handed out again.
     """
 
-    __slots__ = ("_free", "_state", "name", "quarantined")
+    __slots__ = ("_free", "_opened", "_state", "left", "name", "quarantined")
 
     def __init__(self, capacity: int, *, name: str = "pool") -> None:
         self.name = name
+        self.left: Callable[[Sequence[int]], object] | None = None
         self.quarantined = 0
         self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
         self._state = bytearray(capacity)
+        self._opened = capacity
 
     @property
     def capacity(self) -> int:
@@ -34,7 +41,27 @@ class SlotAllocator:
 
     @property
     def held(self) -> int:
-        return len(self._state) - len(self._free) - self.quarantined
+        return self._opened - len(self._free) - self.quarantined
+
+    @property
+    def closed(self) -> int:
+        """Slots that are not handed out yet; see `open_only`."""
+        return len(self._state) - self._opened
+
+    def open_only(self, count: int) -> None:
+        """Hand out the first `count` slots only, until this is called with a larger number: the memory
+        of the others is not ready.
+
+        Raises:
+            InternalError: a slot beyond them is in use, or there are not so many.
+        """
+        if not 0 <= count <= len(self._state) or any(self._state[count:]):
+            raise InternalError(f"{self.name}: {count} slots cannot be all that is open")
+        if count < self._opened:
+            self._free = [slot for slot in self._free if slot < count]
+        else:
+            self._free[:0] = range(count - 1, self._opened - 1, -1)  # behind all others, ascending
+        self._opened = count
 
     def allocate(self, count: int) -> list[int]:
         """`count` slots, all or none.
@@ -82,6 +109,8 @@ class SlotAllocator:
                     state[undone] = _HELD
                 raise InternalError(f"{self.name}: slot {slot} given back while it is not held")
             state[slot] = to
+        if self.left is not None:
+            self.left(slots)
 
     def held_slots(self) -> set[int]:
         """Every slot that has an owner; for `verify`, linear in the capacity."""
@@ -92,7 +121,8 @@ class SlotAllocator:
         found = []
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")
-        for state, count in ((_FREE, len(self._free)), (_QUARANTINED, self.quarantined)):
+        free = len(self._free) + self.closed
+        for state, count in ((_FREE, free), (_QUARANTINED, self.quarantined)):
             if self._state.count(state) != count:
                 found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")
         return found

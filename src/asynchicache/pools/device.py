@@ -54,6 +54,8 @@ class DevicePool:
         self.slots = slots
         self.device = torch.device(device)
         self._items = {name: self._allocate(name, shape, poison) for name, shape in self._shapes().items()}
+        if self.device.type == "cuda":  # copies on other streams are not ordered behind the filling
+            torch.cuda.synchronize(self.device)
         self._tensors = {tensor.name: self._typed(tensor.name) for tensor in spec.tensors}
 
     @property

@@ -1,13 +1,18 @@
-"""Host memory of one pool, `page_first_direct`: storage reads and writes a slot with no further copy."""
+"""Host memory of one pool, in one of three layouts, pinned step by step for a GPU."""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+
 import torch
 
-from asynchicache.errors import UsageError
-from asynchicache.layouts import ALIGNMENT, SlotLayout
+from asynchicache.errors import CapacityError, DeviceError, UsageError
+from asynchicache.layouts import ALIGNMENT, HostLayout, SlotLayout
 from asynchicache.pools.device import check_size
-from asynchicache.pools.memory import Slab, allocate_slab
+from asynchicache.pools.slabs import Pinner, PinningWarning, Slab, warn_unpinned
+from asynchicache.ports import Port
 from asynchicache.specs import PoolSpec
 
 HEADER_BYTES = ALIGNMENT
@@ -20,20 +25,33 @@ class HostPool:
     Headers are apart so that pages of neighbouring slots follow one another, and so that storage
     can write a header and a page as two runs of one vectored call.
 
+    Pinning takes seconds for tens of GiB. The first step is pinned at once, and `grow` pins the next;
+    only the first `ready` slots may be used meanwhile.
+
     Attributes:
         spec: the pool.
         page_size: tokens of a slot; without meaning where a slot holds a state.
         slots: how many there are.
         layout: where what lies in a slot.
+        ready: how many of them may be used, the first ones.
     """
 
-    def __init__(self, spec: PoolSpec, page_size: int, slots: int, *, pin: bool) -> None:
+    def __init__(
+        self,
+        spec: PoolSpec,
+        page_size: int,
+        slots: int,
+        *,
+        pin: bool | Pinner,
+        layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT,
+    ) -> None:
         """
         Args:
             spec: the pool.
             page_size: tokens of a slot.
             slots: how many; 0 for a pool that stays on the device.
-            pin: whether a GPU will copy from and to them.
+            pin: whether a GPU will copy from and to them, or what pins memory for it.
+            layout: the order of layers, pages and tokens.
 
         Raises:
             ConfigError: fewer than 0 slots, or pages of no tokens.
@@ -43,10 +61,15 @@ class HostPool:
         self.spec = spec
         self.page_size = page_size
         self.slots = slots
-        self.layout = SlotLayout.of(spec, page_size)
-        slot_bytes = self.layout.slot_bytes
-        self._pages: Slab = allocate_slab(max(slots, 1) * slot_bytes, pin, unit=slot_bytes)
-        self._headers: Slab = allocate_slab(max(slots, 1) * HEADER_BYTES, pin=False)
+        self.layout = SlotLayout.of(spec, page_size, layout)
+        self._pages = Slab(self.layout.nbytes(max(slots, 1)))
+        self._headers = Slab(max(slots, 1) * HEADER_BYTES)
+        self._lock = threading.Lock()
+        self._pinner = (Pinner.of() if pin else None) if isinstance(pin, bool) else pin
+        self._steps: Iterator[tuple[int, int]] = iter(())
+        self.ready = slots
+        if self._pinner is not None and slots:
+            self._begin(self._pinner)
 
     @property
     def nbytes(self) -> int:
@@ -57,11 +80,59 @@ class HostPool:
     def pinned(self) -> bool:
         return self._pages.pinned
 
+    @property
+    def growing(self) -> bool:
+        """Whether `grow` has something left to do."""
+        return self.ready < self.slots and self._pinner is not None
+
+    def _begin(self, pinner: Pinner) -> None:
+        """Pin the first step, or all of it where no slot is whole before that."""
+        whole = self.layout.kind.whole_slots
+        steps = (
+            pinner.steps(self._pages.nbytes, self.layout.slot_bytes)
+            if whole
+            else self.layout.layer_arrays(self.slots)
+        )
+        self.ready = 0
+        self._steps = iter(steps)
+        try:
+            for offset, nbytes in self._steps:
+                self._pages.pin(pinner, offset, nbytes)
+                if whole:
+                    self.ready = nbytes // self.layout.slot_bytes
+                    return
+        except DeviceError as error:
+            self._pages.unpin()
+            self._pinner = None
+            warn_unpinned(f"host memory of pool {self.spec.name!r}", error)
+        self.ready = self.slots
+
+    def grow(self) -> int:
+        """Pin the next step; blocks for as long as that takes, so not on the loop.
+
+        Where the system refuses, the pool stays as large as it is, with a warning.
+
+        Returns:
+            How many slots are ready now.
+        """
+        with self._lock:  # `close` waits for a step under way
+            if not self.growing or self._pinner is None:
+                return self.ready
+            offset, nbytes = next(self._steps)
+            try:
+                self._pages.pin(self._pinner, offset, nbytes)
+                self.ready += nbytes // self.layout.slot_bytes
+            except (DeviceError, CapacityError) as error:
+                self._pinner = None
+                text = f"pool {self.spec.name!r} has {self.ready} of {self.slots} host slots: {error}"
+                warnings.warn(text, PinningWarning, stacklevel=2)
+            return self.ready
+
     def page(self, slot: int) -> memoryview:
         """The `slot_bytes` of a slot, writable; its neighbour's follow at once.
 
         Raises:
-            UsageError: there is no such slot.
+            UsageError: there is no such slot, or slots are not whole in this layout.
             ClosedError: the pool is closed.
         """
         return self.pages(slot, 1)
@@ -70,9 +141,13 @@ class HostPool:
         """The `count * slot_bytes` of neighbouring slots, writable.
 
         Raises:
-            UsageError: there are no such slots.
+            UsageError: there are no such slots, or slots are not whole in this layout.
             ClosedError: the pool is closed.
         """
+        if not self.layout.kind.whole_slots:
+            raise UsageError(
+                f"pool {self.spec.name!r}: a host slot is in pieces in layout {self.layout.kind.value!r}"
+            )
         return self._run(self._pages, self.layout.slot_bytes, first, count)
 
     def header(self, slot: int) -> memoryview:
@@ -102,20 +177,22 @@ class HostPool:
         return self._headers.memory, self._pages.memory
 
     def items(self, name: str) -> torch.Tensor:
-        """One tensor of every slot as bytes, uint8 `[slots, layers, item_bytes]`, strided.
+        """One tensor of every slot as bytes, uint8 `[layers, slots, units, unit_bytes]`, strided.
+
+        An item, one layer of one slot, is one unit, or one a token where layers lie between tokens.
 
         Raises:
             ClosedError: the pool is closed.
         """
-        tensor = self.layout.tensors[name]
-        shape = (self.slots, len(tensor.spec.layers), tensor.item_bytes)
-        strides = (self.layout.slot_bytes, tensor.item_bytes, 1)
-        return self._pages.tensor.as_strided(shape, strides, tensor.offset)
+        strides = self.layout.strides(name, self.slots)
+        return self._pages.tensor.as_strided(strides.shape, strides.stride, strides.offset)
 
     def close(self) -> None:
         """Unpin and let go of the memory; twice is harmless. No copy may be in flight."""
-        self._pages.close()
-        self._headers.close()
+        with self._lock:
+            self._pinner = None
+            self._pages.close()
+            self._headers.close()
 
     def _run(self, slab: Slab, stride: int, first: int, count: int) -> memoryview:
         if first < 0 or count < 1 or first + count > self.slots:
@@ -127,3 +204,9 @@ class HostPool:
 
     def __repr__(self) -> str:
         return f"<HostPool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes, pinned={self.pinned}>"
+
+
+async def grow_pool(port: Port, pool: HostPool, opened: Callable[[int], object]) -> None:
+    """Pin a pool to its end off the loop; `opened` is told after each step how many slots are ready."""
+    while pool.growing:
+        opened(await port.run_blocking(pool.grow))

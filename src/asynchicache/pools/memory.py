@@ -1,34 +1,14 @@
-"""Host memory: how much this process may still use, and page-aligned slabs that a GPU can copy from."""
+"""How much memory this process may still use, by the machine and by its control groups."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol, SupportsInt
-
-import torch
-
-from asynchicache.errors import CapacityError, ClosedError, ConfigError, DeviceError
-from asynchicache.layouts import ALIGNMENT
-
-REGISTRATION_BYTES = 64 << 30
-"""Most bytes pinned by one call: one call for hundreds of GiB holds the driver's lock for minutes,
-and fails outright above 512 GiB (https://github.com/vllm-project/vllm/pull/51080)."""
+from typing import NamedTuple
 
 _UNLIMITED = 1 << 60
 """cgroup v1 has no word for "no limit"; it shows the largest number of pages."""
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
-
-
-class PinningWarning(RuntimeWarning):
-    """Warned when host memory could not be pinned: copies work, but are slow and do not overlap."""
-
-
-# How much memory there is.
 
 
 class MemoryBudget(NamedTuple):
@@ -141,145 +121,3 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except OSError:
         return None
-
-
-# Slabs.
-
-
-class Slab:
-    """A run of page-aligned host memory, zero until written; pages are taken as they are touched.
-
-    The memory lives as long as any view of it: `close` gives up the slab's own views and the
-    pinning, so a view that someone still holds never points at memory that is gone.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        """
-        Raises:
-            ConfigError: `nbytes` is not above 0.
-            CapacityError: the system has no room for it.
-        """
-        if nbytes < 1:
-            raise ConfigError(f"a slab of {nbytes} bytes; it must have 1 at least")
-        try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise CapacityError(f"no room for a slab of {nbytes} bytes: {error}") from error
-        # Pages of 2 MiB: O_DIRECT pins them in half the time, and a checksum reads a third faster.
-        with suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.nbytes = nbytes
-        self._memory: memoryview | None = memoryview(mapping)
-        # Torch holds the mapping itself, not a buffer export: closing the mapping by hand would
-        # succeed and leave tensors dangling. It is left to its last reference.
-        self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._registration: HostRegistration | None = None
-
-    @property
-    def memory(self) -> memoryview:
-        """The bytes, writable.
-
-        Raises:
-            ClosedError: the slab is closed.
-        """
-        if self._memory is None:
-            raise ClosedError("the slab is closed")
-        return self._memory
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The bytes as a uint8 tensor `[nbytes]`.
-
-        Raises:
-            ClosedError: the slab is closed.
-        """
-        if self._tensor is None:
-            raise ClosedError("the slab is closed")
-        return self._tensor
-
-    @property
-    def pinned(self) -> bool:
-        return self._registration is not None
-
-    def pin(self, runtime: CudaRuntime, unit: int) -> None:
-        """Register the memory with CUDA; without it, and with a warning, if CUDA refuses.
-
-        Args:
-            runtime: `torch.cuda.cudart()`.
-            unit: bytes that no boundary between two registrations may cut.
-        """
-        try:
-            self._registration = HostRegistration(runtime, self.tensor.data_ptr(), self.nbytes, unit)
-        except DeviceError as error:
-            warnings.warn(f"host memory is not pinned: {error}", PinningWarning, stacklevel=2)
-
-    def close(self) -> None:
-        """Unpin and let go; twice is harmless. No copy may be in flight."""
-        registration, self._registration = self._registration, None
-        self._memory = self._tensor = None
-        if registration is not None:
-            registration.close()
-
-
-def allocate_slab(nbytes: int, pin: bool, *, unit: int = ALIGNMENT) -> Slab:
-    """A slab of `nbytes`, pinned if `pin` and this process can use CUDA.
-
-    Args:
-        nbytes: its size.
-        pin: whether a GPU will copy from and to it. Without CUDA there is nothing to pin for.
-        unit: bytes of what is copied as a whole; pinning does not cut through it.
-
-    Raises:
-        ConfigError: `nbytes` is not above 0.
-        CapacityError: the system has no room for it.
-    """
-    slab = Slab(nbytes)
-    if pin and torch.cuda.is_available():
-        slab.pin(torch.cuda.cudart(), unit)  # type: ignore[no-untyped-call]
-        if not slab.pinned:
-            _forget_cuda_error()
-    return slab
-
-
-def _forget_cuda_error() -> None:
-    """A refused registration is reported again by the next kernel launch; let it be this one."""
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
-
-
-class CudaRuntime(Protocol):
-    """What is used of `torch.cuda.cudart()`; its calls return the error code and never raise."""
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> SupportsInt: ...  # noqa: N802
-
-    def cudaHostUnregister(self, pointer: int) -> SupportsInt: ...  # noqa: N802
-
-
-class HostRegistration:
-    """Host memory that is pinned, in chunks of at most `REGISTRATION_BYTES`, until `close`."""
-
-    def __init__(self, runtime: CudaRuntime, address: int, nbytes: int, unit: int) -> None:
-        """
-        Raises:
-            DeviceError: CUDA refused a chunk; those before it are unpinned again.
-        """
-        self._runtime = runtime
-        self._addresses: list[int] = []
-        for offset, size in registration_chunks(nbytes, unit):
-            code = int(runtime.cudaHostRegister(address + offset, size, _PORTABLE))
-            if code != 0:
-                self.close()
-                raise DeviceError(f"cudaHostRegister of {size} bytes at {offset} returned error {code}")
-            self._addresses.append(address + offset)
-
-    def close(self) -> None:
-        """Unpin; twice is harmless."""
-        while self._addresses:
-            self._runtime.cudaHostUnregister(self._addresses.pop())
-
-
-def registration_chunks(nbytes: int, unit: int, most: int = REGISTRATION_BYTES) -> Iterator[tuple[int, int]]:
-    """(offset, size) of chunks that hold whole units, as many as fit into `most` bytes."""
-    step = max(unit, most // unit * unit)
-    for offset in range(0, nbytes, step):
-        yield offset, min(step, nbytes - offset)

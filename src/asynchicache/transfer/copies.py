@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from asynchicache.errors import ConfigError
-from asynchicache.kernels.reference import copy_run, word_dtype
-from asynchicache.kernels.select import PageKernels, page_kernels
+from asynchicache.kernels.batch import LayerRuns, RunBatch, count_runs, expand_runs
+from asynchicache.kernels.items import PoolItems
+from asynchicache.kernels.reference import copy_run
+from asynchicache.kernels.select import CopyMethods, PageKernels, copy_methods
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
 from asynchicache.transfer.plan import Direction, LayerGroup, PoolExtent, Slots, TensorPart, TransferPlan
 
 CHUNK_BYTES = 32 << 20
 """Bytes of one launch: a long copy must let others in between, on a copy engine that takes turns
 and on emulated streams that share the cores."""
 
-KERNEL_ITEM_BYTES = 256 << 10
-KERNEL_PAGES = 16
-"""From this many pages, items smaller than this are copied by a kernel where there is one: torch
-takes some 5 microseconds to enqueue one copy, in which a PCIe 5 bus moves as many bytes."""
+_BETWEEN_TIERS = (Direction.LOAD, Direction.BACKUP)
+
+KERNEL_PIECES = 16
+"""Runs that are worth a kernel's launch (https://github.com/vllm-project/vllm/pull/42212)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,15 @@ class PoolMemory:
     def extent(self) -> PoolExtent:
         return PoolExtent(self.device.spec, self.device.page_size, self.device.slots, self.host.slots)
 
-
-class _TensorMemory(NamedTuple):
-    """One tensor of a pool in both tiers, as `[layers, slots, words]` of one integer dtype."""
-
-    device: torch.Tensor
-    host: torch.Tensor
-    item_bytes: int
-
-    def ends(self, direction: Direction) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where bytes come from, and where they go."""
-        match direction:
-            case Direction.LOAD:
-                return self.host, self.device
-            case Direction.BACKUP:
-                return self.device, self.host
-            case Direction.FORK:
-                return self.device, self.device
+    def items(self) -> PoolItems:
+        """Views of both tiers, an item cut into the units that it has on the host."""
+        tensors = self.device.spec.tensors
+        host = [self.host.items(tensor.name) for tensor in tensors]
+        device = [
+            self.device.items(tensor.name).view(len(tensor.layers), self.device.slots, *ours.shape[2:])
+            for tensor, ours in zip(tensors, host, strict=True)
+        ]
+        return PoolItems.of(host, device, [tensor.layers for tensor in tensors])
 
 
 class Piece(NamedTuple):
@@ -88,84 +83,240 @@ class Piece(NamedTuple):
         return (self.stop - self.start) * int(self.runs[:, 2].sum())
 
 
-class _Copy(NamedTuple):
-    """`runs` between two `[layers, slots, words]` views."""
+class _Work(NamedTuple):
+    """Copies for a stream to carry out, and how many bytes they are."""
 
-    source: torch.Tensor
-    destination: torch.Tensor
-    runs: Slots
+    nbytes: int
+    run: Callable[[], object]
+
+
+PathBytes: TypeAlias = dict[str, dict[CopyPath, int]]
+"""Bytes enqueued, by pool and path."""
 
 
 class PageCopier:
-    """Knows where the bytes of every pool lie, and enqueues the copies of a plan."""
+    """Knows where the bytes of every pool lie, and by which path they are best copied.
+
+    Attributes:
+        table: what was measured of the paths.
+        nbytes: bytes enqueued between the tiers, by pool and path.
+    """
 
     def __init__(
         self,
         memories: Mapping[str, PoolMemory],
         *,
-        kernels: Mapping[str, PageKernels] | None = None,
+        table: PathTable | None = None,
+        force: CopyPath | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """
         Args:
             memories: by pool.
-            kernels: by pool, for small pages. Default: what each pool's device has.
+            table: of rates, to choose paths by. Default: rates that a CPU had.
+            force: take this path whatever was measured.
             chunk_bytes: most bytes of one launch, as far as single items allow.
+
+        Raises:
+            ConfigError: the forced path is not there.
         """
+        self.table = cpu_table() if table is None else table
+        self.nbytes: PathBytes = {pool: dict.fromkeys(CopyPath, 0) for pool in memories}
+        self._force = force
         self._chunk_bytes = chunk_bytes
-        self._kernels = _default_kernels(memories) if kernels is None else kernels
-        self._tensors = {
-            (pool, tensor.name): _tensor_memory(memory, tensor.name)
-            for pool, memory in memories.items()
-            for tensor in memory.device.spec.tensors
-        }
+        self._pools = {pool: _Pool(pool, memory, force) for pool, memory in memories.items()}
 
-    def enqueue(self, stream: Stream, plan: TransferPlan, group: LayerGroup) -> None:
-        """Enqueue every copy of one group on `stream`."""
-        by_runs = []
-        for part in group.parts:
-            kernels = self._kernels_for(plan, part)
-            if kernels is None:
-                by_runs.append(part)
-            else:
-                stream.launch(partial(self._copy_by_kernel, kernels, plan, part))
-        for copies in self._launches(plan, by_runs):
-            stream.launch(partial(_copy_all, copies))
+    @property
+    def choice(self) -> dict[Direction, str]:
+        """Which path runs of which length take, in words."""
+        if self._force is not None:
+            return dict.fromkeys(_BETWEEN_TIERS, self._force.value)
+        return {direction: self.table.summary(direction) for direction in _BETWEEN_TIERS}
 
-    def _kernels_for(self, plan: TransferPlan, part: TensorPart) -> PageKernels | None:
-        small = self._tensors[part.pool, part.tensor].item_bytes < KERNEL_ITEM_BYTES
-        many = plan.runs[part.pool][:, 2].sum() >= KERNEL_PAGES
-        return (
-            self._kernels.get(part.pool) if small and many and plan.direction is not Direction.FORK else None
-        )
+    def prepare(self, plan: TransferPlan) -> PlanCopies:
+        """The copies of one plan, to be enqueued group by group."""
+        pools = {pool: self._copies(plan, pool) for pool in plan.runs}
+        if plan.direction is not Direction.FORK:
+            for pool, copies in pools.items():
+                self.nbytes[pool][copies.path] += copies.nbytes
+        return PlanCopies(pools, self._chunk_bytes)
 
-    def _copy_by_kernel(self, kernels: PageKernels, plan: TransferPlan, part: TensorPart) -> None:
-        memory = self._tensors[part.pool, part.tensor]
-        device = memory.device[part.start : part.stop]
-        host = memory.host[part.start : part.stop].transpose(0, 1)
-        sources, destinations = map(torch.from_numpy, expand_runs(plan.runs[part.pool]))
-        if plan.direction is Direction.LOAD:
-            kernels.scatter(host, device, sources, destinations)
+    def path(self, plan: TransferPlan, pool: str) -> CopyPath:
+        """The path that the pages of a pool take in a plan."""
+        return self._copies(plan, pool).path
+
+    def _copies(self, plan: TransferPlan, pool: str) -> _PoolCopies:
+        return _PoolCopies(self._pools[pool], plan.direction, plan.runs[pool], self.table)
+
+
+class PlanCopies:
+    """The copies of one plan; made by `PageCopier.prepare`."""
+
+    def __init__(self, pools: Mapping[str, _PoolCopies], chunk_bytes: int) -> None:
+        self._pools = pools
+        self._chunk_bytes = chunk_bytes
+
+    def enqueue(self, stream: Stream, group: LayerGroup) -> None:
+        """Enqueue every copy of one group on `stream`, in launches of at most a chunk."""
+        for launch in _packed(self._works(group), self._chunk_bytes):
+            stream.launch(launch)
+
+    def _works(self, group: LayerGroup) -> Iterator[_Work]:
+        for pool, copies in self._pools.items():
+            parts = [part for part in group.parts if part.pool == pool]
+            if parts:
+                yield from copies.works(group, parts, self._chunk_bytes)
+
+
+def _packed(works: Iterable[_Work], chunk_bytes: int) -> Iterator[Callable[[], object]]:
+    """Works together, as many as make up a chunk."""
+    held: list[_Work] = []
+    for work in works:
+        if held and sum(other.nbytes for other in held) + work.nbytes > chunk_bytes:
+            yield partial(_run_all, held)
+            held = []
+        held.append(work)
+    if held:
+        yield partial(_run_all, held)
+
+
+def _run_all(works: Sequence[_Work]) -> None:
+    for work in works:
+        work.run()
+
+
+class _Pool:
+    """One pool's items, and the methods there are to copy them."""
+
+    def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
+        self.items = memory.items()
+        self.index = {tensor.name: index for index, tensor in enumerate(memory.device.spec.tensors)}
+        self.page_bytes = memory.device.spec.slot_bytes(memory.device.page_size)
+        self.methods = CopyMethods()
+        if memory.host.slots:  # else nothing is ever copied between the tiers
+            self.methods = copy_methods(self.items, pinned=memory.host.pinned)
+        self.force = force
+        if force is not None and memory.host.slots and force not in self.available:
+            raise ConfigError(
+                f"copy_path {force.value!r} is not there for pool {name!r} on {memory.device.device}: "
+                f"{self.methods.lacking[force.value]}"
+            )
+
+    @property
+    def available(self) -> list[CopyPath]:
+        found = [CopyPath.PLAIN]
+        if self.methods.kernels is not None:
+            found.append(CopyPath.KERNEL)
+        if self.methods.batch is not None:
+            found.append(CopyPath.BATCH)
+        return found
+
+
+class _PoolCopies:
+    """What one plan copies of one pool.
+
+    Attributes:
+        path: how.
+        nbytes: how much.
+    """
+
+    def __init__(self, pool: _Pool, direction: Direction, runs: Slots, table: PathTable) -> None:
+        self._pool = pool
+        self._direction = direction
+        self._runs = runs
+        self._sides: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._layers: dict[int, LayerRuns] = {}
+        self.nbytes = pool.page_bytes * int(runs[:, 2].sum())
+        self.path = self._choose(table)
+
+    def works(self, group: LayerGroup, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+        """The copies of one group."""
+        match self.path:
+            case CopyPath.BATCH:
+                return self._batches(parts, chunk_bytes)
+            case CopyPath.KERNEL:
+                return self._launches(group, parts, chunk_bytes)
+            case CopyPath.PLAIN:
+                return self._plain(parts, chunk_bytes)
+
+    def _ends(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """By tensor, where bytes come from and where they go."""
+        for host, device in zip(self._pool.items.host, self._pool.items.device, strict=True):
+            match self._direction:
+                case Direction.LOAD:
+                    yield host, device
+                case Direction.BACKUP:
+                    yield device, host
+                case Direction.FORK:
+                    yield device, device
+
+    def _choose(self, table: PathTable) -> CopyPath:
+        pool = self._pool
+        if self._direction is Direction.FORK:
+            return CopyPath.PLAIN
+        if pool.force is not None:
+            return pool.force
+        count = sum(count_runs(*ends, self._runs) for ends in self._ends())
+        among = [path for path in pool.available if path is not CopyPath.KERNEL or count >= KERNEL_PIECES]
+        tokens = any(items.shape[2] > 1 for items in pool.items.host)
+        return table.choose(RunShape(self._direction, tokens, self.nbytes // max(1, count)), among)
+
+    def _batches(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+        copy = self._pool.methods.batch
+        assert copy is not None, "a path that is not there is not chosen"
+        batches = [self._layer_runs(part, chunk_bytes).batch(part.start, part.stop) for part in parts]
+        for batch in RunBatch.join(batches).cut(chunk_bytes):
+            yield _Work(batch.nbytes, partial(copy, batch))
+
+    def _layer_runs(self, part: TensorPart, chunk_bytes: int) -> LayerRuns:
+        """The same for every layer of a tensor, so it is worked out once a plan."""
+        tensor = self._pool.index[part.tensor]
+        if tensor not in self._layers:
+            runs = cut_runs(self._runs, max(1, chunk_bytes // self._item_bytes(part)))
+            self._layers[tensor] = LayerRuns.between(*list(self._ends())[tensor], runs)
+        return self._layers[tensor]
+
+    def _launches(self, group: LayerGroup, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+        kernels = self._pool.methods.kernels
+        assert kernels is not None, "a path that is not there is not chosen"
+        rows = self._pool.items.span(group.start, group.stop)
+        item_bytes = sum((part.stop - part.start) * self._item_bytes(part) for part in parts)
+        step = max(1, chunk_bytes // item_bytes)
+        for start in range(0, int(self._runs[:, 2].sum()), step):
+            run = partial(self._by_kernel, kernels, rows, slice(start, start + step))
+            yield _Work(item_bytes * step, run)
+
+    def _by_kernel(self, kernels: PageKernels, rows: range, pages: slice) -> None:
+        if self._sides is None:  # once a plan, in the order of its stream
+            sources, destinations = map(torch.from_numpy, expand_runs(self._runs))
+            self._sides = kernels.upload(sources), kernels.upload(destinations)
+        sources, destinations = (side[pages] for side in self._sides)
+        if self._direction is Direction.LOAD:
+            kernels.scatter(rows, sources, destinations)
         else:
-            kernels.gather(device, host, sources, destinations)
+            kernels.gather(rows, sources, destinations)
 
-    def _launches(self, plan: TransferPlan, parts: Sequence[TensorPart]) -> Iterator[list[_Copy]]:
-        """The copies of `parts`, as many to a launch as make up a chunk."""
-        copies: list[_Copy] = []
-        held = 0
+    def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+        ends = list(self._ends())
         for part in parts:
-            memory = self._tensors[part.pool, part.tensor]
-            source, destination = memory.ends(plan.direction)
-            for piece in pieces(part, plan.runs[part.pool], memory.item_bytes, self._chunk_bytes):
-                size = piece.items * memory.item_bytes
-                if copies and held + size > self._chunk_bytes:
-                    yield copies
-                    copies, held = [], 0
+            source, destination = ends[self._pool.index[part.tensor]]
+            item_bytes = self._item_bytes(part)
+            for piece in pieces(part, self._runs, item_bytes, chunk_bytes):
                 layers = slice(piece.start, piece.stop)
-                copies.append(_Copy(source[layers], destination[layers], piece.runs))
-                held += size
-        if copies:
-            yield copies
+                run = partial(_copy_runs, source[layers], destination[layers], piece.runs)
+                yield _Work(piece.items * item_bytes, run)
+
+    def _item_bytes(self, part: TensorPart) -> int:
+        items = self._pool.items.device[self._pool.index[part.tensor]]
+        return items.shape[2] * items.shape[3] * items.element_size()
+
+
+def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> None:
+    for source_slot, destination_slot, slots in runs.tolist():
+        copy_run(
+            source[:, source_slot : source_slot + slots],
+            destination[:, destination_slot : destination_slot + slots],
+        )
 
 
 def pieces(part: TensorPart, runs: Slots, item_bytes: int, chunk_bytes: int) -> Iterator[Piece]:
@@ -202,35 +353,3 @@ def _batches(runs: Slots, most: int) -> Iterator[Slots]:
         stop = int(np.searchsorted(ends, before + most, side="right"))
         yield runs[start:stop]
         start, before = stop, int(ends[stop - 1])
-
-
-def expand_runs(runs: Slots) -> tuple[Slots, Slots]:
-    """Source and destination slot of every page of `runs`, int64 `[pages]` each."""
-    sources, destinations, counts = runs.T
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    within = np.arange(len(first)) - first
-    return np.repeat(sources, counts) + within, np.repeat(destinations, counts) + within
-
-
-def _copy_all(copies: Sequence[_Copy]) -> None:
-    for source, destination, runs in copies:
-        for source_slot, destination_slot, slots in runs.tolist():
-            copy_run(
-                source[:, source_slot : source_slot + slots],
-                destination[:, destination_slot : destination_slot + slots],
-            )
-
-
-def _tensor_memory(memory: PoolMemory, name: str) -> _TensorMemory:
-    layout = memory.host.layout.tensors[name]
-    word = word_dtype(layout.item_bytes, layout.offset)
-    device, host = memory.device.items(name).view(word), memory.host.items(name).view(word)
-    return _TensorMemory(device, host.transpose(0, 1), layout.item_bytes)
-
-
-def _default_kernels(memories: Mapping[str, PoolMemory]) -> dict[str, PageKernels]:
-    found = {
-        pool: page_kernels(memory.device.device, pinned=memory.host.pinned)
-        for pool, memory in memories.items()
-    }
-    return {pool: kernels for pool, kernels in found.items() if kernels is not None}

@@ -8,23 +8,36 @@ copy waits on the streams for the copies that it depends on, and the host never 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import anyio
 
-from asynchicache.errors import ClosedError, ConfigError, RequestStateError, TransferError, UsageError
+from asynchicache.errors import (
+    AuditError,
+    ClosedError,
+    ConfigError,
+    RequestStateError,
+    TransferError,
+    UsageError,
+)
 from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.audit import AuditSample, AuditStatistics, PageAudit
 from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PageCopier, PoolMemory
+from asynchicache.transfer.paths import CopyPath, PathTable
 from asynchicache.transfer.plan import CacheOperation, Direction, check_slots
 from asynchicache.transfer.record import Done, Submission, TransferRecord, call_done
+from asynchicache.transfer.statistics import TransferStatistics
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
+
+logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 8 << 20
 """Bytes of layers that are worth a launch of their own: some 150 microseconds of a PCIe 5 bus."""
@@ -42,30 +55,14 @@ class _Tick:
         record.settled.set()
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStatistics:
-    """Counts since the engine was made.
-
-    Attributes:
-        operations: operations submitted, without empty ones.
-        launches: transfers that they were merged into.
-        failed: transfers that failed, or were given up after they were planned.
-        in_flight: operations whose `done` has not been called.
-        nbytes: bytes landed, by direction.
-    """
-
-    operations: int
-    launches: int
-    failed: int
-    in_flight: int
-    nbytes: Mapping[Direction, int]
-
-
 class TransferEngine:
     """Moves pages between device and host memory, and on the device.
 
     Confined to the thread of the loop it is made on. Close it before the reactor, the device and
     the pools.
+
+    Attributes:
+        audit: what compares a sample of the pages; None if nothing does.
     """
 
     def __init__(
@@ -78,6 +75,9 @@ class TransferEngine:
         *,
         group_bytes: int = GROUP_BYTES,
         submit_inline: bool = False,
+        paths: PathTable | None = None,
+        copy_path: CopyPath | None = None,
+        audit: PageAudit | None = None,
     ) -> None:
         """
         Args:
@@ -89,9 +89,12 @@ class TransferEngine:
             group_bytes: what makes a group of a load's layers worth a launch. Default: 8 MiB.
             submit_inline: enqueue on the loop, for devices that run in virtual time or in their
                 caller. Default: False, on a thread of the engine's own.
+            paths: how fast each way of copying is, to choose by. Default: rates that a CPU had.
+            copy_path: copy this way, however fast it is.
+            audit: compares a sample of what comes back to the device with what had left it.
 
         Raises:
-            ConfigError: a pool is on another device.
+            ConfigError: a pool is on another device, or there is no such way on this one.
         """
         for pool, memory in memories.items():
             if str(memory.device.device) != device.name:
@@ -102,7 +105,7 @@ class TransferEngine:
         self._layers = layers
         self._port = port
         self._reactor = reactor
-        self._copier = PageCopier(memories)
+        self._copier = PageCopier(memories, table=paths, force=copy_path)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
         self._batcher = Batcher(self._extents, layers, group_bytes, self._event)
@@ -110,6 +113,8 @@ class TransferEngine:
         # One thread: what is submitted first is enqueued first, so every event that a transfer
         # waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
+        self.audit = audit
+        self._auditor = None if submit_inline else port.worker("asynchicache-audit")
         self._tick: _Tick | None = None
         self._untold: dict[Submission, None] = {}  # a set that keeps its order
         self._spare: deque[Event] = deque()
@@ -169,7 +174,14 @@ class TransferEngine:
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
-            self._operations, self._launches, self._failed, len(self._untold), dict(self._nbytes)
+            self._operations,
+            self._launches,
+            self._failed,
+            len(self._untold),
+            dict(self._nbytes),
+            {pool: dict(nbytes) for pool, nbytes in self._copier.nbytes.items()},
+            self._copier.choice,
+            replace(self.audit.statistics) if self.audit else AuditStatistics(),
         )
 
     async def aclose(self, deadline_seconds: float) -> int:
@@ -190,6 +202,8 @@ class TransferEngine:
             self._submitter.abandon()  # it may hang in the driver: nobody could join it
         elif self._submitter is not None:
             await self._port.run_blocking(self._submitter.close)
+        if self._auditor is not None:
+            await self._port.run_blocking(self._auditor.close)
         return given_up
 
     # Before the copies, on the loop.
@@ -272,12 +286,17 @@ class TransferEngine:
         plan = record.plan
         if plan is None:
             raise record.error or TransferError("there is no plan")
+        copies = self._copier.prepare(plan)
+        sample = self.audit.choose(plan) if self.audit else None
         for index, (group, state) in enumerate(zip(plan.groups, record.groups, strict=True)):
-            self._copier.enqueue(stream, plan, group)
+            copies.enqueue(stream, group)
+            looked_at = sample if index == len(plan.groups) - 1 else None
+            if looked_at is not None:
+                looked_at.stage(stream)
             stream.record(state.event)
             record.last_event = state.event
             state.submitted = True
-            self._reactor.track(self._device, stream, partial(self._reached, record, index))
+            self._reactor.track(self._device, stream, partial(self._reached, record, index, looked_at))
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""
@@ -303,12 +322,40 @@ class TransferEngine:
 
     # After the copies, on the loop.
 
-    def _reached(self, record: TransferRecord, index: int, error: BaseException | None) -> None:
+    def _reached(
+        self, record: TransferRecord, index: int, sample: AuditSample | None, error: BaseException | None
+    ) -> None:
         if record.finished:
             return
         if error is not None:
             self._fail(record, error)
+        elif sample is None:
+            self._land(record, index)
+        elif self._auditor is None:
+            self._fingerprint(record, index, sample)
+        else:
+            self._auditor.submit(partial(self._fingerprint, record, index, sample))
+
+    def _fingerprint(self, record: TransferRecord, index: int, sample: AuditSample) -> None:
+        """On the audit's thread: hashing takes milliseconds."""
+        try:
+            self._tell(partial(self._compare, record, index, sample, sample.digests()))
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread
+            self._tell(partial(self._fail, record, error))
+
+    def _compare(
+        self, record: TransferRecord, index: int, sample: AuditSample, digests: Sequence[bytes]
+    ) -> None:
+        if record.finished:
             return
+        problems = sample.settle(digests)
+        if problems:
+            logger.error("audit: %s", "; ".join(problems))
+            self._fail(record, AuditError(f"{len(problems)} pages are not what they were: {problems[0]}"))
+        else:
+            self._land(record, index)
+
+    def _land(self, record: TransferRecord, index: int) -> None:
         self._end(record.land(index))
         if record.finished and record.plan is not None:
             self._nbytes[record.direction] += record.plan.nbytes

@@ -1,0 +1,190 @@
+"""Batches of copies of runs of bytes: which runs a plan comes to, and what copies a batch of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asynchicache.errors import UsageError
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+MOST_RUNS = 4096
+"""Runs of one batch; a driver takes some half a microsecond for each, and AMD's takes 8,192 at most."""
+
+HELD_BYTES = 64 << 10
+"""Runs shorter than this are copied without giving up the GIL: taking it again can last longer."""
+
+_TURN_BYTES = 1 << 20  # after so many bytes of such runs, other threads get a turn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunBatch:
+    """Runs of bytes to copy, in no order.
+
+    Attributes:
+        sources, destinations: int64 `[runs]`, addresses.
+        sizes: int64 `[runs]`, bytes.
+        keep: the memory that the addresses lie in.
+    """
+
+    sources: Integers
+    destinations: Integers
+    sizes: Integers
+    keep: Sequence[torch.Tensor]
+
+    @classmethod
+    def join(cls, batches: Sequence[RunBatch]) -> RunBatch:
+        """Batches, one at least, as one."""
+        if len(batches) == 1:
+            return batches[0]
+        return cls(
+            np.concatenate([batch.sources for batch in batches]),
+            np.concatenate([batch.destinations for batch in batches]),
+            np.concatenate([batch.sizes for batch in batches]),
+            [tensor for batch in batches for tensor in batch.keep],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def cut(self, chunk_bytes: int) -> Iterator[RunBatch]:
+        """The same runs in batches of at most `chunk_bytes`, as far as single runs allow, and `MOST_RUNS`."""
+        ends = np.cumsum(self.sizes)
+        if not len(ends) or (ends[-1] <= chunk_bytes and len(ends) <= MOST_RUNS):
+            yield self
+            return
+        start, before = 0, 0
+        while start < len(ends):
+            fitting = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
+            stop = min(max(fitting, start + 1), start + MOST_RUNS)
+            part = slice(start, stop)
+            yield RunBatch(self.sources[part], self.destinations[part], self.sizes[part], self.keep)
+            start, before = stop, int(ends[stop - 1])
+
+
+BatchCopy: TypeAlias = Callable[[RunBatch], None]
+"""Copies a batch, in the order of the current stream."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRuns:
+    """The contiguous runs that pages come to in one layer; those of every other layer lie alike.
+
+    Attributes:
+        sources, destinations, sizes: as of a `RunBatch`, in layer 0.
+        source_stride, destination_stride: bytes from layer to layer.
+        keep: the memory that the addresses lie in.
+    """
+
+    sources: Integers
+    destinations: Integers
+    sizes: Integers
+    source_stride: int
+    destination_stride: int
+    keep: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def between(cls, source: torch.Tensor, destination: torch.Tensor, runs: Integers) -> LayerRuns:
+        """
+        Args:
+            source: `[layers, slots, units, words]`.
+            destination: the same shape but for the slots.
+            runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
+
+        Raises:
+            UsageError: the views differ in shape or dtype.
+        """
+        layers, _, units, words = source.shape
+        theirs = (destination.shape[0], *destination.shape[2:])
+        if (source.dtype, layers, units, words) != (destination.dtype, *theirs):
+            raise UsageError(f"{tuple(source.shape)} and {tuple(destination.shape)} are no views of one pool")
+        size = words * source.element_size()
+        if _slots_follow(source, destination):
+            from_slots, to_slots, counts = runs.T
+        else:
+            from_slots, to_slots = expand_runs(runs)
+            counts = np.ones_like(from_slots)
+        return cls(
+            _addresses(source, from_slots),
+            _addresses(destination, to_slots),
+            np.repeat(counts * size, units),
+            _bytes(source, 0),
+            _bytes(destination, 0),
+            (source, destination),
+        )
+
+    def batch(self, start: int, stop: int) -> RunBatch:
+        """The runs of layers `start` to `stop - 1`."""
+        layers = np.arange(start, stop, dtype=np.int64)[:, None]
+        return RunBatch(
+            (self.sources + layers * self.source_stride).ravel(),
+            (self.destinations + layers * self.destination_stride).ravel(),
+            np.tile(self.sizes, stop - start),
+            self.keep,
+        )
+
+
+def count_runs(source: torch.Tensor, destination: torch.Tensor, runs: Integers) -> int:
+    """How many contiguous runs `runs` of slots come to between two views, in all layers."""
+    layers, _, units, _ = source.shape
+    return layers * (len(runs) if _slots_follow(source, destination) else units * int(runs[:, 2].sum()))
+
+
+def _slots_follow(*views: torch.Tensor) -> bool:
+    """Whether neighbouring slots of a layer are one run of bytes."""
+    return all(view.shape[2] == 1 and view.stride(1) == view.shape[3] for view in views)
+
+
+def expand_runs(runs: Integers) -> tuple[Integers, Integers]:
+    """Source and destination slot of every page of `runs`, int64 `[pages]` each."""
+    sources, destinations, counts = runs.T
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    within = np.arange(len(first)) - first
+    return np.repeat(sources, counts) + within, np.repeat(destinations, counts) + within
+
+
+def _addresses(view: torch.Tensor, slots: Integers) -> Integers:
+    """Of every unit of `slots` in layer 0, `[slots * units]`."""
+    units = np.arange(view.shape[2], dtype=np.int64) * _bytes(view, 2)
+    return (view.data_ptr() + slots[:, None] * _bytes(view, 1) + units).ravel()
+
+
+def _bytes(view: torch.Tensor, dimension: int) -> int:
+    """From one index of a dimension to the next."""
+    return view.stride(dimension) * view.element_size()
+
+
+# On a CPU.
+
+
+def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], None]:
+    function = library.memmove
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = None
+    return function
+
+
+_freed = _memmove(ctypes.CDLL(None))  # gives up the GIL
+_held = _memmove(ctypes.PyDLL(None))  # does not
+
+
+def memmove_batch(batch: RunBatch) -> None:
+    """Copy one run after the other on this thread."""
+    runs = list(zip(*(c.tolist() for c in (batch.destinations, batch.sources, batch.sizes)), strict=True))
+    mean = batch.nbytes // max(1, len(runs))
+    # Every so many bytes one run gives up the GIL. Not `sleep(0)`, which gives up the processor as well.
+    turn = max(1, _TURN_BYTES // max(1, mean)) if mean < HELD_BYTES else 1
+    for start in range(0, len(runs), turn):
+        *most, last = runs[start : start + turn]
+        deque(starmap(_held, most), maxlen=0)
+        _freed(*last)

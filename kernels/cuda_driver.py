@@ -1,0 +1,95 @@
+"""What is used of the CUDA driver beyond torch, through ctypes: no compiler, and the GIL given up."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+
+from asynchicache.errors import DeviceError
+from asynchicache.kernels.batch import RunBatch
+
+_LIBRARY = "libcuda.so.1"
+_SOURCE_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when their turn comes
+
+
+class _Location(Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _Attributes(Structure):
+    """CUmemcpyAttributes; zeros mean that the driver finds out where things are."""
+
+    _fields_ = (
+        ("source_access_order", c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", c_uint),
+    )
+
+
+class CudaDriver:
+    """The driver's library. The calls act on the current context, which torch has made by then."""
+
+    def __init__(self, library: Any) -> None:
+        """`library`: as `ctypes.CDLL` returns it; another one in tests."""
+        self._library = library
+
+    @classmethod
+    def load(cls) -> CudaDriver:
+        """
+        Raises:
+            DeviceError: there is no driver.
+        """
+        try:
+            return cls(ctypes.CDLL(_LIBRARY))
+        except OSError as error:
+            raise DeviceError(f"{_LIBRARY} cannot be loaded: {error}") from error
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the driver copies batches: from CUDA 12.8 on."""
+        return hasattr(self._library, "cuMemcpyBatchAsync")
+
+    def device_address(self, address: int) -> int:
+        """What the GPU calls an address of pinned host memory.
+
+        Raises:
+            DeviceError: the memory is not pinned, or was not mapped for the GPU.
+        """
+        found = c_uint64()
+        code = self._library.cuMemHostGetDevicePointer_v2(byref(found), c_void_p(address), c_uint(0))
+        if code != 0:
+            raise DeviceError(f"cuMemHostGetDevicePointer of {address:#x} returned error {code}")
+        return found.value
+
+    def copy_batch(self, batch: RunBatch) -> None:
+        """Enqueue a batch on torch's current stream in one call; its copies have no order.
+
+        Raises:
+            DeviceError: the driver refused it.
+        """
+        if not len(batch.sizes):
+            return
+        columns = [
+            np.ascontiguousarray(column) for column in (batch.destinations, batch.sources, batch.sizes)
+        ]
+        attributes, first, failed = _Attributes(_SOURCE_ORDER_STREAM), c_size_t(0), c_size_t(0)
+        code = self._library.cuMemcpyBatchAsync(
+            *(c_void_p(column.ctypes.data) for column in columns),
+            c_size_t(len(batch.sizes)),
+            byref(attributes),
+            byref(first),
+            c_size_t(1),
+            byref(failed),
+            c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+        if code != 0:
+            raise DeviceError(
+                f"cuMemcpyBatchAsync of {len(batch.sizes)} runs returned error {code} at run {failed.value}"
+            )

@@ -1,0 +1,135 @@
+"""A transfer engine on a real device, and a plain copy on a stream of the same device to hold it against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from asynchicache.cache import open_device
+from asynchicache.config import CacheConfig
+from asynchicache.layouts import HostLayout
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
+from asynchicache.ports import AsyncioPort
+from asynchicache.specs import PoolSpec
+from asynchicache.streams.base import Device
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.calibration import measured_paths
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.engine import GROUP_BYTES, TransferEngine
+from asynchicache.transfer.paths import CopyPath
+from asynchicache.transfer.plan import CacheOperation
+
+_CLOSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRig:
+    """An open engine and what it stands on."""
+
+    device: Device
+    engine: TransferEngine
+    memory: PoolMemory
+    port: AsyncioPort
+
+    async def seconds(self, operation: CacheOperation) -> float:
+        """How long an operation takes, from its submission to its last byte.
+
+        Raises:
+            TransferError: it failed.
+        """
+        started = time.perf_counter()
+        await self.engine.submit(operation, done=lambda error: None)
+        return time.perf_counter() - started
+
+    def settle(self) -> None:
+        """Wait for what torch was told to do outside of our streams, which are not ordered with that."""
+        if self.memory.device.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device.device)
+
+    async def seconds_on_stream(self, work: Callable[[], object]) -> float:
+        """How long work takes by itself on a stream."""
+        return await self.port.run_blocking(partial(self._time, work))
+
+    def _time(self, work: Callable[[], object]) -> float:
+        stream, event = self.device.stream("limit"), self.device.event()
+        warm = self.device.event()
+        stream.record(warm)
+        warm.synchronize()
+        started = time.perf_counter()
+        stream.launch(work)
+        stream.record(event)
+        event.synchronize()
+        return time.perf_counter() - started
+
+
+@asynccontextmanager
+async def open_rig(
+    spec: PoolSpec,
+    page_size: int,
+    slots: int,
+    *,
+    device: str = "cpu",
+    layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT,
+    path: CopyPath | None = None,
+    group_bytes: int = GROUP_BYTES,
+) -> AsyncIterator[CopyRig]:
+    """An engine over one pool, all of its host memory pinned.
+
+    Args:
+        spec: the pool.
+        page_size: tokens of a page.
+        slots: on the device, and as many on the host.
+        device: as torch names it.
+        layout: of host memory.
+        path: how to copy; measured if None.
+        group_bytes: layers that are copied together. Default: the engine's.
+
+    Raises:
+        ConfigError: no such device.
+        DeviceError: it is not there.
+        CapacityError: there is no room.
+    """
+    port = AsyncioPort(threads=2)
+    opened = open_device(CacheConfig(device=device))
+    host = HostPool(spec, page_size, slots, pin=opened.name != "cpu", layout=layout)
+    while host.growing:
+        host.grow()
+    memory = PoolMemory(DevicePool(spec, page_size, slots, opened.name), host)
+    layers = max(tensor.layers[-1] for tensor in spec.tensors) + 1
+    reactor = CompletionReactor(port)
+    table = measured_paths(opened.name)
+    engine = TransferEngine(
+        opened,
+        {spec.name: memory},
+        layers,
+        port,
+        reactor,
+        group_bytes=group_bytes,
+        paths=table,
+        copy_path=path,
+    )
+    try:
+        yield CopyRig(opened, engine, memory, port)
+    finally:
+        await engine.aclose(_CLOSE_SECONDS)
+        await reactor.aclose(_CLOSE_SECONDS)
+        opened.close()
+        memory.host.close()
+        await port.aclose()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch's operations use so many threads each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,206 @@
+"""`bench overlap`: a forward that starts on each layer as soon as it is there, and one that waits for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+from asynchicache.bench.copy_rig import CopyRig, open_rig, torch_threads
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.streams.base import Stream
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.types import PoolTransfer
+
+SHARES = (0.5, 1.0, 2.0)
+"""How long the forward computes, as a multiple of how long its pages are on the way."""
+
+_PAGES = 32
+_CPU_WIDTH, _GPU_WIDTH = 192, 2048  # of the matrices that a layer multiplies; they stay in the caches
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapOptions:
+    """The flags of `bench overlap`."""
+
+    device: str = option("cpu", "cpu, cuda or cuda:N")
+    layers: int = option(16, "layers of the model", minimum=2)
+    layer_mib: int = option(12, "MiB that are loaded for a layer", minimum=1)
+    rounds: int = option(7, "rounds, of which the median counts", minimum=1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapRow:
+    """Medians, in milliseconds.
+
+    Attributes:
+        layerwise_ms: load and forward, each layer behind its own fence.
+        serial_ms: the forward after all layers are loaded.
+        compute_ms, transfer_ms: each by itself.
+        ideal_ms: the longer of both, and one layer's transfer before it.
+    """
+
+    layerwise_ms: float
+    serial_ms: float
+    compute_ms: float
+    transfer_ms: float
+    ideal_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapReport:
+    """One run.
+
+    Attributes:
+        device: as torch names it.
+        rows: one for each share of compute.
+        submit_us_per_layer: from submitting a load until all its layers are enqueued, by their number.
+        ok: every layer that was computed on had its bytes by then.
+    """
+
+    device: str
+    rows: list[OverlapRow]
+    submit_us_per_layer: float
+    ok: bool
+
+    def as_json(self) -> dict[str, object]:
+        rows = [asdict(row) for row in self.rows]
+        return {
+            "device": self.device,
+            "ok": self.ok,
+            "submit_us_per_layer": self.submit_us_per_layer,
+            "rows": rows,
+        }
+
+    def present(self) -> RenderableType:
+        table = Table(title=f"overlap, {self.device}, ms")
+        for heading in ("compute", "transfer", "serial", "layer-wise", "ideal", "of ideal"):
+            table.add_column(heading, justify="right")
+        for row in self.rows:
+            times = (row.compute_ms, row.transfer_ms, row.serial_ms, row.layerwise_ms, row.ideal_ms)
+            table.add_row(*(f"{value:.1f}" for value in times), f"{row.layerwise_ms / row.ideal_ms:.2f}")
+        return table
+
+
+async def run_overlap(options: OverlapOptions, advance: Callable[[int, int], None]) -> OverlapReport:
+    """Load and compute, overlapped and one after the other.
+
+    Raises:
+        ConfigError: no such device.
+        DeviceError: it is not there.
+    """
+    item = (options.layer_mib << 20) // _PAGES
+    tensor = TensorSpec("pages", tuple(range(options.layers)), (item,), "uint8")
+    pool = PoolSpec("kv", (tensor,))
+    rows = []
+    with torch_threads(1):  # copies and compute are to have a core each
+        async with open_rig(pool, 1, _PAGES, device=options.device, group_bytes=1) as rig:
+            runner = _Runner(rig, options.layers)
+            for done, share in enumerate(SHARES):
+                rows.append(await runner.row(share, options.rounds))
+                advance(done + 1, len(SHARES))
+            submit = median(runner.submit_seconds) / options.layers * 1e6
+            return OverlapReport(rig.device.name, rows, submit, runner.wrong_layers == 0)
+
+
+class _Runner:
+    """Runs one model's load and forward in several orders.
+
+    Attributes:
+        submit_seconds: how long each layer-wise load took to be enqueued.
+        wrong_layers: layers whose first byte was not that of the host when they were computed on.
+    """
+
+    def __init__(self, rig: CopyRig, layers: int) -> None:
+        self.submit_seconds: list[float] = []
+        self.wrong_layers = 0
+        self._rig = rig
+        self._layers = layers
+        self._compute = rig.device.stream("compute")
+        width = _CPU_WIDTH if rig.device.name == "cpu" else _GPU_WIDTH
+        self._matrix = torch.ones(width, width, device=rig.memory.device.device)
+        self._out = torch.empty_like(self._matrix)
+        self._pages = rig.memory.device.items("pages")
+        rig.memory.host.items("pages").fill_(1)
+
+    async def row(self, share: float, rounds: int) -> OverlapRow:
+        transfer = median([await self._timed(self._load) for _ in range(5)][1:])
+        repeats = await self._repeats(transfer * share / self._layers)
+        orders = (self._layerwise, self._serial, self._forward, self._load)
+        seconds: list[list[float]] = [[] for _ in orders]
+        for _ in range(rounds + 1):
+            await self._rig.seconds_on_stream(self._pages.zero_)
+            for times, order in zip(seconds, orders, strict=True):
+                times.append(await self._timed(partial(order, repeats)))
+        layerwise, serial, compute, transfer = (median(times[1:]) * 1e3 for times in seconds)
+        ideal = max(compute, transfer) + transfer / self._layers
+        return OverlapRow(layerwise, serial, compute, transfer, ideal)
+
+    async def _timed(self, run: Callable[[], Awaitable[object]]) -> float:
+        started = time.perf_counter()
+        await run()
+        return time.perf_counter() - started
+
+    async def _repeats(self, seconds: float) -> int:
+        """How many multiplications last for `seconds`."""
+        many = 50
+        times = [await self._rig.seconds_on_stream(partial(self._multiply, many)) for _ in range(5)]
+        return max(1, round(seconds / (median(times[1:]) / many)))
+
+    def _multiply(self, repeats: int) -> None:
+        for _ in range(repeats):
+            torch.mm(self._matrix, self._matrix, out=self._out)
+
+    async def _load(self, repeats: int = 0) -> None:
+        await self._submit()
+
+    async def _forward(self, repeats: int) -> None:
+        for _ in range(self._layers):
+            self._compute.launch(partial(self._multiply, repeats))
+        await self._end()
+
+    async def _serial(self, repeats: int) -> None:
+        await self._submit()
+        await self._forward(repeats)
+
+    async def _layerwise(self, repeats: int) -> None:
+        started = time.perf_counter()
+        ticket = self._submit()
+        await ticket.submitted()
+        self.submit_seconds.append(time.perf_counter() - started)
+        seen: list[torch.Tensor] = []
+        for layer in range(self._layers):
+            ticket.fence(layer).wait_on(self._compute)
+            self._compute.launch(partial(self._see, seen, layer))
+            self._compute.launch(partial(self._multiply, repeats))
+        await self._end()
+        self.wrong_layers += sum(not bool((first == 1).all()) for first in seen)
+
+    def _see(self, seen: list[torch.Tensor], layer: int) -> None:
+        seen.append(self._pages[layer, :, 0].clone())
+
+    def _submit(self) -> Ticket:
+        slots = range(_PAGES)
+        operation = CacheOperation(Direction.LOAD, (PoolTransfer("kv", slots, slots[::-1]),))
+        return self._rig.engine.submit(operation, done=lambda error: None)
+
+    async def _end(self) -> None:
+        await self._rig.port.run_blocking(partial(_reach_end, self._rig, self._compute))
+
+
+def _reach_end(rig: CopyRig, stream: Stream) -> None:
+    event = rig.device.event()
+    stream.record(event)
+    event.synchronize()

@@ -1,0 +1,238 @@
+"""`bench transfer`: pages through the engine, beside one plain copy of as many bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+from asynchicache.bench.copy_rig import CopyRig, open_rig, torch_threads
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.transfer.paths import CopyPath
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.types import PoolTransfer, trailing_pages
+
+AUTO = "auto"
+_LAYERS = tuple(range(4))
+_DIRECTIONS = (Direction.LOAD, Direction.BACKUP)
+
+
+def _kv(name: str, width: int, *, layers: tuple[int, ...] = _LAYERS) -> PoolSpec:
+    tensors = tuple(TensorSpec(part, layers, (width, 128), "bfloat16") for part in ("keys", "values"))
+    return PoolSpec(name, tensors)
+
+
+POOLS: dict[str, tuple[PoolSpec, tuple[int, ...]]] = {
+    "mha": (_kv("kv", 8), (1, 4, 16, 64, 256)),
+    "mla": (PoolSpec("kv", (TensorSpec("latent", _LAYERS, (576,), "bfloat16"),)), (64,)),
+    "dsa": (PoolSpec("dsa", (TensorSpec("index_keys", _LAYERS, (132,), "uint8"),)), (64,)),
+    "swa": (_kv("swa", 4, layers=(0, 2)), (64,)),
+    "mamba": (
+        PoolSpec(
+            "mamba",
+            (
+                TensorSpec("conv", _LAYERS[:2], (8192, 3), "bfloat16"),
+                TensorSpec("recurrent", _LAYERS[:2], (32, 128, 128), "float32"),
+            ),
+            coverage=trailing_pages(1),
+            per_token=False,
+        ),
+        (1,),
+    ),
+}
+"""By name, a pool of a usual shape and few layers, and the page sizes, in tokens, that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """The flags of `bench transfer`."""
+
+    device: str = option("cpu", "cpu, cuda or cuda:N")
+    path: str = option(AUTO, "how to copy; auto measures", choices=[AUTO, *(path.value for path in CopyPath)])
+    row_mib: int = option(64, "MiB that a row moves at a time", minimum=1)
+    rounds: int = option(9, "rounds, of which the fastest counts", minimum=1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRow:
+    """One pool in one layout, in one direction.
+
+    Attributes:
+        page_bytes: of one slot, all tensors and layers.
+        run_bytes: contiguous on both sides, on average.
+        path: how the pages were copied.
+        gb_s, limit_gb_s: 10^9 bytes a second, of the engine, and of one plain copy of as many bytes.
+        ratio: of both.
+    """
+
+    direction: str
+    layout: str
+    pool: str
+    page_bytes: int
+    run_bytes: int
+    path: str
+    gb_s: float
+    limit_gb_s: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """One run; `ok` if every page that arrived is the page that left."""
+
+    device: str
+    rows: list[TransferRow]
+    ok: bool
+
+    def as_json(self) -> dict[str, object]:
+        return {"device": self.device, "ok": self.ok, "rows": [asdict(row) for row in self.rows]}
+
+    def present(self) -> RenderableType:
+        table = Table(title=f"transfer, {self.device}")
+        for heading in ("pool", "layout", "direction", "page", "run", "path", "GB/s", "limit", "ratio"):
+            table.add_column(heading, justify="left" if heading in ("pool", "layout", "path") else "right")
+        for row in self.rows:
+            sizes = (_size(row.page_bytes), _size(row.run_bytes))
+            rates = (f"{row.gb_s:.2f}", f"{row.limit_gb_s:.2f}", f"{row.ratio:.2f}")
+            table.add_row(row.pool, row.layout, row.direction, *sizes, row.path, *rates)
+        return table
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= 1 << 20:
+        return f"{nbytes / (1 << 20):.1f} MiB"
+    return f"{nbytes / 1024:.1f} KiB" if nbytes >= 1024 else f"{nbytes} B"
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    pool: PoolSpec
+    page_size: int
+    layout: HostLayout
+
+    @property
+    def run_bytes(self) -> int:
+        """Pages are taken in no order, so a run is a unit of an item."""
+        layout = SlotLayout.of(self.pool, self.page_size, self.layout)
+        units = sum(len(tensor.spec.layers) * tensor.units for tensor in layout.tensors.values())
+        return layout.page_bytes // units
+
+
+def _cases() -> Iterator[_Case]:
+    for name, (pool, page_sizes) in POOLS.items():
+        for page_size in page_sizes:
+            for layout in HostLayout:
+                yield _Case(name, pool, page_size, layout)
+
+
+async def run_transfer(options: TransferOptions, advance: Callable[[int, int], None]) -> TransferReport:
+    """Move the pages of every pool in every layout, in both directions.
+
+    Raises:
+        ConfigError: no such device, or no such path on it.
+        DeviceError: the device is not there.
+    """
+    cases, rows, ok, device = list(_cases()), [], True, options.device
+    with torch_threads(1):  # as many for the plain copy as a stream of the engine's has
+        for done, case in enumerate(cases):
+            found, right, device = await _run_case(case, options)
+            rows += found
+            ok = ok and right
+            advance(done + 1, len(cases))
+    return TransferReport(device, rows, ok)
+
+
+async def _run_case(case: _Case, options: TransferOptions) -> tuple[list[TransferRow], bool, str]:
+    pool = case.pool
+    slots = max(2, (options.row_mib << 20) // pool.slot_bytes(case.page_size))
+    path = None if options.path == AUTO else CopyPath(options.path)
+    rows, right = [], True
+    async with open_rig(
+        pool, case.page_size, slots, device=options.device, layout=case.layout, path=path
+    ) as rig:
+        for direction in _DIRECTIONS:
+            operation = _shuffled(direction, pool.name, slots, options.seed)
+            _fill(rig, direction, options.seed)
+            rows.append(await _row(rig, case, operation, options.rounds))
+            right = right and _arrived(rig, operation)
+        return rows, right, rig.device.name
+
+
+def _shuffled(direction: Direction, pool: str, slots: int, seed: int) -> CacheOperation:
+    """Every page, in no order."""
+    rng = random.Random(seed)
+    sources, destinations = (rng.sample(range(slots), slots) for _ in range(2))
+    return CacheOperation(direction, (PoolTransfer(pool, sources, destinations),))
+
+
+async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, rounds: int) -> TransferRow:
+    direction = operation.direction
+    plain, nbytes = _plain_copy(rig, direction)
+    before = rig.engine.statistics().paths[case.pool.name]
+    ours, limits = [], []
+    for _ in range(rounds + 1):  # the first round warms up
+        ours.append(await rig.seconds(operation))
+        limits.append(await rig.seconds_on_stream(plain))
+    after = rig.engine.statistics().paths[case.pool.name]
+    # As STREAM counts bandwidth: what else the machine does can only slow a round down.
+    mine, limit = nbytes / min(ours[1:]) / 1e9, nbytes / min(limits[1:]) / 1e9
+    return TransferRow(
+        direction.value,
+        case.layout.value,
+        case.name,
+        case.pool.slot_bytes(case.page_size),
+        case.run_bytes,
+        next(path.value for path in CopyPath if after[path] > before[path]),
+        mine,
+        limit,
+        mine / limit,
+    )
+
+
+def _plain_copy(rig: CopyRig, direction: Direction) -> tuple[Callable[[], object], int]:
+    """One `copy_` of as many bytes as the device pool has, between memory of the same kinds."""
+    nbytes = rig.memory.device.nbytes
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
+    device = torch.ones(nbytes, dtype=torch.uint8, device=rig.memory.device.device)
+    source, destination = (host, device) if direction is Direction.LOAD else (device, host)
+    return lambda: destination.copy_(source, non_blocking=True), nbytes
+
+
+def _sides(rig: CopyRig, direction: Direction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """By tensor, source and destination."""
+    items = rig.memory.items()
+    sides = (items.host, items.device) if direction is Direction.LOAD else (items.device, items.host)
+    return zip(*sides, strict=True)
+
+
+def _fill(rig: CopyRig, direction: Direction, seed: int) -> None:
+    """Numbers to be read, no two words alike, and zeros where they are to arrive."""
+    start = seed << 32
+    for source, destination in _sides(rig, direction):
+        nbytes = source.numel() * source.element_size()
+        numbers = torch.arange(start, start + -(-nbytes // 8), dtype=torch.int64).view(torch.uint8)
+        source.copy_(numbers[:nbytes].view(source.dtype).view(source.shape))
+        destination.zero_()
+        start += len(numbers)
+    rig.settle()
+
+
+def _arrived(rig: CopyRig, operation: CacheOperation) -> bool:
+    """Whether every page is where it was to go."""
+    transfer = operation.transfers[0]
+    order = torch.tensor(list(transfer.sources)), torch.tensor(list(transfer.destinations))
+    return all(
+        torch.equal(source.cpu()[:, order[0]], destination.cpu()[:, order[1]])
+        for source, destination in _sides(rig, operation.direction)
+    )

@@ -1,0 +1,123 @@
+"""Measures, on the real device, by which path runs of which length are copied fastest."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from functools import cache, partial
+
+from asynchicache.errors import CacheError
+from asynchicache.layouts import HostLayout
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.streams.cuda import CudaDevice
+from asynchicache.streams.drivers import InlineDriver
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.transfer.copies import PageCopier, PoolMemory
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
+from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan, merge
+from asynchicache.types import PoolTransfer
+
+TOKEN_BYTES = (128, 512, 2 << 10)
+ITEM_BYTES = (512, 4 << 10, 16 << 10, 64 << 10, 256 << 10)
+"""Lengths of runs that are measured, of single tokens and of whole items; between them the nearest one
+counts, and longer ones go like the longest."""
+
+_LEAST_BYTES, _MOST_BYTES, _GPU_BYTES = 1 << 20, 16 << 20, 32 << 20
+_CPU_RUNS = 1024  # little enough of short runs, and of long ones more than a CPU's caches hold
+_ROUNDS = 3  # the first one warms up and compiles
+_TOKENS = 16
+_BOTH = (Direction.LOAD, Direction.BACKUP)
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def measured_paths(device_name: str) -> PathTable:
+    """The rates of one device, measured once a process: some 0.3 s on a CPU, and blocking.
+
+    Args:
+        device_name: as torch names it.
+    """
+    rates: dict[RunShape, dict[CopyPath, float]] = {}
+    for tokens, lengths in ((True, TOKEN_BYTES), (False, ITEM_BYTES)):
+        for nbytes in lengths:
+            memory = _scratch(device_name, nbytes, tokens=tokens)
+            for path in CopyPath:
+                for direction, rate in _measure(device_name, memory, path).items():
+                    rates.setdefault(RunShape(direction, tokens, nbytes), {})[path] = rate
+            memory.host.close()
+    return PathTable(rates)
+
+
+def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:
+    """A pool whose copies are runs of `run_bytes`."""
+    page_size = _TOKENS if tokens else 1
+    layers = (0, 1) if tokens else (0,)
+    spec = PoolSpec("scratch", (TensorSpec("bytes", layers, (run_bytes,), "uint8"),))
+    nbytes = _GPU_BYTES
+    if device_name == "cpu":
+        nbytes = min(max(_CPU_RUNS * run_bytes, _LEAST_BYTES), _MOST_BYTES)
+    slots = max(2, nbytes // spec.slot_bytes(page_size))
+    layout = HostLayout.PAGE_FIRST if tokens else HostLayout.PAGE_FIRST_DIRECT
+    host = HostPool(spec, page_size, slots, pin=device_name != "cpu", layout=layout)
+    while host.growing:
+        host.grow()
+    host.items("bytes").fill_(1)  # untouched memory would be one page of zeros
+    return PoolMemory(DevicePool(spec, page_size, slots, device_name), host)
+
+
+def _measure(device_name: str, memory: PoolMemory, path: CopyPath) -> dict[Direction, float]:
+    """GB/s by direction; nothing where the path is not there, or fails."""
+    device = _open(device_name)  # one for each path: a failure sticks to it
+    try:
+        copier = PageCopier({"scratch": memory}, force=path)
+        return {direction: _rate(device, copier, _plan(memory, direction)) for direction in _BOTH}
+    except CacheError as error:
+        logger.info("path %s is left out on %s: %s", path.value, device_name, error)
+        return {}
+    finally:
+        device.close()
+
+
+def _open(device_name: str) -> Device:
+    if device_name == "cpu":
+        return EmulatedDevice(InlineDriver())  # handing over to a thread would be most of the time
+    return CudaDevice(int(device_name.partition(":")[2] or 0))
+
+
+def _plan(memory: PoolMemory, direction: Direction) -> TransferPlan:
+    """Every page, in no order."""
+    shuffle = random.Random(0)
+    sources, destinations = (shuffle.sample(range(memory.host.slots), memory.host.slots) for _ in "12")
+    operation = CacheOperation(direction, (PoolTransfer("scratch", sources, destinations),))
+    layers = len(memory.device.spec.tensors[0].layers)
+    return merge([operation], {"scratch": memory.extent}, layers, None)
+
+
+def _rate(device: Device, copier: PageCopier, plan: TransferPlan) -> float:
+    """The best of some rounds, in GB/s.
+
+    Raises:
+        DeviceError: the device failed.
+    """
+    stream, event = device.stream("calibrate"), device.event()
+    seconds = [_seconds(partial(_enqueue, copier, plan, stream, event), event) for _ in range(_ROUNDS)]
+    return plan.nbytes / max(min(seconds[1:]), 1e-9) / 1e9
+
+
+def _enqueue(copier: PageCopier, plan: TransferPlan, stream: Stream, event: Event) -> None:
+    copies = copier.prepare(plan)
+    for group in plan.groups:
+        copies.enqueue(stream, group)
+    stream.record(event)
+
+
+def _seconds(enqueue: partial[None], event: Event) -> float:
+    started = time.perf_counter()
+    enqueue()
+    event.synchronize()
+    return time.perf_counter() - started

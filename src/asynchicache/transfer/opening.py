@@ -1,0 +1,123 @@
+"""Opens what copies need: the memory of a model's pools, its growth in the background, an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from asynchicache.layouts import HostLayout
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool, grow_pool
+from asynchicache.pools.slabs import Pinner
+from asynchicache.ports import Port
+from asynchicache.specs import ModelSpec
+from asynchicache.streams.base import Device
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.audit import PageAudit
+from asynchicache.transfer.calibration import measured_paths
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.paths import CopyPath
+
+
+class CopyOptions(NamedTuple):
+    """How pages are copied.
+
+    Attributes:
+        path: the way; None lets what was measured decide.
+        audit: share of the pages that leave the device whose bytes are compared when they come back.
+        inline: enqueue on the loop.
+        measure: whether to measure at all; if not, rates that a CPU had decide.
+    """
+
+    path: CopyPath | None
+    audit: float
+    inline: bool
+    measure: bool
+
+
+def allocate_memories(
+    spec: ModelSpec, slots: Mapping[str, tuple[int, int]], device: str, layout: HostLayout
+) -> dict[str, PoolMemory]:
+    """Every pool's slots in both tiers; host memory pinned for a GPU, a first step of it. Blocking.
+
+    Args:
+        spec: the model.
+        slots: by pool that owns slots, on the device and on the host.
+        device: as torch names it.
+        layout: of host memory.
+
+    Raises:
+        CapacityError: the device or the system has no room.
+    """
+    pinner = None if device == "cpu" else Pinner.of(torch.device(device).index or 0)
+    memories = {}
+    for pool in spec.pools:
+        on_device, on_host = slots[pool.slots_of or pool.name]
+        host = HostPool(pool, spec.page_size, on_host, pin=pinner or False, layout=layout)
+        memories[pool.name] = PoolMemory(DevicePool(pool, spec.page_size, on_device, device), host)
+    return memories
+
+
+def growing_pools(
+    spec: ModelSpec,
+    memories: Mapping[str, PoolMemory],
+    port: Port,
+    opened: Callable[[str, int], object],
+) -> Iterator[Coroutine[object, object, None]]:
+    """What pins the rest of the host memory, as coroutines to run.
+
+    Args:
+        spec: the model.
+        memories: by pool.
+        port: runs what blocks.
+        opened: told, now and after each step, the name of a pool that owns slots, and how many of its
+            host slots are ready in all pools that share them.
+    """
+    for owner in spec.owners:
+        sharing = [
+            memories[pool.name].host for pool in spec.pools if owner.name in (pool.name, pool.slots_of)
+        ]
+
+        def tell(_: int, name: str = owner.name, hosts: list[HostPool] = sharing) -> None:
+            opened(name, min(host.ready for host in hosts))
+
+        tell(0)
+        yield from (grow_pool(port, host, tell) for host in sharing if host.growing)
+
+
+async def open_engine(
+    device: Device,
+    memories: Mapping[str, PoolMemory],
+    layers: int,
+    port: Port,
+    reactor: CompletionReactor,
+    options: CopyOptions,
+) -> TransferEngine:
+    """An engine over `memories`, after its device's ways of copying were measured.
+
+    Raises:
+        ConfigError: the path that was asked for is not there.
+    """
+    paths = None
+    if options.measure and options.path is None:
+        paths = await port.run_blocking(partial(measured_paths, device.name))
+    audit = None
+    if options.audit:
+        devices = {name: memory.device for name, memory in memories.items()}
+        audit = PageAudit(devices, options.audit, random.Random(port.random.random()))
+    return TransferEngine(
+        device,
+        memories,
+        layers,
+        port,
+        reactor,
+        submit_inline=options.inline,
+        paths=paths,
+        copy_path=options.path,
+        audit=audit,
+    )

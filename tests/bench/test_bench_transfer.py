@@ -1,0 +1,88 @@
+"""`bench transfer` and `bench overlap`: what they report, and that they see a copy that goes wrong."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from asynchicache.bench.overlap import SHARES, OverlapOptions, run_overlap
+from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
+from asynchicache.errors import ConfigError
+from asynchicache.layouts import HostLayout
+from asynchicache.transfer.copies import PlanCopies
+from asynchicache.transfer.paths import CopyPath
+
+SMALL = {"row_mib": 1, "rounds": 1}
+
+
+def _ignore(done: int, total: int) -> None:
+    """No bar here."""
+
+
+@pytest.mark.asyncio
+async def test_every_pool_and_layout_has_a_row_each_way() -> None:
+    threads = torch.get_num_threads()
+    report = await run_transfer(TransferOptions(**SMALL), _ignore)
+    result = json.loads(json.dumps(report.as_json()))
+
+    assert (result["device"], result["ok"]) == ("cpu", True)
+    sizes = {name: len(page_sizes) for name, (_, page_sizes) in POOLS.items()}
+    assert len(result["rows"]) == sum(sizes.values()) * len(HostLayout) * 2
+    assert {row["layout"] for row in result["rows"]} == {layout.value for layout in HostLayout}
+    assert all(min(row["gb_s"], row["limit_gb_s"], row["ratio"]) > 0 for row in result["rows"])
+    runs = {(row["pool"], row["layout"]): row["run_bytes"] for row in result["rows"]}
+    assert runs["mla", "page_first"] == 1152
+    assert runs["mla", "page_first_direct"] == 64 * 1152
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", list(CopyPath))
+async def test_a_path_can_be_forced(monkeypatch: pytest.MonkeyPatch, path: CopyPath) -> None:
+    monkeypatch.setattr("asynchicache.bench.transfer.POOLS", {"swa": POOLS["swa"]})
+    report = await run_transfer(TransferOptions(**SMALL, path=path.value), _ignore)
+
+    assert {row.path for row in report.rows} == {path.value}
+    written = StringIO()
+    Console(file=written, width=140).print(report.present())
+    assert path.value in written.getvalue()
+
+
+@pytest.mark.asyncio
+async def test_copies_that_do_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynchicache.bench.transfer.POOLS", {"swa": POOLS["swa"]})
+    monkeypatch.setattr(PlanCopies, "enqueue", lambda *_: None)
+
+    assert not (await run_transfer(TransferOptions(**SMALL), _ignore)).ok
+
+
+@pytest.mark.asyncio
+async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
+    report = await run_overlap(OverlapOptions(layers=3, layer_mib=1, rounds=1), _ignore)
+    result = json.loads(json.dumps(report.as_json()))
+
+    assert (result["device"], result["ok"], len(result["rows"])) == ("cpu", True, len(SHARES))
+    assert result["submit_us_per_layer"] > 0
+    for row in result["rows"]:
+        assert set(row) == {"layerwise_ms", "serial_ms", "compute_ms", "transfer_ms", "ideal_ms"}
+        ideal = max(row["compute_ms"], row["transfer_ms"]) + row["transfer_ms"] / 3
+        assert row["ideal_ms"] == pytest.approx(ideal)
+
+
+@pytest.mark.asyncio
+async def test_a_layer_that_is_computed_on_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanCopies, "enqueue", lambda *_: None)
+
+    assert not (await run_overlap(OverlapOptions(layers=2, layer_mib=1, rounds=1), _ignore)).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"row_mib": 0}, "--row-mib 0"), ({"rounds": 0}, "--rounds 0")]
+)
+def test_options_outside_their_rule_are_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TransferOptions(**options)

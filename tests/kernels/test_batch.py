@@ -1,0 +1,162 @@
+"""Batches of runs: what runs of pages come to in each layout, how they are cut, and what copies them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from asynchicache.errors import DeviceError, UsageError
+from asynchicache.kernels.batch import MOST_RUNS, LayerRuns, RunBatch, count_runs, expand_runs, memmove_batch
+from asynchicache.kernels.cuda_driver import CudaDriver
+from asynchicache.kernels.items import PoolItems
+from asynchicache.kernels.select import copy_methods
+
+RUNS = np.array([[0, 3, 2], [5, 0, 1]], np.int64)  # 0, 1 to 3, 4; 5 to 0
+
+
+def _items(slots: int, *, follow: bool, units: int = 1) -> torch.Tensor:
+    """uint8 `[2, slots, units, 4]`, slots one behind the other or with gaps."""
+    gap = 0 if follow else 3
+    memory = torch.arange(2 * slots * (units * 4 + gap), dtype=torch.uint8)
+    strides = (slots * (units * 4 + gap), units * 4 + gap, 4, 1)
+    return memory.as_strided((2, slots, units, 4), strides)
+
+
+@pytest.mark.parametrize(("follow", "units", "count"), [(True, 1, 4), (False, 1, 6), (False, 2, 12)])
+def test_pages_come_to_runs_that_are_contiguous_on_both_sides(follow: bool, units: int, count: int) -> None:
+    source, destination = _items(6, follow=True, units=units), _items(5, follow=follow, units=units)
+    expected = destination.clone()
+    for from_slot, to_slot in ((0, 3), (1, 4), (5, 0)):
+        expected[:, to_slot] = source[:, from_slot]
+
+    batch = LayerRuns.between(source, destination, RUNS).batch(0, 2)
+    memmove_batch(batch)
+
+    assert len(batch.sizes) == count == count_runs(source, destination, RUNS)
+    assert batch.nbytes == 2 * 3 * units * 4
+    assert torch.equal(destination, expected)
+
+
+def test_one_layer_leaves_the_others_alone() -> None:
+    source, destination = _items(6, follow=True), torch.zeros(2, 5, 1, 4, dtype=torch.uint8)
+
+    memmove_batch(LayerRuns.between(source, destination, RUNS).batch(1, 2))
+
+    assert torch.equal(destination[1, [3, 4, 0]], source[1, [0, 1, 5]])
+    assert not destination[0].any()
+
+
+def test_batches_are_cut_by_bytes_and_by_runs() -> None:
+    sizes = np.array([4, 4, 9, 1, 1], np.int64)
+    batch = RunBatch(np.arange(5), np.arange(5) + 10, sizes, ())
+
+    assert [part.sizes.tolist() for part in batch.cut(8)] == [[4, 4], [9], [1, 1]]
+    assert [part.sources.tolist() for part in batch.cut(100)] == [[0, 1, 2, 3, 4]]
+    many = RunBatch(*(np.ones(MOST_RUNS + 1, np.int64) for _ in range(3)), ())
+    assert [len(part.sizes) for part in many.cut(1 << 30)] == [MOST_RUNS, 1]
+
+
+def test_joined_batches_are_one() -> None:
+    one = RunBatch(np.array([1]), np.array([2]), np.array([3]), ())
+    joined = RunBatch.join([one, RunBatch(np.array([4]), np.array([5]), np.array([6]), ())])
+
+    assert (joined.sources.tolist(), joined.destinations.tolist(), joined.nbytes) == ([1, 4], [2, 5], 9)
+    assert RunBatch.join([one]) is one
+
+
+def test_runs_expand_to_their_pages() -> None:
+    sources, destinations = expand_runs(np.array([[3, 10, 3], [9, 2, 1]], np.int64))
+
+    assert sources.tolist() == [3, 4, 5, 9]
+    assert destinations.tolist() == [10, 11, 12, 2]
+
+
+def test_views_of_different_pools_have_no_runs() -> None:
+    with pytest.raises(UsageError, match="no views of one pool"):
+        LayerRuns.between(_items(6, follow=True), _items(6, follow=True, units=2), RUNS)
+
+
+# The CUDA driver, played by a library of our own.
+
+
+class _Library:
+    """`libcuda` for memory that the GPU calls by another address; refuses when told to."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.batches: list[tuple[list[int], list[int], list[int]]] = []
+
+    def cuMemHostGetDevicePointer_v2(self, found, address, flags) -> int:  # noqa: N802
+        found._obj.value = address.value + 0x1000
+        return self.code
+
+    def cuMemcpyBatchAsync(  # noqa: N802
+        self, destinations, sources, sizes, count, attributes, first, number, failed, stream
+    ) -> int:
+        read = [
+            (ctypes.c_uint64 * count.value).from_address(pointer.value)[:]
+            for pointer in (destinations, sources, sizes)
+        ]
+        self.batches.append((read[0], read[1], read[2]))
+        assert (number.value, first._obj.value, attributes._obj.source_access_order) == (1, 0, 1)
+        failed._obj.value = 1
+        return self.code
+
+
+class _Stream:
+    cuda_stream = 7
+
+
+def test_a_batch_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Stream)
+    library = _Library()
+    driver = CudaDriver(library)
+
+    driver.copy_batch(RunBatch(np.array([1, 2]), np.array([30, 40]), np.array([5, 6]), ()))
+    driver.copy_batch(RunBatch(*(np.empty(0, np.int64) for _ in range(3)), ()))
+
+    assert library.batches == [([30, 40], [1, 2], [5, 6])]
+    assert driver.has_batches
+    assert driver.device_address(1) == 0x1001
+
+
+def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Stream)
+    driver = CudaDriver(_Library(code=1))
+
+    with pytest.raises(DeviceError, match="of 2 runs returned error 1 at run 1"):
+        driver.copy_batch(RunBatch(np.array([1, 2]), np.array([3, 4]), np.array([5, 6]), ()))
+    with pytest.raises(DeviceError, match="cuMemHostGetDevicePointer of 0x5 returned error 1"):
+        driver.device_address(5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_without_a_driver_the_error_says_so() -> None:
+    with pytest.raises(DeviceError, match=r"libcuda\.so\.1 cannot be loaded"):
+        CudaDriver.load()
+
+
+# What a device has.
+
+
+def test_a_cpu_has_every_way_of_copying() -> None:
+    memory = _items(3, follow=True)
+    methods = copy_methods(PoolItems.of([memory], [memory.clone()]), pinned=False)
+
+    assert methods.kernels is not None
+    assert methods.batch is memmove_batch
+    assert methods.lacking == {}
+
+
+def test_a_gpu_can_reach_no_memory_that_is_not_pinned() -> None:
+    host = _items(3, follow=True)
+    device = torch.empty(2, 3, 1, 4, dtype=torch.uint8, device="meta")  # no CPU: that is what counts here
+    items = PoolItems((host,), (device,), ())
+
+    methods = copy_methods(items, pinned=False)
+
+    assert (methods.kernels, methods.batch) == (None, None)
+    assert set(methods.lacking.values()) == {"host memory is not pinned"}

@@ -1,0 +1,288 @@
+"""Slabs of host memory, pinned by a CUDA runtime that is played: what is pinned when, what refusals cost."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from asynchicache.errors import CapacityError, ClosedError, ConfigError, DeviceError
+from asynchicache.layouts import HostLayout
+from asynchicache.pools import slabs
+from asynchicache.pools.host import HostPool, grow_pool
+from asynchicache.pools.numa import device_node, prefer_node
+from asynchicache.pools.slabs import HostRegistration, Pinner, PinningWarning, Slab, allocate_slab
+from asynchicache.ports import AsyncioPort
+from asynchicache.specs import PoolSpec, TensorSpec
+
+KV = PoolSpec(
+    "kv", (TensorSpec("keys", (0, 1), (256,), "float32"), TensorSpec("scales", (1,), (), "float32"))
+)
+
+
+class _Runtime:
+    """A CUDA runtime that refuses the call number `refuse`."""
+
+    def __init__(self, refuse: int | None = None) -> None:
+        self.pinned: dict[int, int] = {}
+        self._refuse = refuse
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+        if len(self.pinned) == self._refuse:
+            return 2
+        self.pinned[pointer] = size
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        del self.pinned[pointer]
+        return 0
+
+
+def _resident_bytes() -> int:
+    """Memory that the process has pages for."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_slab_is_aligned_zero_and_shared_by_its_views() -> None:
+    slab = allocate_slab(3 * 4096, pin=False)
+
+    assert slab.tensor.data_ptr() % 4096 == 0
+    assert not slab.tensor.any()
+    slab.memory[5] = 7
+    assert slab.tensor[5] == 7
+    assert not slab.memory.readonly
+    slab.close()
+
+
+def test_views_outlive_a_closed_slab() -> None:
+    slab = allocate_slab(4096, pin=False)
+    mapping = weakref.ref(slab.memory.obj)
+    view = slab.tensor[:16]
+
+    slab.close()
+    slab.close()
+    view.fill_(3)
+
+    assert mapping() is not None
+    with pytest.raises(ClosedError):
+        _ = slab.memory
+    with pytest.raises(ClosedError):
+        _ = slab.tensor
+    del view
+    assert mapping() is None
+
+
+def test_slabs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="slab of 0 bytes"):
+        allocate_slab(0, pin=False)
+    with pytest.raises(CapacityError, match="no room"):
+        allocate_slab(1 << 60, pin=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_cuda_nothing_is_pinned_and_nobody_is_warned() -> None:
+    slab = allocate_slab(4096, pin=True)
+
+    assert not slab.pinned
+    slab.close()
+
+
+def test_a_slab_is_unpinned_when_it_is_closed() -> None:
+    runtime, slab = _Runtime(), Slab(3 * 4096)
+
+    slab.pin(Pinner(runtime), 4096, 8192)
+    assert slab.pinned
+    assert runtime.pinned == {slab.tensor.data_ptr() + 4096: 8192}
+    slab.close()
+
+    assert not runtime.pinned
+
+
+def test_a_refused_registration_is_an_error() -> None:
+    with pytest.raises(DeviceError, match="cudaHostRegister of 4096 bytes returned error 2"):
+        HostRegistration(_Runtime(refuse=0)).add(4096, 4096)
+
+
+def test_steps_hold_whole_units() -> None:
+    assert list(Pinner(_Runtime(), step_bytes=7).steps(10, 3)) == [(0, 6), (6, 4)]
+    assert list(Pinner(_Runtime(), step_bytes=7).steps(10, 8)) == [(0, 8), (8, 2)]
+
+
+@pytest.mark.parametrize("advice", [slabs._POPULATE_WRITE, 9999])
+def test_touched_memory_has_pages_with_and_without_the_advice(
+    monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    monkeypatch.setattr(slabs, "_POPULATE_WRITE", advice)  # 9999: as on a system that does not know it
+    slab = Slab(64 << 20)
+    before = _resident_bytes()
+
+    Pinner(_Runtime()).touch(slab.tensor)
+
+    assert _resident_bytes() - before >= 60 << 20
+    slab.close()
+
+
+def test_touching_more_than_there_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = Slab(4096)
+    monkeypatch.setattr(slabs, "_UNKNOWN_ADVICE", set())
+    monkeypatch.setattr(slabs, "_POPULATE_WRITE", 9999)
+
+    with pytest.raises(CapacityError, match="no pages for 4096 bytes of host memory: EINVAL"):
+        Pinner(_Runtime()).touch(slab.tensor)
+    slab.close()
+
+
+# NUMA.
+
+
+def _system(root: Path, online: str, node: str) -> Path:
+    for name, text in (
+        ("sys/devices/system/node/online", online),
+        ("sys/bus/pci/devices/0000:3b:00.0/numa_node", node),
+    ):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("online", "node", "found"), [("0-1", "1", 1), ("0-1", "-1", None), ("0", "0", None)]
+)
+def test_the_node_of_a_device_matters_where_there_are_several(
+    tmp_path: Path, online: str, node: str, found: int | None
+) -> None:
+    assert device_node("0000:3B:00.0", _system(tmp_path, online, node)) == found
+
+
+def test_nobody_knows_the_node_of_an_unknown_device(tmp_path: Path) -> None:
+    assert device_node("", tmp_path) is None
+
+
+def test_a_node_that_is_not_there_costs_nothing_but_speed(caplog: pytest.LogCaptureFixture) -> None:
+    slab = Slab(4096)
+
+    assert not prefer_node(slab.tensor.data_ptr(), 4096, 1000)
+    assert "not bound to NUMA node 1000" in caplog.text
+    Pinner(_Runtime(), node=1000).touch(slab.tensor)
+    slab.close()
+
+
+# Host pools.
+
+
+def _pool(
+    runtime: _Runtime, *, slots: int = 5, layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
+) -> HostPool:
+    """A pool that is pinned two slots at a time."""
+    step_bytes = 2 * HostPool(KV, 4, 1, pin=False).layout.slot_bytes
+    return HostPool(KV, 4, slots, pin=Pinner(runtime, step_bytes=step_bytes), layout=layout)
+
+
+def test_a_pool_starts_with_its_first_step_and_grows() -> None:
+    runtime = _Runtime()
+    pool = _pool(runtime)
+    slot_bytes = pool.layout.slot_bytes
+
+    assert (pool.ready, pool.growing, pool.pinned) == (2, True, True)
+    assert list(runtime.pinned.values()) == [2 * slot_bytes]
+    assert [pool.grow(), pool.grow(), pool.grow()] == [4, 5, 5]
+    assert not pool.growing
+    assert sum(runtime.pinned.values()) == 5 * slot_bytes
+    pool.close()
+    assert not runtime.pinned
+
+
+def test_layers_that_come_first_are_pinned_at_once() -> None:
+    runtime = _Runtime()
+    pool = _pool(runtime, layout=HostLayout.LAYER_FIRST)
+
+    assert (pool.ready, pool.growing) == (5, False)
+    assert list(runtime.pinned.values()) == [size for _, size in pool.layout.layer_arrays(5)]
+    pool.close()
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_a_pool_that_cannot_be_pinned_warns_of_the_slower_path_and_serves(layout: HostLayout) -> None:
+    runtime = _Runtime(refuse=1 if layout is HostLayout.LAYER_FIRST else 0)
+
+    with pytest.warns(PinningWarning, match=r"pool 'kv' is not pinned .*error 2.*: copies take path 'plain'"):
+        pool = _pool(runtime, layout=layout)
+
+    assert (pool.ready, pool.pinned, pool.growing) == (5, False, False)
+    assert not runtime.pinned
+    pool.items("keys").fill_(1)
+    pool.close()
+
+
+def test_a_pool_that_cannot_grow_stays_as_large_as_it_is() -> None:
+    runtime = _Runtime(refuse=1)
+    pool = _pool(runtime)
+
+    with pytest.warns(PinningWarning, match="pool 'kv' has 2 of 5 host slots: cudaHostRegister"):
+        assert pool.grow() == 2
+
+    assert not pool.growing
+    assert pool.pinned
+    pool.close()
+    assert not runtime.pinned
+
+
+def test_a_closed_pool_does_not_grow() -> None:
+    runtime = _Runtime()
+    pool = _pool(runtime)
+
+    pool.close()
+
+    assert pool.grow() == 2
+    assert not runtime.pinned
+
+
+def test_closing_waits_for_a_step_under_way() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(_Runtime):
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+            if self.pinned:  # the first step is pinned by the constructor
+                begun.set()
+                assert go_on.wait(30)
+            return super().cudaHostRegister(pointer, size, flags)
+
+    runtime = Slow()
+    pool = _pool(runtime)
+    threads = [threading.Thread(target=pool.grow), threading.Thread(target=pool.close)]
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    assert pool.pinned  # not closed under the hands of the step
+
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+
+    assert not runtime.pinned
+    with pytest.raises(ClosedError):
+        pool.page(0)
+
+
+@pytest.mark.asyncio
+async def test_a_pool_grows_off_the_loop_and_tells() -> None:
+    port, pool, told = AsyncioPort(threads=1), _pool(_Runtime()), []
+
+    await grow_pool(port, pool, told.append)
+
+    assert told == [4, 5]
+    pool.close()
+    await port.aclose()
+
+
+def test_a_pool_that_needs_no_pinning_is_ready() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pool = HostPool(KV, 4, 3, pin=False)
+
+    assert (pool.ready, pool.growing, pool.pinned) == (3, False, False)
+    pool.close()

@@ -1,0 +1,154 @@
+"""Audits: what is sampled, what is noticed, and what a page that came back wrong costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from asynchicache.errors import AuditError, TransferError
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
+from asynchicache.ports import AsyncioPort
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.streams.drivers import InlineDriver, ThreadDriver
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer import audit as audit_module
+from asynchicache.transfer.audit import AuditStatistics, PageAudit
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.plan import CacheOperation, Direction
+
+pytestmark = pytest.mark.asyncio
+
+KEYS = TensorSpec("keys", (0, 1, 2), (7,), "bfloat16")
+KV = PoolSpec("kv", (KEYS, TensorSpec("scales", (1,), (), "float32")))
+LAYERS, PAGE_SIZE, SLOTS = 3, 4, 8
+Build = Callable[..., CacheOperation]
+
+
+class _Rig:
+    """An audited engine over one pool of random bytes."""
+
+    def __init__(self, engine: TransferEngine, memory: PoolMemory, audit: PageAudit) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.audit = audit
+        self.outcomes: list[BaseException | None] = []
+
+    async def run(self, operation: CacheOperation) -> None:
+        await self.engine.submit(operation, done=self.outcomes.append)
+
+    @property
+    def counts(self) -> AuditStatistics:
+        return self.engine.statistics().audit
+
+
+@asynccontextmanager
+async def _open(share: float = 1.0, *, inline: bool = False) -> AsyncIterator[_Rig]:
+    port = AsyncioPort(threads=1)
+    device = EmulatedDevice(InlineDriver() if inline else ThreadDriver())
+    reactor = CompletionReactor(port)
+    memory = PoolMemory(DevicePool(KV, PAGE_SIZE, SLOTS), HostPool(KV, PAGE_SIZE, SLOTS, pin=False))
+    generator = torch.Generator().manual_seed(1)
+    for tensor in KV.tensors:
+        items = memory.device.items(tensor.name)
+        items.copy_(torch.randint(0, 256, items.shape, dtype=torch.uint8, generator=generator))
+    audit = PageAudit({"kv": memory.device}, share, random.Random(2))
+    engine = TransferEngine(
+        device, {"kv": memory}, LAYERS, port, reactor, group_bytes=1, submit_inline=inline, audit=audit
+    )
+    try:
+        yield _Rig(engine, memory, audit)
+    finally:
+        await engine.aclose(10)
+        await reactor.aclose(10)
+        device.close()
+        memory.host.close()
+        await port.aclose()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_pages_that_come_back_as_they_left_are_counted(operation: Build, inline: bool) -> None:
+    async with _open(inline=inline) as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0, 1, 5], [3, 4, 0])))
+        await rig.run(operation(Direction.LOAD, kv=([4, 0], [6, 7])))
+
+        assert rig.outcomes == [None, None]
+        assert rig.counts == AuditStatistics(recorded=3, compared=2, mismatched=0)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_a_page_that_changed_on_the_host_fails_its_transfer(
+    operation: Build, inline: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _open(inline=inline) as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0, 1], [3, 4])))
+        rig.memory.host.items("keys")[2, 4, 0, 5] ^= 1
+
+        with pytest.raises(TransferError, match="not what they were"):
+            await rig.run(operation(Direction.LOAD, kv=([3, 4], [6, 7])))
+
+        assert isinstance(rig.outcomes[1], AuditError)
+        assert rig.counts == AuditStatistics(recorded=2, compared=2, mismatched=1)
+    assert "host slot 4 came to device slot 7 with other bytes" in caplog.text
+
+
+async def test_a_copy_to_the_wrong_place_is_noticed(
+    operation: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only damage on the host: what the copies themselves do wrong as well."""
+    async with _open() as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0, 1], [3, 4])))
+        monkeypatch.setattr("asynchicache.transfer.copies.PlanCopies.enqueue", lambda *_: None)
+
+        with pytest.raises(TransferError, match="not what they were"):
+            await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+
+
+async def test_slots_that_were_given_back_are_forgotten(operation: Build) -> None:
+    async with _open() as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0], [3])))
+        rig.audit.forget("kv", [3])  # as when storage is about to read another page into it
+        rig.memory.host.items("keys")[:, 3] = 9
+        await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+
+        assert rig.counts == AuditStatistics(recorded=1, compared=0, mismatched=0)
+
+
+async def test_a_slot_that_is_written_again_is_looked_at_again(operation: Build) -> None:
+    async with _open() as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0], [3])))
+        await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
+        await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+
+        assert rig.counts == AuditStatistics(recorded=2, compared=1, mismatched=0)
+
+
+async def test_a_share_of_the_pages_is_looked_at(operation: Build) -> None:
+    async with _open(0.5) as rig:
+        for _ in range(20):
+            await rig.run(operation(Direction.BACKUP, kv=(range(SLOTS), range(SLOTS))))
+
+        assert 50 < rig.counts.recorded < 110  # of 160
+
+
+async def test_no_more_is_copied_aside_than_there_is_room_for(
+    operation: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _open() as rig:
+        monkeypatch.setattr(audit_module, "MOST_BYTES", 3 * KV.slot_bytes(PAGE_SIZE))
+        await rig.run(operation(Direction.BACKUP, kv=(range(SLOTS), range(SLOTS))))
+
+        assert rig.counts.recorded == 3
+
+
+async def test_forks_are_not_looked_at(operation: Build) -> None:
+    async with _open() as rig:
+        await rig.run(operation(Direction.FORK, kv=([0], [1])))
+
+        assert rig.counts == AuditStatistics()

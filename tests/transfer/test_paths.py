@@ -1,0 +1,53 @@
+"""Which path is chosen, what is measured of each, and how a choice reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynchicache.transfer.calibration import ITEM_BYTES, TOKEN_BYTES, measured_paths
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
+from asynchicache.transfer.plan import Direction
+
+BATCH, KERNEL, PLAIN = CopyPath
+LOAD, BACKUP = Direction.LOAD, Direction.BACKUP
+TABLE = PathTable(
+    {
+        RunShape(LOAD, False, 1 << 10): {BATCH: 1.0, KERNEL: 3.0, PLAIN: 2.0},
+        RunShape(LOAD, False, 64 << 10): {BATCH: 3.0, KERNEL: 2.0, PLAIN: 1.0},
+        RunShape(LOAD, True, 1 << 10): {BATCH: 1.0, KERNEL: 2.0, PLAIN: 3.0},
+        RunShape(BACKUP, False, 1 << 10): {KERNEL: 1.0, PLAIN: 2.0},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "path"), [(0, KERNEL), (7 << 10, KERNEL), (9 << 10, BATCH), (1 << 30, BATCH)]
+)
+def test_the_nearest_length_decides(nbytes: int, path: CopyPath) -> None:
+    assert TABLE.choose(RunShape(LOAD, False, nbytes), CopyPath) is path
+
+
+def test_runs_of_single_tokens_are_another_matter() -> None:
+    assert TABLE.choose(RunShape(LOAD, True, 1 << 10), CopyPath) is PLAIN
+
+
+def test_only_paths_that_are_there_are_chosen() -> None:
+    assert TABLE.choose(RunShape(LOAD, False, 1 << 10), [BATCH, PLAIN]) is PLAIN
+    assert TABLE.choose(RunShape(BACKUP, False, 1 << 10), [BATCH]) is PLAIN
+    assert PathTable().choose(RunShape(LOAD, False, 1 << 10), CopyPath) is PLAIN
+
+
+def test_a_choice_is_told_in_words() -> None:
+    assert TABLE.summary(LOAD) == "kernel to 1 KiB, then batch"
+    assert TABLE.summary(BACKUP) == "plain"
+    assert PathTable().summary(LOAD) == "plain"
+    assert cpu_table().summary(LOAD) == "kernel to 1 KiB, then batch"
+
+
+def test_every_path_of_this_machine_is_measured_once() -> None:
+    table = measured_paths("cpu")
+
+    lengths = {(True, nbytes) for nbytes in TOKEN_BYTES} | {(False, nbytes) for nbytes in ITEM_BYTES}
+    assert set(table.rates) == {RunShape(way, *shape) for way in (LOAD, BACKUP) for shape in lengths}
+    assert all(set(rates) == set(CopyPath) and min(rates.values()) > 0 for rates in table.rates.values())
+    assert measured_paths("cpu") is table
