@@ -123,9 +123,10 @@ class StoreFolder:
         if magic != _MAGIC or not version.isdecimal():
             raise StorageFormatError(self._foreign())
         if int(version) != _VERSION:
+            newer = int(version) > _VERSION
             raise StorageFormatError(
                 f"{self.path} holds a file store of format {version}; this version reads format {_VERSION}: "
-                "update asynchicache, or give another folder"
+                f"{'update asynchicache, or give' if newer else 'give'} another folder"
             )
 
     def _foreign(self) -> str:

@@ -110,6 +110,7 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (b"asynchicache file store 3\n", "format 3; this version reads format 2: update asynchicache"),
+        (b"asynchicache file store 1\n", "format 1; this version reads format 2: give another folder"),
         (b"asynchicache file store x\n", "holds no file store"),
         (b"something else 1\n", "holds no file store"),
         (b"", "holds no file store"),

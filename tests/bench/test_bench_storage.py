@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.file import open_backend
 from asynchicache.bench.storage import run
+from asynchicache.bench.storage.controller import open_controller_bench
 from asynchicache.bench.storage.file import neighbours, open_limit
 from asynchicache.bench.storage.limits import Setup
 from asynchicache.bench.storage.options import StorageBenchOptions
@@ -55,6 +57,34 @@ def test_an_engine_is_measured_beside_its_limit(
         assert speeds["put_mb_s"] > 0
         assert speeds["get_mb_s"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("engine", ["file", "memory"])
+def test_through_a_whole_cache(engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--engine", engine, *SMALL, "--folder", str(tmp_path), "--through-controller"]
+    assert main(["bench", "storage", *arguments, "--json", "-"]) == 0
+
+    result = json.loads(capsys.readouterr().out)
+    assert result["wrong_pages"] == 0
+    assert result["through_controller"].keys() == {
+        f"{limit}{name}_mb_s" for limit in ("", "limit_") for name in ("put", "get")
+    } | {"put_ratio", "get_ratio"}
+    assert all(value > 0 for value in result["through_controller"].values())
+
+
+@pytest.mark.asyncio
+async def test_wrong_bytes_through_a_cache_are_counted(tmp_path: Path) -> None:
+    port = AsyncioPort(threads=2)
+    backend = open_backend({"path": tmp_path}, port)
+    async with open_controller_bench(backend, 8192, 5, 0, port) as bench:
+        await bench.put(1)
+        bench.content[2, 0, 0] ^= 1
+        _, wrong = await bench.get(1)
+        assert wrong == 1
+        with pytest.raises(StorageError, match="prefetch brought"):
+            await bench.get(1)  # forgotten meanwhile
+    await backend.aclose()
+    await port.aclose()
 
 
 def test_an_option_reaches_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,10 +64,10 @@ class StorageReport:
         """Median, None if it was not measured."""
         return median(sample.mb_s for sample in self.samples[name]) if self.samples[name] else None
 
-    def ratio(self, what: str) -> float | None:
-        """Median of engine by limit, both of the same round."""
-        pairs = zip(self.samples[f"engine {what}"], self.samples[f"limit {what}"], strict=False)
-        ratios = [ours.mb_s / theirs.mb_s for ours, theirs in pairs]
+    def ratio(self, ours: str, limit: str) -> float | None:
+        """Median of one by the other, both of the same round."""
+        pairs = zip(self.samples[ours], self.samples[limit], strict=False)
+        ratios = [one.mb_s / other.mb_s for one, other in pairs]
         return median(ratios) if ratios else None
 
     def cpu_us(self, what: str, unit: int) -> float:
@@ -86,21 +86,33 @@ class StorageReport:
             "rounds": options.rounds,
             **self._speeds("engine"),
             "limit": {"title": self.limit_title, **self._speeds("limit")},
-            "put_ratio": self.ratio("put"),
-            "get_ratio": self.ratio("get"),
+            "put_ratio": self._share("put"),
+            "get_ratio": self._share("get"),
             "scattered": {
                 "get_mb_s": self.mb_s("engine get scattered"),
                 "limit_get_mb_s": self.mb_s("limit get scattered"),
-                "get_ratio": self.ratio("get scattered"),
+                "get_ratio": self._share("get scattered"),
             },
             "exists_keys_s": median(self.exists["engine"]),
             "exists_pool_keys_s": median(self.exists["pool"]),
             "cpu_us_per_page": (self.cpu_us("engine put", page) + self.cpu_us("engine get", page)) / 2,
             "cpu_us_per_mib": {name: self.cpu_us(f"engine {name}", mib) for name in ("put", "get")},
+            "through_controller": self._through_controller(),
             "loop_stall_ms": self.stall_ms,
             "idle_stall_ms": self.idle_stall_ms,
             "wrong_pages": self.wrong_pages,
         }
+
+    def _share(self, what: str) -> float | None:
+        return self.ratio(f"engine {what}", f"limit {what}")
+
+    def _through_controller(self) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for name in ("put", "get") if self.options.through_controller else ():
+            found[f"{name}_mb_s"] = self.mb_s(f"controller {name}")
+            found[f"limit_{name}_mb_s"] = self.mb_s(f"controller limit {name}")
+            found[f"{name}_ratio"] = self.ratio(f"controller {name}", f"controller limit {name}")
+        return found
 
     def _speeds(self, side: str) -> dict[str, float | None]:
         return {f"{name}_mb_s": self.mb_s(f"{side} {name}") for name in ("put", "get")}
@@ -117,7 +129,14 @@ class StorageReport:
         for what in ("put", "get", "get scattered"):
             cpu = self.cpu_us(f"engine {what}", 1 << 20)
             speeds = [self.mb_s(f"{side} {what}") for side in ("engine", "limit")]
-            table.add_row(what, *map(_number, speeds), _number(self.ratio(what), ".2f"), _number(cpu))
+            table.add_row(what, *map(_number, speeds), _number(self._share(what), ".2f"), _number(cpu))
+        if options.through_controller:
+            for what in ("put", "get"):
+                speeds = [self.mb_s(f"controller {side}{what}") for side in ("", "limit ")]
+                share = self.ratio(f"controller {what}", f"controller limit {what}")
+                cpu = self.cpu_us(f"controller {what}", 1 << 20)
+                row = [*map(_number, speeds), _number(share, ".2f"), _number(cpu)]
+                table.add_row(f"{what}, controller", *row)
         table.add_section()
         table.add_row("exists, keys/s", f"{median(self.exists['engine']):,.0f}")
         table.add_row("longest stop, ms", f"{self.stall_ms:.1f}", f"idle: {self.idle_stall_ms:.1f}")

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
+from asynchicache.bench.storage.controller import open_controller_bench
+from asynchicache.bench.storage.limits import Limit, Setup, as_given
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
 from asynchicache.bench.storage.registry import LIMITS
@@ -19,10 +20,10 @@ from asynchicache.bench.storage.report import Sample, StorageReport
 from asynchicache.bench.ticker import longest_gap
 from asynchicache.config import open_backend
 from asynchicache.errors import StorageError
-from asynchicache.ports import AsyncioPort
+from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.pool import GuardedPool
-from asynchicache.storage.protocol import PoolEngine
+from asynchicache.storage.protocol import PoolEngine, StorageBackend
 from asynchicache.types import Outcome
 
 _PATIENCE = PoolLimits(deadline=120.0)
@@ -39,6 +40,8 @@ class Bench:
 
     options: StorageBenchOptions
     pages: BenchPages
+    port: Port
+    backend: StorageBackend
     engine: PoolEngine
     pool: GuardedPool
     limit: Limit | None
@@ -106,6 +109,8 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
             advance(number + 1, options.rounds + 2)
         bench.round += 1
         await _stall(bench)
+        if options.through_controller:
+            await _through_controller(bench)
         advance(options.rounds + 2, options.rounds + 2)
         return bench.report
 
@@ -159,6 +164,23 @@ async def _stall(bench: Bench) -> None:
     bench.report.idle_stall_ms = await longest_gap(partial(asyncio.sleep, seconds)) * 1e3
 
 
+async def _through_controller(bench: Bench) -> None:
+    """The same pages through a whole cache, in turns with the limit; one round warms up."""
+    options, in_order = bench.options, range(bench.options.pages)
+    opened = open_controller_bench(bench.backend, options.page_bytes, options.pages, options.seed, bench.port)
+    async with opened as controller:
+        for number in range(options.rounds + 1):
+            samples = {"controller put": await controller.put(number)}
+            if bench.limit is not None:
+                samples["controller limit put"] = await bench.sweep(bench.limit.put, in_order)
+            samples["controller get"], wrong = await controller.get(number)
+            if bench.limit is not None:
+                samples["controller limit get"] = await bench.sweep(bench.limit.get, in_order)
+            bench.report.wrong_pages += wrong
+            if number:
+                bench.report.add(samples)
+
+
 async def _there_and_back(bench: Bench, order: Sequence[int]) -> None:
     await bench.sweep(bench.put, order)
     await bench.sweep(bench.get, order)
@@ -174,7 +196,10 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
         pages = BenchPages(options.page_bytes, options.pages, options.seed)
         setup = Setup(options.page_bytes, options.pages, pages.memory, options.engine_options(), folder, port)
         peer = LIMITS.get(options.engine)
-        engine = await _open_engine(stack, options.engine, peer, setup, pages)
+        own = peer.engine_options if peer is not None else as_given
+        backend = open_backend(options.engine, own(setup.options, setup.folder), port)
+        stack.push_async_callback(backend.aclose)
+        engine = await backend.open_pool(pages.binding)
         pool = GuardedPool(engine, pages.binding, port, _PATIENCE)
         stack.push_async_callback(pool.aclose)
         limit = None
@@ -182,13 +207,5 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
             limit = await peer.open(setup)
             stack.push_async_callback(limit.aclose)
         order = port.random.sample(range(options.pages), options.pages)
-        yield Bench(options, pages, engine, pool, limit, StorageReport.of(options, peer), order=order)
-
-
-async def _open_engine(
-    stack: AsyncExitStack, name: str, peer: Peer | None, setup: Setup, pages: BenchPages
-) -> PoolEngine:
-    own = peer.engine_options if peer is not None else as_given
-    backend = open_backend(name, own(setup.options, setup.folder), setup.port)
-    stack.push_async_callback(backend.aclose)
-    return await backend.open_pool(pages.binding)
+        report = StorageReport.of(options, peer)
+        yield Bench(options, pages, port, backend, engine, pool, limit, report, order=order)

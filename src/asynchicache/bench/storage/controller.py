@@ -1,0 +1,171 @@
+"""Host to storage and back through a whole cache: its controller writes behind, and prefetches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import torch
+
+from asynchicache.bench.storage.report import Sample
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
+from asynchicache.controller.request import Request
+from asynchicache.errors import StorageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import Port
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend
+from asynchicache.types import Outcome, Tier
+
+_PAGE_TOKENS = 16
+_POOL = "kv"
+
+
+class WatchedBackend:
+    """A backend whose puts are timed: writes begin in the background, when the controller says so.
+
+    Attributes:
+        began, ended: when the first put of a round began, and when the last one ended, in seconds.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.name = backend.name
+        self.began: float | None = None
+        self.ended = 0.0
+        self._backend = backend
+        self._engine: PoolEngine | None = None
+        self._keys: list[ObjectKey] = []
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        self._engine = await self._backend.open_pool(binding)
+        return _WatchedEngine(self._engine, self)
+
+    def putting(self, keys: Sequence[ObjectKey]) -> None:
+        """A put begins."""
+        if self.began is None:
+            self.began = time.perf_counter()
+        self._keys += keys
+
+    async def forget(self) -> None:
+        """Delete what was put, so that the next round writes to the same place on the medium."""
+        keys, self._keys, self.began = self._keys, [], None
+        if self._engine is not None:
+            await self._engine.delete(keys)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class _WatchedEngine:
+    def __init__(self, engine: PoolEngine, watch: WatchedBackend) -> None:
+        self.capabilities: Capabilities = engine.capabilities
+        self.exists = engine.exists
+        self.get = engine.get
+        self.delete = engine.delete
+        self.aclose = engine.aclose
+        self._engine = engine
+        self._watch = watch
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._watch.putting(keys)
+        outcomes = await self._engine.put(keys, slots)
+        self._watch.ended = time.perf_counter()
+        return outcomes
+
+
+class ControllerBench:
+    """One cache with an attention pool, whose pages go to storage and come back.
+
+    Args:
+        cache: with room for all pages on the device and on the host.
+        watch: the cache's backend.
+        page_bytes, pages: size and number of the pages.
+        seed: of the bytes.
+
+    Attributes:
+        content: what the pages hold, `[pages, tokens, bytes]`.
+    """
+
+    def __init__(
+        self, cache: HybridCache, watch: WatchedBackend, page_bytes: int, pages: int, seed: int
+    ) -> None:
+        self._cache = cache
+        self._watch = watch
+        self._nbytes = page_bytes * pages
+        self._pages = pages
+        self._device = cache.device_tensor(_POOL, "bytes")[0]
+        generator = torch.Generator().manual_seed(seed)
+        shape = (pages, _PAGE_TOKENS, page_bytes // _PAGE_TOKENS)
+        self.content = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    async def put(self, number: int) -> Sample:
+        """Publish a new prompt; the time from the first put of the engine to the end of the last.
+
+        Raises:
+            StorageError: not all pages were stored.
+        """
+        async with self._cache.request(self._tokens(number)) as request:
+            await request.load()
+            request.extend(self._pages * _PAGE_TOKENS)
+            self._device[self._slots(request)] = self.content
+            await request.checkpoint(self._pages * _PAGE_TOKENS)
+            cpu = time.process_time()
+            if not await request.durable() or self._watch.began is None:
+                raise StorageError("not all pages reached storage through the controller")
+        seconds = self._watch.ended - self._watch.began
+        return Sample(seconds, time.process_time() - cpu, self._nbytes)
+
+    async def get(self, number: int) -> tuple[Sample, int]:
+        """Prefetch a prompt that neither device nor host knows any more.
+
+        Returns:
+            The time that `Request.prefetch` took, and how many pages came back wrong.
+
+        Raises:
+            StorageError: not all of it was a hit.
+        """
+        await self._cache.flush()
+        self._device.zero_()
+        async with self._cache.request(self._tokens(number)) as request:
+            started, cpu = time.perf_counter(), time.process_time()
+            hit = await request.prefetch()
+            sample = Sample(time.perf_counter() - started, time.process_time() - cpu, self._nbytes)
+            if hit.by_tier.get(Tier.STORAGE, 0) != self._pages * _PAGE_TOKENS:
+                raise StorageError(f"prefetch brought {hit.by_tier} back: {hit.reason.value}")
+            await request.load()
+            same = self._device[self._slots(request)] == self.content
+            wrong = self._pages - int(same.flatten(1).all(1).sum())
+        await self._cache.flush()
+        await self._watch.forget()
+        return sample, wrong
+
+    def _slots(self, request: Request) -> list[int]:
+        return request.pages(_POOL)[: self._pages]
+
+    def _tokens(self, number: int) -> list[int]:
+        first = number << 32
+        return list(range(first, first + self._pages * _PAGE_TOKENS + 1))
+
+
+@asynccontextmanager
+async def open_controller_bench(
+    backend: StorageBackend, page_bytes: int, pages: int, seed: int, port: Port
+) -> AsyncIterator[ControllerBench]:
+    """A cache on `backend`, which stays the caller's."""
+    tensor = TensorSpec("bytes", (0,), (page_bytes // _PAGE_TOKENS,), "uint8")
+    spec = ModelSpec("bench", _PAGE_TOKENS, 1, (PoolSpec(_POOL, (tensor,)),))
+    config = CacheConfig(
+        device_slots={_POOL: pages + 1},
+        host_slots={_POOL: pages + 1},
+        weight_version="bench",
+        store_bytes=2 * page_bytes * pages,
+        prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE, max_seconds=600.0),
+        storage_limits=PoolLimits(deadline=120.0),
+        seed=seed,
+    )
+    watch = WatchedBackend(backend)
+    async with HybridCache.open(spec, config, storage=watch, port=port) as cache:
+        yield ControllerBench(cache, watch, page_bytes, pages, seed)
