@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
-_PART_BYTES = 8 << 20
+_BATCH_BYTES = 16 << 20
+"""Pages of a call, without headers, that are worth its hops and syncs."""
+_MOST_PAGES = 128
+_PART_BYTES = 6 << 20
+"""Pages of one hop, without headers."""
 
 Mover = Callable[[int, Sequence[memoryview]], int]
 
@@ -73,9 +77,9 @@ class FileEngine:
         store: the pool's files.
     """
 
-    capabilities = Capabilities(durable=True, checks=True)
-
     def __init__(self, binding: PoolBinding, port: Port, store: PageStore) -> None:
+        pages = min(max(1, _BATCH_BYTES // binding.slot_bytes), _MOST_PAGES)
+        self.capabilities = Capabilities(durable=True, checks=True, batch_pages=pages)
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
@@ -127,7 +131,7 @@ class FileEngine:
 
     def _cuts(self, count: int) -> list[slice]:
         """Parts of a batch that move side by side: while one waits for the disk, another is checked."""
-        step = max(1, _PART_BYTES // self._store.segments.frame_bytes)
+        step = max(1, _PART_BYTES // self._binding.slot_bytes)
         return [slice(start, start + step) for start in range(0, count, step)]
 
     async def _hop(self, work: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file import engine
+from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.types import Outcome
 from storage.file_stores import FRAME_BYTES, bench_at, capacity_for
 
@@ -21,10 +22,12 @@ HIT, MISS, STORED, EXISTS, FAILED = (
     Outcome.FAILED,
 )
 
+SLOT_BYTES = FRAME_BYTES - HEADER_BYTES
+
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_PART_BYTES", 3 * FRAME_BYTES)
+    monkeypatch.setattr(engine, "_PART_BYTES", 3 * SLOT_BYTES)
 
 
 @pytest.mark.asyncio
