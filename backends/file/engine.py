@@ -23,8 +23,7 @@ T = TypeVar("T")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 _BATCH_BYTES = 16 << 20
-"""Pages of a call, without headers, that are worth its hops and syncs."""
-_MOST_PAGES = 128
+"""Pages that are made durable together, without headers."""
 _PART_BYTES = 6 << 20
 """Pages of one hop, without headers."""
 
@@ -77,9 +76,9 @@ class FileEngine:
         store: the pool's files.
     """
 
+    capabilities = Capabilities(durable=True, checks=True)
+
     def __init__(self, binding: PoolBinding, port: Port, store: PageStore) -> None:
-        pages = min(max(1, _BATCH_BYTES // binding.slot_bytes), _MOST_PAGES)
-        self.capabilities = Capabilities(durable=True, checks=True, batch_pages=pages)
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
@@ -94,14 +93,14 @@ class FileEngine:
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        cuts = self._cuts(len(keys))
+        cuts = self._cuts(len(keys), _PART_BYTES)
         hops = [self._hop(partial(self._get, keys[cut], slots[cut])) for cut in cuts]
         return [outcome for outcomes in await asyncio.gather(*hops) for outcome in outcomes]
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        if len(self._cuts(len(keys))) > 1:
-            return await self._to_the_end(self._put_in_parts(keys, slots))
-        return await self._hop(partial(self._put, keys, slots))
+        cuts = self._cuts(len(keys), _BATCH_BYTES)
+        puts = [self._to_the_end(self._put(keys[cut], slots[cut])) for cut in cuts]
+        return [outcome for outcomes in await asyncio.gather(*puts) for outcome in outcomes]
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._hop(partial(self._delete, keys))
@@ -129,24 +128,24 @@ class FileEngine:
         if self.closed:
             raise ClosedError(f"file engine of pool {self._binding.pool!r} is closed")
 
-    def _cuts(self, count: int) -> list[slice]:
-        """Parts of a batch that move side by side: while one waits for the disk, another is checked."""
-        step = max(1, _PART_BYTES // self._binding.slot_bytes)
+    def _cuts(self, count: int, nbytes: int) -> list[slice]:
+        """Parts of `nbytes` that move side by side: while one waits for the disk, another is checked."""
+        step = max(1, nbytes // self._binding.slot_bytes)
         return [slice(start, start + step) for start in range(0, count, step)]
 
-    async def _hop(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; it runs to its end, and is waited for, whatever its caller does."""
-        return await self._to_the_end(self._port.run_blocking(work))
+    def _hop(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `work` in a thread."""
+        return self._to_the_end(self._port.run_blocking(work))
 
-    async def _to_the_end(self, work: Coroutine[object, object, T]) -> T:
-        """Await `work`, which goes on if the caller is cancelled, and is waited for by `aclose`."""
+    def _to_the_end(self, work: Coroutine[object, object, T]) -> asyncio.Future[T]:
+        """Start `work`; it runs to its end, and `aclose` waits for it, whatever its caller does."""
         if self.closed:
             work.close()
             self._check_open()
         task = asyncio.create_task(work)
         self._hops.add(task)
         task.add_done_callback(self._hops.discard)
-        return await asyncio.shield(task)
+        return asyncio.shield(task)
 
     def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         batch = _Batch(keys, slots, [Outcome.MISS] * len(keys), [])
@@ -171,17 +170,20 @@ class FileEngine:
             else:  # deleted while it was read: nothing is damaged
                 batch.outcomes[move.place] = Outcome.MISS
 
-    def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch, moves = self._begin(keys, slots)
-        return self._end(self._write(moves, batch), batch)
-
-    async def _put_in_parts(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """As `_put`, with parts written side by side and made durable together."""
+    async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """Write pages in parts side by side, and make them durable together."""
+        if len(self._cuts(len(keys), _PART_BYTES)) == 1:
+            return await self._port.run_blocking(partial(self._put_at_once, keys, slots))
         batch, moves = await self._port.run_blocking(partial(self._begin, keys, slots))
-        parts = [moves[cut] for cut in self._cuts(len(moves))]
+        parts = [moves[cut] for cut in self._cuts(len(moves), _PART_BYTES)]
         writing = [self._port.run_blocking(partial(self._write, part, batch)) for part in parts]
         written = [move for part in await asyncio.gather(*writing) for move in part]
         return await self._port.run_blocking(partial(self._end, written, batch))
+
+    def _put_at_once(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """The same in one hop."""
+        batch, moves = self._begin(keys, slots)
+        return self._end(self._write(moves, batch), batch)
 
     def _begin(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> tuple[_Batch, list[Move]]:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""

@@ -202,7 +202,7 @@ async def test_clear_forgets_the_pools_that_are_open_and_no_others(tmp_path: Pat
         assert (await there(old, range(5)), await there(new, range(5))) == ([0, 1, 2], [1])
     async with bench_at(tmp_path, read_only=True) as bench:
         with pytest.raises(UsageError, match="for reading only"):
-            await bench.engine.clear()  # type: ignore[attr-defined]
+            await bench.engine.clear()
 
 
 @pytest.mark.asyncio

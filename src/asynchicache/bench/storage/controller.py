@@ -65,6 +65,7 @@ class _WatchedEngine:
         self.exists = engine.exists
         self.get = engine.get
         self.delete = engine.delete
+        self.clear = engine.clear
         self.aclose = engine.aclose
         self._engine = engine
         self._watch = watch
