@@ -103,6 +103,15 @@ def test_what_had_to_make_room_is_told_from_what_never_was(sliding):
     assert held == (WINDOW, True)
 
 
+def test_a_state_that_went_with_its_window_is_the_windows_fault(mixed):
+    mixed.add("abcd", states=[STATE])
+    mixed.evict(MIXED_WINDOW)
+
+    held = mixed.tree.held_back(mixed.tokens("abcd"), mixed.match("abcd"))
+
+    assert held == (2, True)
+
+
 # Tombstones
 
 

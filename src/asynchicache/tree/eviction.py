@@ -94,8 +94,8 @@ def _drop_states(tree: NodeStore, node: Node, freed: Evicted) -> None:
     for aux in tree.components:
         for tier in () if aux.paged else (Tier.DEVICE, Tier.HOST):
             at = place(aux.number, tier)
-            if tree.evictable(node, at):
-                _vacate(tree, node, at, freed)
+            if tree.evictable(node, at):  # not marked as dropped: it is the window that made room
+                freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
 
 
 def _evict_full(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicted) -> None:

@@ -103,7 +103,12 @@ class MatchingTree(NodeStore):
         inside = match.full_pages - node.end
         ends = [(aux, _pages(aux.longest(node, partial, inside))) for aux in self.components]
         aux, _ = min(ends, key=itemgetter(1))
-        return HeldBack(aux.number, self._was_dropped(aux, tip, match.pages))
+        if self._was_dropped(aux, tip, match.pages):
+            return HeldBack(aux.number, dropped=True)
+        for window in self.windows:  # a state goes with its window, which is to blame then
+            if self._was_dropped(window, tip, match.pages):
+                return HeldBack(window.number, dropped=True)
+        return HeldBack(aux.number, dropped=False)
 
     @staticmethod
     def _was_dropped(aux: Component, tip: Node, pages: int) -> bool:
