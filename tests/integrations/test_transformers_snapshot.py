@@ -67,11 +67,11 @@ def _in_transformers(pool: PoolSpec, tensor: TensorSpec) -> dict[str, tuple[int,
     return {tensor.name: (1, shape[0], PAGE, shape[1])}
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "deepseek_v32"])
 def test_restored_cache_is_the_original(name: str) -> None:
     """In bfloat16, at every page: equal bits at once, after the rest of the prompt, and while decoding.
 
-    In float32 the same is checked through three tiers.
+    In float32 the same is checked through three tiers; and, in `make soak`, all models in both.
     """
     model, tokens = tiny_model(name, "bfloat16"), random_tokens(LENGTH)
     pools = pool_map(tiny_spec(name, "bfloat16"), 8)
