@@ -7,6 +7,7 @@ leases and generations added.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -23,6 +24,9 @@ from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
 logger = logging.getLogger(__name__)
+
+_POOL = re.compile(r"[a-z0-9_]{1,64}")
+_SHARD = re.compile(r"[0-9a-z/-]{0,32}")
 
 
 class Hf3fsBackend:
@@ -70,12 +74,16 @@ class Hf3fsBackend:
         options = self._options
         frame_bytes = binding.header_bytes + binding.slot_bytes
         wanted = options.slots_of(binding.pool, frame_bytes)
-        opened = await self._client.open(name, wanted, frame_bytes)
+        known = await self._client.open(name, 1, frame_bytes)
+        data = await self._port.run_blocking(partial(self._open_data, name, known.store, wanted, binding))
+        try:
+            # Only now: a namespace never shrinks, and there might have been no room for its file.
+            opened = await self._client.open(name, wanted, frame_bytes)
+        except BaseException:
+            await self._port.run_blocking(data.close)
+            raise
         if opened.slots > wanted:
             logger.info("%s has %d slots already; %d were asked for", name, opened.slots, wanted)
-        data = await self._port.run_blocking(
-            partial(self._open_data, name, opened.store, opened.slots, binding)
-        )
         return Hf3fsEngine(
             binding,
             self._port,
@@ -107,7 +115,13 @@ class Hf3fsBackend:
 
 
 def namespace_name(binding: PoolBinding) -> str:
-    """What no two pools, shards or fingerprints share: names the file, and the pages in the service."""
+    """What no two pools, shards or fingerprints share: names the file, and the pages in the service.
+
+    Raises:
+        StorageError: a name may not be part of a path.
+    """
+    if not _POOL.fullmatch(binding.pool) or not _SHARD.fullmatch(binding.shard):
+        raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r}: these are no names of a file")
     # A shard has `/` and `-`, and never `_`: two shards get two names.
     shard = f".{binding.shard.replace('/', '_')}" if binding.shard else ""
     return f"{binding.fingerprint.hex()[:32]}.{binding.pool}{shard}"

@@ -15,6 +15,7 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -70,9 +71,7 @@ class DataFile:
             self._allocate(slots * frame_bytes)
         except OSError as error:
             self.close()
-            room = (
-                " (give it a smaller capacity_bytes)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            )
+            room = " (give it a smaller capacity_bytes)" if error.errno in _FULL else ""
             raise StorageError(f"{path} with {slots * frame_bytes} bytes: {error.strerror}{room}") from error
 
     @property
