@@ -101,6 +101,8 @@ class Hf3fsBackend:
             binding.header_bytes + binding.slot_bytes,
             slots,
             direct=options.direct and options.io is Io.POSIX,
+            # 3FS has no fallocate; what the C library does instead writes to every block of the file.
+            reserve=options.io is Io.POSIX,
         )
         if self._usrbio is None:
             return PosixPath(file, binding)

@@ -56,19 +56,20 @@ class DataFile:
         frame_bytes: of one slot.
         slots: how many.
         direct: open it with O_DIRECT where the file system has it.
+        reserve: take the room now, where the file system can; else the file is only made that long.
 
     Raises:
         StorageError: it cannot be opened, or there is no room for it.
     """
 
-    def __init__(self, path: Path, frame_bytes: int, slots: int, *, direct: bool) -> None:
+    def __init__(self, path: Path, frame_bytes: int, slots: int, *, direct: bool, reserve: bool) -> None:
         self.path = path
         self.frame_bytes = frame_bytes
         self.direct = direct
         self._descriptor: int | None = None
         try:
-            self._descriptor = self._open()
-            self._allocate(slots * frame_bytes)
+            made = self._open()
+            self._allocate(slots * frame_bytes, made, reserve)
         except OSError as error:
             self.close()
             room = " (give it a smaller capacity_bytes)" if error.errno in _FULL else ""
@@ -103,8 +104,17 @@ class DataFile:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    def _open(self) -> bool:
+        """Whether the file was made now, by us."""
+        try:
+            self._descriptor = self._opened(os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            self._descriptor = self._opened(0)
+            return False
+        return True
+
+    def _opened(self, flags: int) -> int:
+        flags |= os.O_RDWR | os.O_CLOEXEC
         if self.direct:
             try:
                 return os.open(self.path, flags | os.O_DIRECT, 0o666)
@@ -112,17 +122,21 @@ class DataFile:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
+                flags &= ~os.O_EXCL  # Linux makes the file before it refuses O_DIRECT
         return os.open(self.path, flags, 0o666)
 
-    def _allocate(self, size: int) -> None:
-        """Never shrinks it: other ranks may use what is behind."""
-        have = os.fstat(self.fileno).st_size
-        if have >= size:
-            return
+    def _allocate(self, size: int, made: bool, reserve: bool) -> None:
+        """Make it longer, and never shorter: other ranks may use what is behind."""
         try:
-            os.posix_fallocate(self.fileno, have, size - have)
+            if reserve:
+                os.posix_fallocate(self.fileno, 0, size)
+                return
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                os.ftruncate(self.fileno, have)  # give back what a failed preallocation has left behind
+                if made:
+                    os.ftruncate(self.fileno, 0)  # give back what a failed preallocation has left behind
                 raise
+        # The length of a file that others write to may be out of date on 3FS, so that truncating to more
+        # than it seems to have could cut it. Writes make it longer by themselves.
+        if made:
             os.ftruncate(self.fileno, size)

@@ -154,6 +154,15 @@ async def test_no_room_for_the_file(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_file_that_is_there_is_never_made_shorter(tmp_path: Path, url: str) -> None:
+    weights = str(tmp_path)
+    async with bench_at(tmp_path / "pages", url, weights=weights, capacity_bytes=6 * FRAME_BYTES) as bench:
+        await bench.put(bench.keys(*range(6)), range(6))
+    async with bench_at(tmp_path / "pages", url, weights=weights, capacity_bytes=FRAME_BYTES) as bench:
+        assert await bench.get(bench.keys(*range(6)), range(6)) == [Outcome.HIT] * 6
+
+
+@pytest.mark.asyncio
 async def test_a_capacity_below_one_page_is_one_page(tmp_path: Path, url: str) -> None:
     async with bench_at(tmp_path / "pages", url, capacity_bytes=1) as bench:
         assert await bench.put(bench.keys(1, 2), [0, 1]) == [Outcome.STORED, Outcome.REJECTED]

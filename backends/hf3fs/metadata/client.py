@@ -26,6 +26,10 @@ _FIRST_PAUSE = 0.05
 _START = "start one: python -m asynchicache.backends.hf3fs.metadata --dir DIR"
 
 
+class UnansweredError(StorageError):
+    """Raised when a call got no answer, or one that is no answer of this service."""
+
+
 class MetadataClient:
     """Connections to one service, for any number of namespaces.
 
@@ -51,13 +55,11 @@ class MetadataClient:
         """
         Raises:
             StorageFormatError: the namespace has frames of another size.
-            StorageError: no service answers there.
+            StorageError: no service answers there, or it refuses.
         """
         try:
             return await self.call("/v1/open", m.Open(name, slots, frame_bytes), m.Opened)
-        except StorageFormatError:
-            raise
-        except StorageError as error:
+        except UnansweredError as error:
             raise StorageError(f"no metadata service for hf3fs at {self.url}: {error}; {_START}") from error
 
     async def call(
@@ -78,7 +80,7 @@ class MetadataClient:
             async with asyncio.timeout(self._seconds):
                 return await self._attempt(path, body, answer, self._attempts if repeat else 1)
         except TimeoutError:
-            raise StorageError(f"{path}: no answer in {self._seconds} s") from None
+            raise UnansweredError(f"{path}: no answer in {self._seconds} s") from None
 
     async def aclose(self) -> None:
         """Close the connections; twice is harmless."""
@@ -94,7 +96,7 @@ class MetadataClient:
                 return _understood(await self._http.post(path, content=body), answer)
             except httpx.TransportError as error:
                 if attempts < 1:
-                    raise StorageError(f"{path}: {error!r}") from error
+                    raise UnansweredError(f"{path}: {error!r}") from error
                 logger.info("%s%s: %r; trying again", self.url, path, error)
             await asyncio.sleep(pause * (0.5 + self._port.random.random()))
             pause *= 2
@@ -210,11 +212,11 @@ def _understood(response: httpx.Response, answer: type[Answer]) -> Answer:
         try:
             return msgspec.json.decode(response.content, type=answer)
         except msgspec.MsgspecError as error:
-            raise StorageError(f"{response.url}: this is no metadata service of hf3fs: {error}") from error
+            raise UnansweredError(f"{response.url}: this is no metadata service of hf3fs: {error}") from error
     try:
         words = msgspec.json.decode(response.content, type=m.Refusal).error
-    except msgspec.MsgspecError:
-        words = f"status {response.status_code}"
+    except msgspec.MsgspecError as error:
+        raise UnansweredError(f"{response.url}: status {response.status_code}") from error
     kind = StorageFormatError if response.status_code == 409 else StorageError
     raise kind(f"{response.url}: {words}")
 
