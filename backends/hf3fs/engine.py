@@ -154,7 +154,7 @@ class Hf3fsEngine:
         unfit = [place for place in places if outcomes[place] in (Outcome.CORRUPT, Outcome.MISS)]
         if not unfit:
             return
-        claims = [Claim(_name(keys[place]), *_where(places[place])) for place in unfit]
+        claims = [_claim(keys[place], places[place]) for place in unfit]
         try:
             dropped = await self._namespace.forget(claims)
         except StorageError as error:
@@ -166,26 +166,30 @@ class Hf3fsEngine:
         self.corrupt += sum(outcomes[place] is Outcome.CORRUPT for place in unfit)
 
     async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        first: dict[ObjectKey, int] = {}
-        for place, key in enumerate(keys):
-            first.setdefault(key, place)
-        outcomes = [Outcome.EXISTS] * len(keys)  # of a key that is given twice the second exists
-        unique = list(first)
+        outcomes = [Outcome.EXISTS] * len(keys)
         asked = self._port.now()
-        # Not from the port: of two ranks with one seed, each would get the other's slots.
-        reserved = await self._namespace.reserve(uuid4().hex, _names(unique))
-        places: dict[int, Place] = {}
-        for key, existed, at in zip(unique, reserved.existed, reserved.places, strict=True):
-            if at is not None:
-                places[first[key]] = at
-            elif not existed:
-                outcomes[first[key]] = Outcome.REJECTED  # every slot is being read or written
+        places = await self._reserve(keys, outcomes)
         fresh = [(Frame(at.slot, slots[place]), keys[place]) for place, at in places.items()]
         written = await self._port.run_blocking(partial(self._write, fresh, asked))
         for place, outcome in zip(places, written, strict=True):
             outcomes[place] = outcome
         await self._settle(keys, places, outcomes)
         return [Outcome.FAILED if outcome is Outcome.TIMEOUT else outcome for outcome in outcomes]
+
+    async def _reserve(self, keys: Sequence[ObjectKey], outcomes: list[Outcome]) -> dict[int, Place]:
+        """Where to write which of the keys; those for which there is no room are REJECTED."""
+        first: dict[ObjectKey, int] = {}
+        for place, key in enumerate(keys):
+            first.setdefault(key, place)  # of a key that is given twice the second exists
+        # No token from the port: of two ranks with one seed, each would get the other's slots.
+        reserved = await self._namespace.reserve(uuid4().hex, _names(list(first)))
+        places: dict[int, Place] = {}
+        for place, existed, at in zip(first.values(), reserved.existed, reserved.places, strict=True):
+            if at is not None:
+                places[place] = at
+            elif not existed:
+                outcomes[place] = Outcome.REJECTED
+        return places
 
     def _write(self, fresh: Sequence[tuple[Frame, ObjectKey]], asked: float) -> list[Outcome]:
         if self._port.now() - asked > self._namespace.lease_seconds / 2:
@@ -203,7 +207,7 @@ class Hf3fsEngine:
         stored = [place for place in places if outcomes[place] is Outcome.STORED]
         unused = [places[place] for place in places if outcomes[place] in (Outcome.FAILED, Outcome.REJECTED)]
         if stored:
-            claims = [Claim(_name(keys[place]), *_where(places[place])) for place in stored]
+            claims = [_claim(keys[place], places[place]) for place in stored]
             verdicts = await self._confirm(claims)
             for place, verdict in zip(stored, verdicts, strict=True):
                 outcomes[place] = _OUTCOME_OF[verdict]
@@ -243,14 +247,10 @@ class Hf3fsEngine:
 _OUTCOME_OF = {"stored": Outcome.STORED, "existed": Outcome.EXISTS, "lost": Outcome.FAILED}
 
 
-def _name(key: ObjectKey) -> str:
-    """A key inside its namespace."""
-    return key.digest.hex()
-
-
 def _names(keys: Sequence[ObjectKey]) -> list[str]:
+    """Keys inside their namespace."""
     return [key.digest.hex() for key in keys]
 
 
-def _where(place: Place) -> tuple[int, int]:
-    return place.slot, place.generation
+def _claim(key: ObjectKey, at: Place) -> Claim:
+    return Claim(key.digest.hex(), at.slot, at.generation)

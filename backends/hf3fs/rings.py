@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class RingWorker:
         size: bytes of the worker's own memory, without the caller's.
 
     Raises:
-        OSError: 3FS refuses the memory or a ring.
+        OSError: there is no room in /dev/shm, or 3FS refuses the memory or a ring.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class RingWorker:
         self._shared = SharedMemory(create=True, size=size) if memory is None else memory
         self._waiting: set[int] = set()
         try:
+            if self._owned:
+                _reserve(self._shared)
             self._iovec = usrbio.make_iovec(self._shared, mount)
             self._rings = {reading: usrbio.make_ioring(mount, entries, reading) for reading in (True, False)}
         except BaseException:
@@ -161,3 +165,9 @@ class RingWorker:
         found = {view.base_off: view.result for view in done if view.base_off in self._waiting}
         self._waiting -= found.keys()
         return found
+
+
+def _reserve(memory: SharedMemory) -> None:
+    """Take the room now: where /dev/shm is full, the first touch of a page would kill the process."""
+    with Path("/dev/shm", memory.name).open("r+b") as file:  # noqa: S108 - where 3FS looks for it
+        os.posix_fallocate(file.fileno(), 0, memory.size)

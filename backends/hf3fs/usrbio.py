@@ -118,16 +118,16 @@ class UsrbioPath:
 
     def close(self) -> None:
         self.stop()
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.close()
+        if not self._registered:
+            return
+        self._registered = False
         self._reap()
-        if self._quarantined:  # their memory must outlive them, and their file its number
+        while self._idle:
+            self._idle.pop().close()
+        if self._quarantined:
             _LEAKED.extend(self._quarantined)
-            logger.error("%s: closed with I/O under way; its memory is leaked", self._file.path)
-        elif self._registered:
-            self._registered = False
+            logger.error("%s: closed with I/O under way; memory and descriptor are leaked", self._file.path)
+        else:
             self._usrbio.deregister_fd(self._file.fileno)  # before it is closed
             self._file.close()
 
@@ -265,7 +265,8 @@ class UsrbioPath:
 
 
 _LEAKED: list[RingWorker] = []
-"""What 3FS may still write to after the path was closed."""
+"""What 3FS may still write to after the path was closed; the file's number stays taken as well, so that no
+late write meets another file."""
 
 
 def _batches(frames: Sequence[Frame], size: int) -> Iterator[Sequence[Frame]]:

@@ -242,6 +242,20 @@ def test_everything_but_read_leases_survives_a_crash(tmp_path: Path, clock: Cloc
     again.store.close()
 
 
+def test_a_read_that_began_before_a_crash_ends_no_lease_of_after_it(tmp_path: Path, clock: Clock) -> None:
+    shelf = Shelf(tmp_path, clock)
+    shelf.put(1, 2, 3, 4)
+    old, _ = shelf.locate(1)
+    shelf.store._database.close()
+    again = Shelf(tmp_path, clock)
+    again.locate(1, 2, 3, 4)
+
+    again.store.end_reads([old])
+
+    assert again.reserve(5) == [None]
+    again.store.close()
+
+
 def test_after_a_crash_reservations_have_a_full_lease(tmp_path: Path, clock: Clock) -> None:
     shelf = Shelf(tmp_path, clock)
     shelf.reserve(1, 2, 3, 4)

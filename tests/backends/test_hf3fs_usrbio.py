@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from asynchicache.backends.hf3fs import open_backend
+from asynchicache.backends.hf3fs import open_backend, rings
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort, Port
@@ -232,6 +233,31 @@ async def test_closing_with_io_under_way_leaves_its_memory_alone(
 
     assert usrbio.registered  # the file stays open too: another's number would be written to
     usrbio.finish_late()
+
+
+@pytest.mark.asyncio
+async def test_no_room_for_shared_memory_is_said_when_the_pool_is_opened(
+    usrbio: Usrbio, options: dict[str, object], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    names: list[str] = []
+
+    class Recorded(SharedMemory):
+        def __init__(self, *, create: bool, size: int) -> None:
+            super().__init__(create=create, size=size)
+            names.append(self.name)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(rings, "SharedMemory", Recorded)
+
+    with pytest.raises(StorageError, match=r"no USRBIO rings at .*: .*No space left"):
+        async with bench_at(url=url, **options):  # type: ignore[arg-type]
+            pass
+
+    assert [Path("/dev/shm", name).exists() for name in names] == [False]
+    assert usrbio.registered == {}
 
 
 # Without a copy.

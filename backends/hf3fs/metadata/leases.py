@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import NamedTuple
+from uuid import uuid4
 
 
 class Slot(NamedTuple):
@@ -35,7 +36,8 @@ class SlotLeases:
         self._now = now
         self._writes: dict[Slot, float] = {}
         self._reads: dict[int, _Read] = {}
-        self._numbers = count(1)
+        # Numbers of before a restart may still be sent, and must not end leases of after it.
+        self._numbers = count(uuid4().int >> 80)
 
     def write(self, slots: Iterable[Slot]) -> None:
         """These are being written from now on."""

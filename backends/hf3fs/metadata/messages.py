@@ -83,7 +83,7 @@ class Present(Message, frozen=True):
 class Located(Message, frozen=True):
     """
     Attributes:
-        lease: until it is finished, or too old, no slot below gets another page.
+        lease: until it is finished, or too old, no slot below gets another page; 0 if there is none.
         places: one a key, None where it is not there.
     """
 

@@ -33,7 +33,7 @@ _MOST_TOUCHES = 4096
 _FREE, _RESERVED, _HELD = range(3)
 
 
-class UnknownNamespaceError(UsageError, KeyError):
+class UnknownNamespaceError(UsageError):
     """Raised when a handle is not of this store: the service was given another folder, say."""
 
 
