@@ -143,7 +143,9 @@ async def test_a_service_killed_at_random_instants_under_every_fault(tmp_path: P
     port = free_port()
     chance = Random(seed)
     with service_process(tmp_path / "metadata", port) as server:
-        async with scene(f"http://127.0.0.1:{port}", tmp_path / "pages", seed) as s:
+        # Room for what writers leave reserved when they find the service gone: it returns after a minute.
+        room = {"capacity_bytes": 1000 * FRAME_BYTES}
+        async with scene(f"http://127.0.0.1:{port}", tmp_path / "pages", seed, **room) as s:
             s.faults.rates = FaultRates(partial=0.1, swap=0.1)
             for _ in range(10):
                 calls = asyncio.create_task(s.random_calls(chance, 60))
