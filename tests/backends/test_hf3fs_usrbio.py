@@ -285,6 +285,10 @@ class SharedSlab:
     def header(self, slot: int) -> memoryview:
         return self._view(self.header_offset(slot), HEADER_BYTES)
 
+    def regions(self) -> tuple[memoryview, memoryview]:
+        headers = self.shared_memory.size - self._headers
+        return self._view(self._headers, headers), self._view(0, self._headers)
+
     def close(self) -> None:
         self.shared_memory.unlink()
 
