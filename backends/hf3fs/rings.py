@@ -150,7 +150,8 @@ class RingWorker:
 
     def _collect(self, results: dict[int, int], now: Callable[[], float], end: float) -> None:
         """Results until all are there, or time is up, which a call that brings none says as well."""
-        while self._waiting and (left := end - now()) > 0:
+        while self._waiting:
+            left = max(end - now(), 0.0)  # a thread that comes late still takes what is there
             found = self._take(min_results=len(self._waiting), timeout=timedelta(seconds=left))
             if not found:
                 return

@@ -44,7 +44,12 @@ class Served(BackendConformance):
         return self.plain(port, tmp_path)
 
     def plain(self, port: Port, tmp_path: Path, **more: object) -> StorageBackend:
-        options = {"path": tmp_path / "mount" / "pages", "metadata": self.url, "capacity_bytes": 1 << 20}
+        options = {
+            "path": tmp_path / "mount" / "pages",
+            "metadata": self.url,
+            "capacity_bytes": 1 << 20,
+            "metadata_seconds": 60,
+        }
         return open_backend({**options, **more}, port)
 
 

@@ -52,7 +52,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 async def client_of(url: str, **options: float) -> AsyncIterator[MetadataClient]:
     port = AsyncioPort(threads=1, seed=0)
-    client = MetadataClient(url, port, **options)  # type: ignore[arg-type]
+    client = MetadataClient(url, port, **{"seconds": 60.0, **options})  # type: ignore[arg-type]
     try:
         yield client
     finally:
@@ -269,9 +269,10 @@ async def test_with_another_folder_the_service_does_not_know_us(tmp_path: Path) 
 async def test_a_service_that_hangs_costs_a_deadline(tmp_path: Path) -> None:
     port = free_port()
     with service_process(tmp_path, port) as server:
-        async for client in client_of(f"http://127.0.0.1:{port}", seconds=0.2):
+        async for client in client_of(f"http://127.0.0.1:{port}"):
             namespace = await namespace_of(client)
             server.pause()
+            client._seconds = 0.2
             with pytest.raises(StorageError, match=r"no answer in 0.2 s"):
                 await namespace.exists(KEYS)
             server.resume()

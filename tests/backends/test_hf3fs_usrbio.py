@@ -54,7 +54,8 @@ def usrbio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Usrbio]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, object]:
-    return {"path": tmp_path / "mount" / "pages", "io": "usrbio", "entries": 4, "io_seconds": 0.01}
+    """No test waits for `io_seconds`: the stand-in's time is up at once."""
+    return {"path": tmp_path / "mount" / "pages", "io": "usrbio", "entries": 4}
 
 
 def path_of(bench: Bench) -> UsrbioPath:
@@ -333,7 +334,7 @@ async def test_without_a_copy_3fs_moves_the_slots_themselves(
 async def test_without_a_copy_a_call_keeps_its_slots_until_late_io_has_ended(
     usrbio: Usrbio, options: dict[str, object], url: str, shared: SharedSlab
 ) -> None:
-    async with backend_at(url=url, **options, zero_copy=True) as backend:  # type: ignore[arg-type]
+    async with backend_at(url=url, **options, zero_copy=True, io_seconds=0.01) as backend:  # type: ignore[arg-type]
         binding = SharedBinding(shared, uuid4().hex)
         bench = Bench(await backend.open_pool(binding), binding)
         keys = bench.keys(*range(4))
@@ -352,7 +353,7 @@ async def test_without_a_copy_a_call_keeps_its_slots_until_late_io_has_ended(
 async def test_without_a_copy_closing_ends_a_call_that_would_wait_for_ever(
     usrbio: Usrbio, options: dict[str, object], url: str, shared: SharedSlab
 ) -> None:
-    async with backend_at(url=url, **options, zero_copy=True) as backend:  # type: ignore[arg-type]
+    async with backend_at(url=url, **options, zero_copy=True, io_seconds=0.01) as backend:  # type: ignore[arg-type]
         binding = SharedBinding(shared, uuid4().hex)
         bench = Bench(await backend.open_pool(binding), binding)
         await bench.put(bench.keys(1), [0])

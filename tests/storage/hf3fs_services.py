@@ -69,7 +69,8 @@ async def backend_at(path: Path, url: str, **options: object) -> AsyncIterator[H
     async with AsyncExitStack() as stack:
         port = AsyncioPort(threads=4, seed=0)
         stack.push_async_callback(port.aclose)
-        backend = open_backend({"path": path, "metadata": url, "capacity_bytes": 1 << 20, **options}, port)
+        patient = {"capacity_bytes": 1 << 20, "metadata_seconds": 60}
+        backend = open_backend({"path": path, "metadata": url, **patient, **options}, port)
         stack.push_async_callback(backend.aclose)
         yield backend
 
