@@ -19,7 +19,7 @@ from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
 from asynchicache.backends.opened import OpenEngines
-from asynchicache.errors import ClosedError
+from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
