@@ -7,6 +7,7 @@ turns give the same figures everywhere, at thousands of turns a second.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -148,6 +149,7 @@ class VirtualRunner:
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
     ) -> Turn:
         """Serve one turn, as `turns.TurnRunner.run` does."""
+        await asyncio.sleep(0)  # nothing else here suspends, and an interrupt must find a place to land
         history.extend(prompt)
         length = len(history.tokens)
         sequence = self._planner.open(array("q", history.tokens), b"")
