@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine import PAGE, SPEC, Engine, config
 
 from asynchicache import HybridCache, ModelSpec, Tier
-from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.errors import ConfigError, UsageError
+from asynchicache.hashing import ObjectKey
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.testing.faults import FaultRates, Faulty
-from asynchicache.types import ShedReason, trailing_pages
+from asynchicache.types import MissReason, Outcome, ShedReason, trailing_pages
 
 pytestmark = pytest.mark.asyncio
 
@@ -93,6 +96,103 @@ async def test_a_hanging_storage_is_detached_and_its_slots_are_not_lent_again():
         faults.release()
         assert cache.verify() == []
         assert (await engine.serve([*PROMPT, 2])).by_tier == {Tier.DEVICE: 20}
+
+
+class Threads(MemoryBackend):
+    """Its calls go on when they are cancelled, as those do that run in threads, and wait for `gate`."""
+
+    def __init__(self, store: MemoryStore, held: str) -> None:
+        super().__init__(store)
+        self.gate = asyncio.Event()
+        self.running: list[asyncio.Task[list[Outcome]]] = []
+        self._held = held
+
+    async def open_pool(self, binding: PoolBinding) -> ThreadedEngine:
+        return ThreadedEngine(await super().open_pool(binding), binding, self)
+
+    async def in_thread(self, name: str, call: Callable[[], Awaitable[list[Outcome]]]) -> list[Outcome]:
+        self.running.append(asyncio.create_task(self._behind_gate(name, call)))
+        return await asyncio.shield(self.running[-1])
+
+    async def _behind_gate(self, name: str, call: Callable[[], Awaitable[list[Outcome]]]) -> list[Outcome]:
+        if name == self._held:
+            await self.gate.wait()
+        return await call()
+
+
+class ThreadedEngine:
+    """An engine of its own for each call: what runs in a thread outlives the one that was closed."""
+
+    capabilities = Capabilities(durable=False, checks=True)
+
+    def __init__(self, engine: MemoryEngine, binding: PoolBinding, threads: Threads) -> None:
+        self._engine = engine
+        self._threads = threads
+        self._inner = MemoryEngine(binding, threads.store, checksum=True)
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        return await self._engine.exists(keys)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._threads.in_thread("get", lambda: self._inner.get(keys, slots))
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._threads.in_thread("put", lambda: self._inner.put(keys, slots))
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        return await self._engine.delete(keys)
+
+    async def clear(self) -> int:
+        return await self._engine.clear()
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()
+
+
+OTHERS = [[client * 1000 + n for n in range(20)] for client in range(1, 6)]
+IMPATIENT = PoolLimits(deadline=0.01, closing=0.01)
+
+
+def small(host_pages: int):
+    """A cache that must use host slots again, and gives up on storage soon."""
+    slots = {"kv": host_pages, "mamba": 8}
+    return config(device_slots={"kv": 8, "mamba": 4}, host_slots=slots, storage_limits=IMPATIENT)
+
+
+async def test_a_read_that_outlives_its_storage_writes_to_nobodys_slots():
+    """It used to write to host slots that others had been given."""
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
+        await Engine(cache).serve(PROMPT)
+    threads = Threads(store, "get")
+    async with HybridCache.open(SPEC, small(30), storage=threads) as cache:
+        engine = Engine(cache)
+        async with cache.request([*PROMPT, 1]) as request:
+            assert (await request.prefetch()).reason is MissReason.DEADLINE
+        await cache.detach_storage()
+        for prompt in OTHERS:
+            await engine.serve(prompt)
+        threads.gate.set()
+        await asyncio.wait(threads.running)
+        served = [(await engine.serve([*prompt, 1])).by_tier for prompt in reversed(OTHERS)]  # compares bytes
+        assert {Tier.HOST: 20} in served
+        assert cache.statistics().occupancy["kv"][1].quarantined == 5
+
+
+async def test_a_write_that_outlives_its_storage_stores_no_others_bytes():
+    """It used to seal, as its own, what others had put into its slots meanwhile."""
+    threads = Threads(MemoryStore(), "put")
+    async with HybridCache.open(SPEC, small(22), storage=threads) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT)
+        await cache.detach_storage()
+        await cache.flush()
+        for prompt in OTHERS:
+            await engine.serve(prompt)
+        threads.gate.set()
+        await asyncio.wait(threads.running)
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(threads.store)) as cache:
+        assert (await Engine(cache).serve([*PROMPT, 1])).by_tier == {Tier.STORAGE: 20}  # compares bytes
 
 
 async def test_clear_leaves_other_models_alone():

@@ -189,7 +189,8 @@ class Fetcher:
         return gained.reason
 
     async def _finish_late(self, read: Read, late: list[Batch]) -> None:
+        safe = False
         try:
-            await linger(late)
+            safe = await linger(late)
         finally:
-            self._reader.finish(read)
+            self._reader.finish(read, safe=safe)

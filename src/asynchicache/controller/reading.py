@@ -356,10 +356,10 @@ class Reader:
             self._books.free[place(number, Tier.HOST)].release(gone)
             read.slots[number] = [slot for slot in slots if slot in late]
 
-    def finish(self, read: Read) -> None:
-        """No engine writes to the read's slots any more."""
+    def finish(self, read: Read, *, safe: bool = True) -> None:
+        """No engine writes to the read's slots any more; or, unless `safe`, that will never be known."""
         for number, slots in read.slots.items():
-            self._books.free[place(number, Tier.HOST)].release(slots)
+            self._books.give_back(place(number, Tier.HOST), slots, poisoned=not safe)
         self._reads.discard(read)
 
     def _private(self) -> Mapping[int, list[int]]:

@@ -234,8 +234,13 @@ async def _gather(calls: Iterable[Coroutine[object, object, Batch]]) -> list[Bat
     return list(await asyncio.gather(*calls))
 
 
-async def linger(batches: Iterable[Batch]) -> None:
-    """Wait for calls that outlived their deadline: until they end they use their slots."""
+async def linger(batches: Iterable[Batch]) -> bool:
+    """Wait for calls that outlived their deadline: until they end they use their slots.
+
+    Returns:
+        False if storage was closed before they ended: nobody will ever know when they do.
+    """
     late = [batch.lingering for batch in batches if batch.lingering is not None]
     if late:
         await asyncio.wait(late)
+    return not any(call.cancelled() for call in late)

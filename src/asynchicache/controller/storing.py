@@ -105,11 +105,13 @@ class Storer:
             self._spawn_late(self._finish_late(work, size, batches))
 
     async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
+        safe = False
         try:
-            await linger(batches)
+            safe = await linger(batches)
         finally:
             self._bytes -= size
-            self._writer.finish(work)
+            if safe:  # else its pages stay where they are: what came in their place would be stored as theirs
+                self._writer.finish(work)
 
     def _count(self, batches: Sequence[Batch]) -> bool:
         """Add up what became of a write; whether all of it is there."""
@@ -152,6 +154,7 @@ class Storer:
         Raises:
             StorageError: an engine failed.
         """
-        count = await self._stored.clear()
-        self._writer.forget_stored()
-        return count
+        try:
+            return await self._stored.clear()
+        finally:
+            self._writer.forget_stored()  # also after a failure: nobody knows how far it got
