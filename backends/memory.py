@@ -6,7 +6,7 @@ Nothing here suspends or leaves the loop's thread; a call's price is its copies.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -42,6 +42,10 @@ class MemoryStore:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    def __iter__(self) -> Iterator[ObjectKey]:
+        """Keys of all pages, the least recently used first."""
+        return iter(self._pages)
 
     def __contains__(self, key: ObjectKey) -> bool:
         return key in self._pages

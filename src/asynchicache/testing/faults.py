@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -15,6 +15,11 @@ from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine,
 from asynchicache.types import Outcome
 
 Sleep = Callable[[float], Awaitable[object]]
+
+CALLS = ("exists", "get", "put", "delete", "clear")
+"""What may go wrong, by the engine's methods."""
+
+_REMEMBERED = 64  # pages of an engine that may turn up in place of others
 
 
 class Latency:
@@ -80,29 +85,47 @@ class _SlowEngine:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often what goes wrong, each from 0 to 1.
+    """How often what goes wrong, each from 0 to 1, and where.
 
     Attributes:
         fail: a call answers FAILED for every key, and does nothing.
         raises: a call raises, and does nothing.
         hang: a call waits until `Faulty.release`, then goes on.
+        late: a call does what it should at once, and answers `late_seconds` of the `Faulty` later.
         partial: a page of a get or put answers FAILED, and nothing is done for it.
         lie: a key of `exists` gets the wrong answer.
-        swap: a page that was read is not the one that was asked for, or has a flipped bit; the answer is HIT.
+        swap: a page that was read is another one, whole and sealed: one of the same call, or that the
+            engine stored before; if there is none, the right one with a flipped bit. The answer is HIT.
+        calls: those of `CALLS` that this happens to. Default: all.
+        pools: the pools that it happens to. Default, if empty: all.
     """
 
     fail: float = 0.0
     raises: float = 0.0
     hang: float = 0.0
+    late: float = 0.0
     partial: float = 0.0
     lie: float = 0.0
     swap: float = 0.0
+    calls: Collection[str] = CALLS
+    pools: Collection[str] = ()
 
     def __post_init__(self) -> None:
         for rate in fields(self):
             value = getattr(self, rate.name)
-            if not 0 <= value <= 1:
+            if rate.default == 0 and not 0 <= value <= 1:
                 raise ConfigError(f"fault rate {rate.name}={value!r} must be 0 to 1")
+        for name in ("calls", "pools"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"fault rates' {name}={getattr(self, name)!r} must be several names, no string"
+                )
+        if not set(self.calls) <= set(CALLS):
+            raise ConfigError(f"fault rates' calls={self.calls!r} must be some of {CALLS}")
+
+    def concern(self, call: str, pool: str) -> bool:
+        """Whether a call of a pool may go wrong."""
+        return call in self.calls and (not self.pools or pool in self.pools)
 
 
 class Faulty:
@@ -114,15 +137,27 @@ class Faulty:
         backend: what answers when nothing goes wrong.
         rates: how often something does; may be replaced at any time.
         chance: the only source of luck.
+        late_seconds: how long an answer that is late takes.
+        sleep: waits for it; another one for a clock of its own.
     """
 
-    def __init__(self, backend: StorageBackend, rates: FaultRates, chance: random.Random) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        rates: FaultRates,
+        chance: random.Random,
+        *,
+        late_seconds: float = 60.0,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
         self.name = f"faulty-{backend.name}"
         self.rates = rates
         self.injected: Counter[str] = Counter()
         """How often what went wrong, by the name of its rate."""
         self._backend = backend
         self._chance = chance
+        self._late_seconds = late_seconds
+        self._sleep = sleep
         self._hanging: list[asyncio.Event] = []
         self._wrapped: dict[PoolEngine, _FaultyEngine] = {}
 
@@ -154,7 +189,7 @@ class Faulty:
         return True
 
     async def enter(self) -> bool:
-        """What may happen to a call as a whole; False if it shall fail.
+        """What may happen to a call before it does anything; False if it shall fail.
 
         Raises:
             StorageError: it shall raise.
@@ -167,43 +202,74 @@ class Faulty:
             raise StorageError("made to raise")
         return not self.strikes("fail")
 
+    async def leave(self) -> None:
+        """What may happen to a call that has done its work."""
+        if self.strikes("late"):
+            await self._sleep(self._late_seconds)
+
 
 class _FaultyEngine:
     def __init__(self, engine: PoolEngine, binding: PoolBinding, faults: Faulty) -> None:
         self._engine = engine
         self._binding = binding
         self._faults = faults
+        self._stored: deque[ObjectKey] = deque(maxlen=_REMEMBERED)
 
     @property
     def capabilities(self) -> Capabilities:
         return replace(self._engine.capabilities, checks=False, immediate=False)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        if not self._concerned("exists"):
+            return await self._engine.exists(keys)
         if not await self._faults.enter():
             raise StorageError("made to fail; exists has no other word for it")
         found = await self._engine.exists(keys)
+        await self._faults.leave()
         return bytearray([there ^ self._faults.strikes("lie") for there in found])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        if not self._concerned("get"):
+            return await self._engine.get(keys, slots)
         outcomes = await self._some(self._engine.get, keys, slots)
-        self._swap([slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome is Outcome.HIT])
+        pairs = zip(keys, slots, strict=True)
+        await self._swap(
+            [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is Outcome.HIT]
+        )
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return await self._some(self._engine.put, keys, slots)
+        if not self._concerned("put"):
+            outcomes = await self._engine.put(keys, slots)
+        else:
+            outcomes = await self._some(self._engine.put, keys, slots)
+        stored = zip(keys, outcomes, strict=True)
+        self._stored.extend(key for key, outcome in stored if outcome is Outcome.STORED)
+        return outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        if not self._concerned("delete"):
+            return await self._engine.delete(keys)
         if not await self._faults.enter():
             return [Outcome.FAILED] * len(keys)
-        return await self._engine.delete(keys)
+        outcomes = await self._engine.delete(keys)
+        await self._faults.leave()
+        return outcomes
 
     async def clear(self) -> int:
+        if not self._concerned("clear"):
+            return await self._engine.clear()
         if not await self._faults.enter():
             raise StorageError("made to fail; clear has no other word for it")
-        return await self._engine.clear()
+        count = await self._engine.clear()
+        await self._faults.leave()
+        return count
 
     async def aclose(self) -> None:
         await self._engine.aclose()
+
+    def _concerned(self, call: str) -> bool:
+        return self._faults.rates.concern(call, self._binding.pool)
 
     async def _some(
         self,
@@ -219,14 +285,22 @@ class _FaultyEngine:
         done = await call([keys[place] for place in chosen], [slots[place] for place in chosen])
         for place, outcome in zip(chosen, done, strict=True):
             outcomes[place] = outcome
+        await self._faults.leave()
         return outcomes
 
-    def _swap(self, slots: Sequence[int]) -> None:
-        struck = [slot for slot in slots if self._faults.strikes("swap")]
+    async def _swap(self, read: Sequence[tuple[ObjectKey, int]]) -> None:
+        struck = [pair for pair in read if self._faults.strikes("swap")]
         if len(struck) == 1:
-            self._binding.page(struck[0])[0] ^= 1
-        for one, other in pairwise(struck):  # by pairs, a page goes to the end and the others up by one
+            await self._replace(*struck[0])
+        for (_, one), (_, other) in pairwise(struck):  # a page goes to the end and the others up by one
             self._exchange(one, other)
+
+    async def _replace(self, key: ObjectKey, slot: int) -> None:
+        """Read another page than that of `key` into `slot`, or damage the one in it."""
+        for other in self._stored:
+            if other != key and await self._engine.get([other], [slot]) == [Outcome.HIT]:
+                return
+        self._binding.page(slot)[0] ^= 1
 
     def _exchange(self, one: int, other: int) -> None:
         for view in (self._binding.header, self._binding.page):
