@@ -15,7 +15,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.backends import BackendConformance
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 
 
@@ -70,9 +70,23 @@ class TestMemoryWithoutFaults(BackendConformance):
 
 
 @pytest.mark.asyncio
+class TestMemoryInParts(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Persistent(Faulty(memory.open_backend({}, port), FaultRates(partial=0.3), Random(0)))
+
+
+@pytest.mark.asyncio
 class TestFileWithoutFaults(BackendConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Faulty(file.open_backend({"path": tmp_path}, port), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+class TestFileInParts(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Persistent(
+            Faulty(file.open_backend({"path": tmp_path}, port), FaultRates(partial=0.3), Random(0))
+        )
 
 
 class BrokenBackend:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 
 HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FAILED
@@ -45,11 +46,11 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(*, seed: int = 0, deadline: float = 60.0) -> AsyncIterator[Scene]:
+async def scene(*, seed: int = 0, deadline: float = 60.0, **options: Any) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         port = AsyncioPort(threads=2)
         stack.push_async_callback(port.aclose)
-        faults = Faulty(memory.open_backend({}, port), FaultRates(), Random(seed))
+        faults = Faulty(memory.open_backend({}, port), FaultRates(), Random(seed), **options)
         stack.push_async_callback(faults.aclose)
         binding = SlotBinding(slab_of("kv", 300, 64), fingerprint_of("w"))
         engine = await faults.open_pool(binding)
@@ -178,9 +179,89 @@ async def test_latency_is_by_call_and_page() -> None:
     assert waited == [1.5, 2.0]
 
 
+@pytest.mark.asyncio
+async def test_a_late_answer_is_to_work_that_was_done() -> None:
+    naps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+
+    async with scene(late_seconds=7.0, sleep=sleep) as s:
+        s.faults.rates = FaultRates(late=1)
+        keys = s.bench.keys(1)
+
+        assert (await s.put(keys, [0])).outcomes == [STORED]
+        assert (await s.guard.exists(keys)).outcomes == [HIT]
+        assert (await s.get(keys, [1])).outcomes == [HIT]
+        assert (await s.guard.delete(keys)).outcomes == [HIT]
+        assert await s.guard.clear() == 0
+        assert naps == [7.0] * 5
+
+
+@pytest.mark.asyncio
+async def test_only_the_calls_that_are_named_go_wrong() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1)
+        for call in CALLS:
+            s.faults.rates = FaultRates(raises=1, calls=(call,))
+            answers = [
+                (await s.put(keys, [0])).outcomes,
+                (await s.get(keys, [1])).outcomes,
+                (await s.guard.exists(keys)).outcomes,
+                (await s.guard.delete(keys)).outcomes,
+            ]
+            assert answers.count([FAILED]) == (call != "clear")
+        assert s.faults.injected["raises"] == 4
+
+
+@pytest.mark.asyncio
+async def test_only_the_pools_that_are_named_go_wrong() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1)
+        s.faults.rates = FaultRates(fail=1, pools=("mamba",))
+        assert (await s.put(keys, [0])).outcomes == [STORED]
+        s.faults.rates = FaultRates(fail=1, pools=("mamba", "kv"))
+        assert (await s.get(keys, [0])).outcomes == [FAILED]
+
+
+@pytest.mark.asyncio
+async def test_one_page_is_swapped_with_one_that_was_stored_before() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1, 2)
+        await s.put(keys, [0, 1])
+        s.faults.rates = FaultRates(swap=1)
+
+        assert await s.bench.engine.get(keys[1:], [5]) == [HIT]
+        assert s.bench.holds(keys[0], 5)
+        assert s.bench.binding.identify(s.bench.binding.header(5)) == keys[0]
+        assert (await s.get(keys[1:], [5])).outcomes == [Outcome.CORRUPT]
+
+
+@pytest.mark.asyncio
+async def test_persistence_makes_up_for_partial_results() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(*range(20))
+        s.faults.rates = FaultRates(partial=0.5)
+        bench = Bench(await Persistent(s.faults).open_pool(s.bench.binding), s.bench.binding)
+
+        assert await bench.put(keys, range(20)) == [STORED] * 20
+        assert await bench.get(keys, range(20, 40)) == [HIT] * 20
+        assert s.faults.injected["partial"] > 20
+
+        s.faults.rates = FaultRates(partial=1)
+        assert await bench.get(keys, range(20)) == [FAILED] * 20  # and comes to an end
+
+
 def test_rates_are_shares() -> None:
     with pytest.raises(ConfigError, match=r"lie=1\.5 must be 0 to 1"):
         FaultRates(lie=1.5)
+
+
+def test_calls_and_pools_are_names() -> None:
+    with pytest.raises(ConfigError, match=r"calls=\('read',\) must be some of"):
+        FaultRates(calls=("read",))
+    with pytest.raises(ConfigError, match="pools='kv' must be several names"):
+        FaultRates(pools="kv")
 
 
 @pytest.mark.asyncio

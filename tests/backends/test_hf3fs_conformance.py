@@ -14,7 +14,7 @@ from asynchicache.backends.hf3fs import open_backend
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance, Bench
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from engines import free_port
 from storage.hf3fs_services import service_process
 from storage.usrbio_standin import Usrbio
@@ -115,3 +115,9 @@ class TestSlowUsrbio(ServedByRings):
 class TestUsrbioWithoutFaults(ServedByRings):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Faulty(self.plain(port, tmp_path), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+class TestUsrbioInParts(ServedByRings):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Persistent(Faulty(self.plain(port, tmp_path), FaultRates(partial=0.3), Random(0)))

@@ -13,7 +13,7 @@ from asynchicache.backends.mooncake.store import Store
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from storage.mooncake_cluster import Cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.engine("mooncake")]
@@ -49,3 +49,8 @@ class TestSlowMooncake(MooncakeConformance):
 class TestMooncakeWithoutFaults(MooncakeConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Faulty(self.open_mooncake(port, tmp_path), FaultRates(), Random(0))
+
+
+class TestMooncakeInParts(MooncakeConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Persistent(Faulty(self.open_mooncake(port, tmp_path), FaultRates(partial=0.3), Random(0)))

@@ -23,7 +23,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 from storage.s3_server import BUCKET, FRAME_BYTES, S3Server, backend_at, bench_at, open_bench
 
@@ -84,6 +84,18 @@ class TestS3WithIndexWithoutFaults(S3Conformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         options = self.server.options(f"index/{tmp_path.name}", index=True)
         return Faulty(open_backend(options, port), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+class TestS3InParts(S3Conformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Persistent(
+            Faulty(
+                open_backend(self.server.options(f"parts/{tmp_path.name}"), port),
+                FaultRates(partial=0.3),
+                Random(0),
+            )
+        )
 
 
 @pytest.mark.asyncio

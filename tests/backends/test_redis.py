@@ -16,7 +16,7 @@ from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 from engines import executable, module
 from storage.redis_servers import FRAME_BYTES, RedisServer, backend_at, bench_at, open_bench
@@ -84,6 +84,14 @@ class TestSlowRedis(RedisConformance):
 class TestRedisWithoutFaults(RedisConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Faulty(self.over(self.server.url, port, tmp_path), FaultRates(), Random(0))
+
+
+@pytest.mark.asyncio
+class TestRedisInParts(RedisConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return Persistent(
+            Faulty(self.over(self.server.url, port, tmp_path), FaultRates(partial=0.3), Random(0))
+        )
 
 
 @pytest.mark.asyncio

@@ -58,6 +58,8 @@ EXAMPLES = [
         id="no-length-suits-both-though-each-has-one",
     ),
     pytest.param(0, [(trailing_pages(1), upto(7))], 0, id="no-attention-at-all"),
+    pytest.param(0, [(ALL_PAGES, upto(7))], 0, id="index-keys-without-attention"),
+    pytest.param(0, [(trailing_pages(3), upto(7))], 0, id="a-window-without-attention"),
 ]
 
 
@@ -66,6 +68,22 @@ def test_worked_examples(kv: int, others: list[tuple[Coverage, int]], expected: 
     sets = [restorable(ALL_PAGES, kv, 8)] + [restorable(coverage, have, 8) for coverage, have in others]
 
     assert longest(intersect(sets)) == expected
+
+
+def test_the_least_of_the_maxima_may_suit_nobody() -> None:
+    sets = [restorable(trailing_pages(3), pages(2, 3, 4), 8), restorable(trailing_pages(1), pages(7), 8)]
+
+    assert [members(lengths) for lengths in sets] == [[0, 5], [0, 8]]
+    assert min(map(longest, sets)) == 5
+    assert longest(intersect(sets)) == 0
+
+
+def test_ranks_are_intersected_as_pools_are() -> None:
+    """Each rank alone could restore 6 pages or more; together they can 4."""
+    ranks = [restorable(trailing_pages(1), pages(3, 5), 8), restorable(trailing_pages(1), pages(3, 6), 8)]
+
+    assert [longest(lengths) for lengths in ranks] == [6, 7]
+    assert longest(intersect(ranks)) == 4
 
 
 def test_every_valid_length_of_the_window_example() -> None:
@@ -79,6 +97,20 @@ def test_restorable_is_its_definition(count: int, present: int, window: int | No
     coverage = Coverage(window)
 
     assert members(restorable(coverage, present, count)) == by_definition(coverage, present, count)
+
+
+@given(
+    st.integers(0, 24),
+    st.lists(st.tuples(st.integers(1, 30) | st.none(), st.integers(0, 2**26)), min_size=1, max_size=5),
+)
+def test_several_pools_are_brute_force(count: int, pools: list[tuple[int | None, int]]) -> None:
+    # Three of four pages are there: with every second one, few lengths are common.
+    have = [(Coverage(window), present | present << 1) for window, present in pools]
+    lengths = intersect(restorable(coverage, present, count) for coverage, present in have)
+
+    each = [set(by_definition(coverage, present, count)) for coverage, present in have]
+    assert members(lengths) == sorted(set.intersection(*each))
+    assert longest(lengths) == max(set.intersection(*each))
 
 
 @given(st.integers(0, 40), st.integers(0, 2**44))

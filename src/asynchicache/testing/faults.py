@@ -1,4 +1,4 @@
-"""Wrappers that make any backend slow, broken, or dishonest, on purpose and by a seed."""
+"""Wrappers that make any backend slow, broken, or dishonest, on purpose and by a seed; or persistent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,68 @@ from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine,
 from asynchicache.types import Outcome
 
 Sleep = Callable[[float], Awaitable[object]]
+Move = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
 
 CALLS = ("exists", "get", "put", "delete", "clear")
 """What may go wrong, by the engine's methods."""
 
 _REMEMBERED = 64  # pages of an engine that may turn up in place of others
+
+
+class Persistent:
+    """A backend that is asked again for pages that FAILED, until none does or it has failed for all.
+
+    Around a `Faulty` whose calls succeed in part, it passes the conformance tests, if what is wrapped
+    answers rightly for any part of a call.
+
+    Args:
+        backend: what answers.
+        attempts: calls for one page, at most.
+    """
+
+    def __init__(self, backend: StorageBackend, attempts: int = 64) -> None:
+        self.name = f"persistent-{backend.name}"
+        self._backend = backend
+        self._attempts = attempts
+        self._wrapped: dict[PoolEngine, _PersistentEngine] = {}
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        engine = await self._backend.open_pool(binding)
+        return self._wrapped.setdefault(engine, _PersistentEngine(engine, self._attempts))
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class _PersistentEngine:
+    def __init__(self, engine: PoolEngine, attempts: int) -> None:
+        self._engine = engine
+        self._attempts = attempts
+        self.exists = engine.exists
+        self.delete = engine.delete
+        self.clear = engine.clear
+        self.aclose = engine.aclose
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._again(self._engine.get, keys, slots)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return await self._again(self._engine.put, keys, slots)
+
+    async def _again(self, call: Move, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = await call(keys, slots)
+        for _ in range(self._attempts - 1):
+            failed = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]
+            if not failed:
+                break
+            again = await call([keys[place] for place in failed], [slots[place] for place in failed])
+            for place, outcome in zip(failed, again, strict=True):
+                outcomes[place] = outcome
+        return outcomes
 
 
 class Latency:
@@ -273,7 +330,7 @@ class _FaultyEngine:
 
     async def _some(
         self,
-        call: Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]],
+        call: Move,
         keys: Sequence[ObjectKey],
         slots: Sequence[int],
     ) -> list[Outcome]:
