@@ -159,8 +159,9 @@ def small(host_pages: int):
     return config(device_slots={"kv": 8, "mamba": 4}, host_slots=slots, storage_limits=IMPATIENT)
 
 
-async def test_a_read_that_outlives_its_storage_writes_to_nobodys_slots():
-    """It used to write to host slots that others had been given."""
+@pytest.mark.parametrize("detach", [False, True])
+async def test_a_late_read_writes_to_nobodys_slots_and_if_it_outlives_its_storage(detach: bool):
+    """The latter used to write to host slots that others had been given."""
     store = MemoryStore()
     async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
         await Engine(cache).serve(PROMPT)
@@ -169,14 +170,15 @@ async def test_a_read_that_outlives_its_storage_writes_to_nobodys_slots():
         engine = Engine(cache)
         async with cache.request([*PROMPT, 1]) as request:
             assert (await request.prefetch()).reason is MissReason.DEADLINE
-        await cache.detach_storage()
+        if detach:
+            await cache.detach_storage()
         for prompt in OTHERS:
             await engine.serve(prompt)
         threads.gate.set()
         await asyncio.wait(threads.running)
         served = [(await engine.serve([*prompt, 1])).by_tier for prompt in reversed(OTHERS)]  # compares bytes
         assert {Tier.HOST: 20} in served
-        assert cache.statistics().occupancy["kv"][1].quarantined == 5
+        assert cache.statistics().occupancy["kv"][1].quarantined == (5 if detach else 0)
 
 
 async def test_a_write_that_outlives_its_storage_stores_no_others_bytes():
