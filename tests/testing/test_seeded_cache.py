@@ -72,8 +72,8 @@ class Client:
 
 
 def broken_storage(world: SeededWorld) -> StorageBackend:
-    rates = FaultRates(fail=0.05, raises=0.05, partial=0.05, lie=0.05, swap=0.05)
-    faulty = Faulty(MemoryBackend(MemoryStore()), rates, world.random)
+    rates = FaultRates(fail=0.05, raises=0.05, late=0.05, partial=0.05, lie=0.05, swap=0.05)
+    faulty = Faulty(MemoryBackend(MemoryStore()), rates, world.random, late_seconds=0.02)
     return Latency(faulty, 1e-3, sleep=world.sleep)
 
 
