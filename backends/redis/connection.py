@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from asynchicache.backends.redis.resp import (
     NEWLINE,
     ErrorReply,
@@ -54,6 +56,14 @@ class Connection:
             OSError: the connection broke.
         """
         await self._wire.send(parts)
+
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
+        """Send groups of parts, one behind the other; each is made when its turn comes, perhaps in a thread.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        await self._wire.send_groups(groups)
 
     async def ask(self, *commands: bytes) -> list[Reply]:
         """Send commands at once, and read as many replies.

@@ -34,12 +34,12 @@ async def dial(options: RedisOptions, port: Port) -> Connection:
 async def _connect(options: RedisOptions, port: Port) -> Wire:
     server = options.server
     if server.path:
-        return await connect_socket(socket.AF_UNIX, server.path)
+        return await connect_socket(socket.AF_UNIX, server.path, port)
     if server.tls:
         return await connect_tls(server.host, server.port, options.ca_file)
     look_up = partial(socket.getaddrinfo, server.host, server.port, type=socket.SOCK_STREAM)
     found = await port.run_blocking(look_up)
-    return await try_addresses([(family, address) for family, _, _, _, address in found])
+    return await try_addresses([(family, address) for family, _, _, _, address in found], port)
 
 
 async def _log_in(connection: Connection, options: RedisOptions) -> None:

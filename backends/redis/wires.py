@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeAlias
+
+from asynchicache.ports import Port
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 Address: TypeAlias = "tuple[Any, ...] | str"
 """Where to connect, in the form that the socket's family has."""
 
+MOST_PARTS = 1024
+"""Parts of a group: IOV_MAX of Linux."""
 _TLS_BUFFER = 1 << 20
 _TURN_BYTES = 512 << 10
 """Moved in one step of the loop; a quarter of a millisecond, for each connection."""
@@ -37,6 +43,15 @@ class Wire(Protocol):
         """
         ...
 
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
+        """Send groups of parts, one behind the other, for large values. A group is made when its turn
+        comes, perhaps in a thread; at most `MOST_PARTS` in one.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        ...
+
     def quiet(self) -> bool:
         """Whether the connection stands, and nothing has come that nobody asked for."""
         ...
@@ -47,10 +62,16 @@ class Wire(Protocol):
 
 
 class SocketWire:
-    """A connected, non-blocking socket; the kernel copies straight from and into the views."""
+    """A connected, non-blocking socket; the kernel copies straight from and into the views.
 
-    def __init__(self, connected: socket.socket) -> None:
+    Args:
+        connected: the socket.
+        port: threads, one at a time, for what is sent in groups.
+    """
+
+    def __init__(self, connected: socket.socket, port: Port) -> None:
         self._socket = connected
+        self._port = port
         self._loop = asyncio.get_running_loop()
         self._moved = 0
 
@@ -68,6 +89,33 @@ class SocketWire:
                 await self._loop.sock_sendall(self._socket, piece)
                 await self._give_turn(len(piece))
             sent = max(0, sent - len(part))
+
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
+        """In a thread that the kernel holds until it has taken a group: the loop would be woken, and
+        would make a call, for each piece that fits into the kernel's buffer.
+        """
+        await self._off_loop(partial(self._send_blocking, groups))
+
+    def _send_blocking(self, groups: Iterator[Sequence[Bytes]]) -> None:
+        descriptor = self._socket.fileno()
+        os.set_blocking(descriptor, True)  # the kernel's flag; to Python the socket stays non-blocking
+        try:
+            for parts in groups:
+                _send_all(self._socket, parts)
+        finally:
+            os.set_blocking(descriptor, False)
+
+    async def _off_loop(self, call: Callable[[], None]) -> None:
+        """Run `call` in a thread; a cancellation shuts the connection, and waits until the thread is done."""
+        running = asyncio.ensure_future(self._port.run_blocking(call))
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # a thread that waits for the server is let go
+            await _until_done(running)
+            raise
+        running.result()
 
     def _send_at_once(self, parts: Sequence[Bytes]) -> int:
         """As much as the kernel takes now, in one call: a small part alone would wake the server."""
@@ -96,6 +144,26 @@ class SocketWire:
         self._socket.close()
 
 
+def _send_all(connected: socket.socket, parts: Sequence[Bytes]) -> None:
+    """Send parts through a socket that blocks, in one call unless the kernel stops early."""
+    views = [memoryview(part) for part in parts]
+    while views:
+        sent = connected.sendmsg(views)
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if views:
+            views[0] = views[0][sent:]
+
+
+async def _until_done(running: asyncio.Future[None]) -> None:
+    """Wait, however often the waiter is cancelled: what runs still touches slots, and ends soon."""
+    while not running.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()  # seen: the cancellation is what the caller gets
+
+
 def _beginning(parts: Sequence[Bytes]) -> list[memoryview]:
     """The first bytes of `parts`, as many as move in one step."""
     views = []
@@ -122,6 +190,10 @@ class TlsWire:
         self._writer.write(b"".join(parts))  # a copy: asyncio may keep it longer than the caller its slot
         await self._writer.drain()
 
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
+        for parts in groups:
+            await self.send(parts)
+
     def quiet(self) -> bool:
         return not self._reader.at_eof() and not self._writer.is_closing()
 
@@ -129,8 +201,12 @@ class TlsWire:
         self._writer.transport.abort()
 
 
-async def connect_socket(family: int, address: Address) -> SocketWire:
+async def connect_socket(family: int, address: Address, port: Port) -> SocketWire:
     """
+    Args:
+        family, address: where to connect.
+        port: threads, as `SocketWire` has them.
+
     Raises:
         OSError: nobody listens there.
     """
@@ -144,7 +220,7 @@ async def connect_socket(family: int, address: Address) -> SocketWire:
     except BaseException:
         fresh.close()
         raise
-    return SocketWire(fresh)
+    return SocketWire(fresh, port)
 
 
 async def connect_tls(host: str, port: int, ca_file: str | None) -> TlsWire:
@@ -159,7 +235,7 @@ async def connect_tls(host: str, port: int, ca_file: str | None) -> TlsWire:
     return TlsWire(*await asyncio.open_connection(host, port, ssl=context, limit=_TLS_BUFFER))
 
 
-async def try_addresses(addresses: list[tuple[int, Address]]) -> SocketWire:
+async def try_addresses(addresses: list[tuple[int, Address]], port: Port) -> SocketWire:
     """A connection to the first address that answers.
 
     Raises:
@@ -167,5 +243,5 @@ async def try_addresses(addresses: list[tuple[int, Address]]) -> SocketWire:
     """
     for family, address in addresses[:-1]:
         with suppress(OSError):
-            return await connect_socket(family, address)
-    return await connect_socket(*addresses[-1])
+            return await connect_socket(family, address, port)
+    return await connect_socket(*addresses[-1], port)

@@ -227,6 +227,26 @@ async def test_a_server_that_never_answers_costs_the_deadline() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_server_that_stops_reading_costs_the_deadline_of_a_put() -> None:
+    async with (
+        hostile_server() as server,
+        bench_at(server.url, connections=1, timeout_seconds=0.5, page_bytes=16 << 20, slots=2) as bench,
+    ):
+
+        async def answer_and_stop(words: list[bytes], writer: asyncio.StreamWriter) -> None:
+            writer.write(b":0\r\n:0\r\n")
+            await asyncio.Event().wait()
+
+        server.lies[b"EXISTS"] = answer_and_stop
+        keys = bench.keys(1, 2)
+        assert await bench.engine.put(keys, [0, 1]) == [FAILED] * 2  # more than the kernel keeps
+
+        server.lies.clear()
+        assert await bench.get(keys, [0, 1]) == [MISS] * 2
+        assert server.connections == 2
+
+
+@pytest.mark.asyncio
 async def test_a_cancelled_get_touches_its_slot_no_more() -> None:
     async with scene(connections=1) as (server, bench):
         value = bulk(server.values[next(key for key in server.values if b"kv" in key)])
