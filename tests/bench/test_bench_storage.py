@@ -53,6 +53,7 @@ def test_an_engine_is_measured_beside_its_limit(
     assert result.keys() >= KEYS
     assert (result["engine"], result["page_bytes"], result["batch_pages"]) == (engine, 8192, 4)
     assert result["wrong_pages"] == 0
+    assert result["server_us_per_page"] == {"put": None, "get": None}
     for speeds in (result, result["limit"]):
         assert speeds["put_mb_s"] > 0
         assert speeds["get_mb_s"] > 0
@@ -171,6 +172,8 @@ def test_redis_is_measured_beside_redis_py(tmp_path: Path, capsys: pytest.Captur
     assert (code, result["wrong_pages"], left) == (0, 0, 0)
     assert result["limit"]["title"] == "redis-py with hiredis"
     assert min(result["put_ratio"], result["get_ratio"]) > 0
+    assert result["server_us_per_page"].keys() == {"put", "get"}
+    assert None not in result["server_us_per_page"].values()
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,12 @@ class RawFileLimit:
     async def get(self, indices: Sequence[int]) -> None:
         await self._setup.port.run_blocking(partial(self._move, os.preadv, indices))
 
+    async def clear(self) -> None:
+        """Nothing: the next round writes over it."""
+
+    async def server_seconds(self) -> None:
+        """There is no server."""
+
     async def aclose(self) -> None:
         os.close(self._descriptor)
 

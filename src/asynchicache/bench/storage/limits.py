@@ -25,6 +25,18 @@ class Limit(Protocol):
         """Read these pages back into their memory."""
         ...
 
+    async def clear(self) -> None:
+        """Forget what was written, if the next round would write it under other names. Never timed; the
+        engine's pages are deleted just before.
+        """
+        ...
+
+    async def server_seconds(self) -> float | None:
+        """CPU time that the server has used on requests so far, of both sides; None without a server that
+        tells. Never timed.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Let go of the medium, and remove what was written."""
         ...

@@ -22,6 +22,12 @@ class CopyLimit:
         for index in indices:
             self._memory(index)[:] = self._stored[index]
 
+    async def clear(self) -> None:
+        """Nothing: the next round writes over it."""
+
+    async def server_seconds(self) -> None:
+        """There is no server."""
+
     async def aclose(self) -> None:
         self._stored.clear()
 

@@ -40,6 +40,13 @@ class DirectLimit:
             partial(self._move, self._store.batch_get_into, indices, expected)
         )
 
+    async def clear(self) -> None:
+        names = self._names(range(self._setup.pages))
+        await self._setup.port.run_blocking(partial(self._store.batch_remove, names, True))
+
+    async def server_seconds(self) -> None:
+        """Mooncake's servers do not tell."""
+
     async def aclose(self) -> None:
         await self._setup.port.run_blocking(self._close)
 
@@ -53,7 +60,6 @@ class DirectLimit:
             raise StorageError(f"Mooncake does not register the pages of the bench: code {code}")
 
     def _put(self, indices: Sequence[int]) -> None:
-        self._store.batch_remove(self._names(indices), True)  # a small share of the time of a batch
         for index in indices:
             self._turns[index] += 1
         self._move(self._store.batch_put_from, indices, 0)

@@ -16,6 +16,10 @@ _CONNECTIONS = 4  # as many as the engine has by default
 class RedisPyLimit:
     """One SET or GET a page, over as many connections as the engine has; what arrives is copied to its place.
 
+    All pages of a batch are asked for at once, and the batches in flight are as many as the engine's. Both
+    sides put pages under new names: to overwrite a value spares the server fresh memory. Both forget a
+    round's pages after it, and the server's threads are done with that before anything is timed.
+
     Args:
         setup: the pages; the name of its folder is the namespace that engine and limit use.
         client: a `redis.asyncio.Redis`.
@@ -28,14 +32,23 @@ class RedisPyLimit:
         self._turns = [0] * setup.pages
 
     async def put(self, indices: Sequence[int]) -> None:
-        """Under new names, as the engine does: to overwrite a value spares the server fresh memory."""
-        await self._client.unlink(*map(self._name, indices))
         for index in indices:
             self._turns[index] += 1
         await asyncio.gather(*map(self._put, indices))
 
     async def get(self, indices: Sequence[int]) -> None:
         await asyncio.gather(*map(self._get, indices))
+
+    async def clear(self) -> None:
+        await self._client.unlink(*map(self._name, range(self._setup.pages)))
+        while (await self._client.info("memory"))["lazyfree_pending_objects"]:  # noqa: ASYNC110 - it must be asked
+            await asyncio.sleep(0)
+
+    async def server_seconds(self) -> float | None:
+        """Of the thread that serves all clients, in Redis from 6.2 on."""
+        used = await self._client.info("cpu")
+        parts = [used.get(f"used_cpu_{kind}_main_thread") for kind in ("user", "sys")]
+        return None if None in parts else sum(parts)
 
     async def aclose(self) -> None:
         async for name in self._client.scan_iter(f"{self._namespace}:*", count=1000):

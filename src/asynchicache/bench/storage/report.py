@@ -16,11 +16,19 @@ from asynchicache.bench.storage.options import StorageBenchOptions
 
 
 class Sample(NamedTuple):
-    """All pages, moved once."""
+    """All pages, moved once.
+
+    Attributes:
+        seconds: it took.
+        cpu_seconds: of this process, all threads.
+        nbytes: of the pages.
+        server_seconds: CPU time of the server; None if it does not tell, or there is none.
+    """
 
     seconds: float
     cpu_seconds: float
     nbytes: int
+    server_seconds: float | None = None
 
     @property
     def mb_s(self) -> float:
@@ -74,6 +82,13 @@ class StorageReport:
         """Median CPU time of this process, all threads, in microseconds for `unit` bytes."""
         return median(s.cpu_seconds / s.nbytes * unit * 1e6 for s in self.samples[what])
 
+    def server_us(self, what: str) -> float | None:
+        """Median CPU time of the server, in microseconds a page; None if it does not tell."""
+        page = self.options.page_bytes
+        samples = [s for s in self.samples[what] if s.server_seconds is not None]
+        times = [(s.server_seconds or 0.0) / s.nbytes * page * 1e6 for s in samples]
+        return median(times) if times else None
+
     def as_json(self) -> dict[str, object]:
         options = self.options
         page, mib = options.page_bytes, 1 << 20
@@ -98,6 +113,7 @@ class StorageReport:
             "cpu_us_per_page": (self.cpu_us("engine put", page) + self.cpu_us("engine get", page)) / 2,
             "cpu_us_per_mib": {name: self.cpu_us(f"engine {name}", mib) for name in ("put", "get")},
             "through_controller": self._through_controller(),
+            "server_us_per_page": {name: self.server_us(f"engine {name}") for name in ("put", "get")},
             "loop_stall_ms": self.stall_ms,
             "idle_stall_ms": self.idle_stall_ms,
             "wrong_pages": self.wrong_pages,
@@ -140,8 +156,14 @@ class StorageReport:
         table.add_section()
         table.add_row("exists, keys/s", f"{median(self.exists['engine']):,.0f}")
         table.add_row("longest stop, ms", f"{self.stall_ms:.1f}", f"idle: {self.idle_stall_ms:.1f}")
+        if self.server_us("engine put") is not None:
+            table.add_row("server, CPU us/page", *self._server_row())
         table.add_row("wrong pages", str(self.wrong_pages))
         return table
+
+    def _server_row(self) -> list[str]:
+        """What the engine's pages cost the server: one page after another, it cannot be faster than that."""
+        return [f"{name}: {_number(self.server_us(f'engine {name}'))}" for name in ("put", "get")]
 
 
 def _number(value: float | None, form: str = ",.0f") -> str:

@@ -71,13 +71,26 @@ class Bench:
         """Move every page once, in batches, so many of them in flight."""
         step = self.options.batch_pages
         batches = iter([order[start : start + step] for start in range(0, len(order), step)])
+        served = await self.server_seconds()
         started, cpu = time.perf_counter(), time.process_time()
         workers = [_drain(move, batches) for _ in range(self.options.depth)]
         failures = [error for error in await asyncio.gather(*workers, return_exceptions=True) if error]
         if failures:
             raise failures[0]
-        seconds = time.perf_counter() - started
-        return Sample(seconds, time.process_time() - cpu, len(order) * self.options.page_bytes)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        done = await self.server_seconds()
+        server = None if served is None or done is None else done - served
+        return Sample(seconds, cpu, len(order) * self.options.page_bytes, server)
+
+    async def server_seconds(self) -> float | None:
+        """CPU time that the server has used so far; None if there is none, or it does not tell."""
+        return await self.limit.server_seconds() if self.limit is not None else None
+
+    async def forget(self) -> None:
+        """Delete this round's pages, the limit's as well."""
+        await self.pool.delete(self.pages.keys(self.round, range(self.options.pages)))
+        if self.limit is not None:
+            await self.limit.clear()
 
 
 async def _drain(move: Move, batches: Iterator[Sequence[int]]) -> None:
@@ -128,7 +141,7 @@ async def _round(bench: Bench, *, measured: bool) -> None:
     if measured:
         bench.report.add(samples)
         await _exists(bench)
-    await bench.pool.delete(bench.pages.keys(bench.round, in_order))
+    await bench.forget()
 
 
 def _moves(bench: Bench) -> list[tuple[str, Move]]:
