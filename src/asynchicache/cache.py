@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.stored import Attachment, StoredPools
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.errors import ConfigError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, UsageError
 from asynchicache.hashing import namespace_seed, pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.balance import starving
@@ -39,6 +40,8 @@ from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.opening import CopyOptions, allocate_memories, growing_pools, open_engine
 from asynchicache.types import token_array
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -166,12 +169,14 @@ class HybridCache:
         if isinstance(storage, str):
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
         rooms = self._rooms
-        attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
-        try:
-            self._controller.storer.attach(attachment)
-        except UsageError:
-            await attachment.aclose()
-            raise
+        with self._controller.busy():  # closing waits
+            attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
+            try:
+                self._controller.check_open()
+                self._controller.storer.attach(attachment)
+            except (ClosedError, UsageError):
+                await attachment.aclose()
+                raise
 
     async def detach_storage(self) -> bool:
         """Have no storage from now on; False if there was none.
@@ -179,7 +184,7 @@ class HybridCache:
         Requests go on, and miss what was there. Calls that are under way are waited for, with the
         `closing` limit of `storage_limits`, and `durable` answers False.
         """
-        return await self._controller.storer.detach()
+        return await _shielded(self._controller.storer.detach())
 
     async def clear_storage(self) -> int:
         """Forget every page that storage has of this model, with these weights and this salt, and no
@@ -356,11 +361,11 @@ async def _close_transfers(
         idle.close()
 
 
-async def _shielded(closing: Coroutine[object, object, None]) -> None:
+async def _shielded(closing: Coroutine[object, object, T]) -> T:
     """Run to the end even if the caller is cancelled meanwhile, then be cancelled."""
     task = asyncio.ensure_future(closing)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await task
         raise

@@ -6,6 +6,7 @@ import asyncio
 import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ from engine import PAGE, SPEC, Engine, config
 
 from asynchicache import HybridCache, ModelSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
-from asynchicache.errors import ConfigError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.protocol import Capabilities, PoolBinding
+from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import MissReason, Outcome, ShedReason, trailing_pages
 
@@ -195,6 +196,129 @@ async def test_a_write_that_outlives_its_storage_stores_no_others_bytes():
         await asyncio.wait(threads.running)
     async with HybridCache.open(SPEC, config(), storage=MemoryBackend(threads.store)) as cache:
         assert (await Engine(cache).serve([*PROMPT, 1])).by_tier == {Tier.STORAGE: 20}  # compares bytes
+
+
+class Gate:
+    """A backend whose reads have happened, but are told, and whose engines are closed, when it opens."""
+
+    name = "gated"
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._backend = MemoryBackend(store)
+        self.open = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.engines_closed = 0
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return Gated(await self._backend.open_pool(binding), self)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class Gated:
+    """One of its engines."""
+
+    def __init__(self, engine: PoolEngine, gate: Gate) -> None:
+        self._engine = engine
+        self._gate = gate
+        self.capabilities = replace(engine.capabilities, immediate=False)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    async def get(self, keys, slots):
+        outcomes = await self._engine.get(keys, slots)
+        self._gate.reading.set()
+        await self._gate.open.wait()
+        return outcomes
+
+    async def aclose(self) -> None:
+        try:
+            await self._gate.open.wait()
+        finally:
+            self._gate.engines_closed += 1
+            await self._engine.aclose()
+
+
+async def test_slots_that_a_closed_engine_may_write_to_are_never_lent_again():
+    """They went back to the free ones: what the engine wrote late fell on somebody else's pages."""
+    gate = Gate(MemoryStore())
+    async with HybridCache.open(SPEC, config(storage_limits=PoolLimits(closing=0.02)), storage=gate) as cache:
+        await Engine(cache).serve(PROMPT)
+        await cache.flush()
+        async with cache.request([*PROMPT, 1]) as request:
+            waiting = asyncio.create_task(request.prefetch())
+            await gate.reading.wait()
+            assert await cache.detach_storage()
+            assert (await waiting).tokens == 0
+        await cache.drain()
+        quarantined = {name: host.quarantined for name, (_, host) in cache.statistics().occupancy.items()}
+        assert quarantined == {"kv": 5, "mamba": 1}
+        assert cache.verify() == []
+
+
+async def test_what_was_cleared_meanwhile_does_not_count_as_stored():
+    """A read that ended after a clear marked its pages: `durable` said yes, and nobody wrote them again."""
+    store = MemoryStore()
+    gate = Gate(store)
+    async with HybridCache.open(SPEC, config(), storage=gate) as cache:
+        await Engine(cache).serve(PROMPT)
+        await cache.flush()
+        async with cache.request([*PROMPT, 1]) as request:
+            waiting = asyncio.create_task(request.prefetch())
+            await gate.reading.wait()
+            assert await cache.clear_storage() == 6
+            gate.open.set()
+            assert (await waiting).tokens == 20
+            await request.load()
+            assert len(store) == 0
+            assert await request.durable()
+            assert len(store) == 6
+
+
+async def test_a_clear_that_fails_halfway_forgets_what_was_stored():
+    store = MemoryStore()
+    faults = Faulty(MemoryBackend(store), FaultRates(), random.Random(0))
+    async with HybridCache.open(SPEC, config(), storage=faults) as cache:
+        await Engine(cache).serve(PROMPT)
+        strikes, faults.strikes = faults.strikes, lambda name: name == "raises" and len(store) == 1
+        with pytest.raises(StorageError, match="'mamba' could not be cleared"):
+            await cache.clear_storage()
+        faults.strikes = strikes
+        assert len(store) == 1
+        async with cache.request([*PROMPT, 1]) as request:
+            await request.load()
+            assert await request.durable()
+        assert len(store) == 6
+
+
+async def test_storage_that_comes_too_late_is_closed_again(tmp_path: Path):
+    path = {"path": str(tmp_path / "pages")}
+    async with HybridCache.open(SPEC, config()) as cache:
+        attaching = asyncio.create_task(cache.attach_storage("file", path))
+        await asyncio.sleep(0)
+    with pytest.raises(ClosedError):
+        await attaching
+    async with HybridCache.open(SPEC, config()) as cache:
+        await cache.attach_storage("file", path)  # the lock is free
+
+
+async def test_closing_waits_for_storage_that_is_being_detached():
+    gate = Gate(MemoryStore())
+    limits = PoolLimits(closing=0.02)
+    async with HybridCache.open(SPEC, config(storage_limits=limits), storage=gate) as cache:
+        detaching = asyncio.create_task(cache.detach_storage())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert gate.engines_closed == 2, "they use the host's memory, which is gone now"
+    assert await detaching
+
+
+async def test_nothing_is_durable_without_storage():
+    async with HybridCache.open(SPEC, config()) as cache, cache.request(PROMPT) as request:
+        await request.load()
+        assert not await request.durable()
 
 
 async def test_clear_leaves_other_models_alone():

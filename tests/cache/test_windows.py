@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from asynchicache import (
     HybridCache,
     MissReason,
     ModelSpec,
+    Request,
     RequestStateError,
     Tier,
 )
@@ -196,3 +199,97 @@ async def test_advance_checks_its_length():
             request.advance(4)
         with pytest.raises(KeyError, match="none of the pools with pages"):
             request.first_page("mamba")
+
+
+class Forward:
+    """A compute stream whose kernels run on until told."""
+
+    def __init__(self, cache: HybridCache) -> None:
+        self.stream = cache.device.stream("compute")
+        self._ended = threading.Event()
+        self.stream.launch(self._ended.wait)
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+async def _publish(cache: HybridCache, request: Request, forward: Forward, *, final: bool) -> None:
+    """Compute and publish a prompt; the request is over as soon as the forward has ended."""
+    await request.load()
+    request.extend(len(PROMPT))
+    request.checkpoint(len(PROMPT), after=forward.stream, final=final)
+    request.close(after=forward.stream)
+
+
+async def test_published_pages_before_the_window_stay_until_the_forward_has_ended():
+    """They used to be anybody's as soon as they were published, while kernels still wrote to them."""
+    slots = {"kv": 32, "swa": 6}
+    async with HybridCache.open(SPECS[0], options(device_slots=slots, host_slots={"swa": 0})) as cache:
+        forward = Forward(cache)
+        async with cache.request(PROMPT) as request, cache.request([7] * 8) as other:
+            await _publish(cache, request, forward, final=False)
+            await other.load()
+            try:
+                with pytest.raises(CapacityError, match="2 more swa device slots wanted, 1 of 6 are free"):
+                    other.extend(8)
+            finally:
+                forward.end()
+            await other.reserve(8)
+        await cache.drain()
+        assert cache.verify() == []
+
+
+async def test_a_state_that_was_handed_over_stays_until_the_forward_has_ended():
+    """A final checkpoint gives the tree the working state itself, which kernels may still write to."""
+    spec, slots = SPECS[1], {"kv": 32, "swa": 12, "mamba": 1}
+    sizes = {"device_slots": slots, "host_slots": {"swa": 0, "mamba": 0}}
+    async with HybridCache.open(spec, options(spec=spec, **sizes)) as cache:
+        forward = Forward(cache)
+        async with cache.request(PROMPT) as request, cache.request([7] * 8) as other:
+            await _publish(cache, request, forward, final=True)
+            await other.load()
+            try:
+                with pytest.raises(CapacityError, match="1 more mamba device slots wanted"):
+                    other.extend(1)
+            finally:
+                forward.end()
+            await other.reserve(1)
+        await cache.drain()
+        assert cache.verify() == []
+
+
+async def test_a_page_that_a_request_published_stays_while_it_may_publish_it_again():
+    """Between pages that it kept as duplicates, a request offered one more time what the tree had taken
+    from it and given to others: a slot had two owners."""
+    spec, slots = SPECS[1], {"kv": 32, "swa": 8, "mamba": 8}
+    async with HybridCache.open(spec, options(spec=spec, device_slots=slots)) as cache:
+        async with cache.request(PROMPT) as request, cache.request([n + 500 for n in range(16)]) as other:
+            await request.load()
+            request.extend(4)
+            await request.snapshot(4)  # holds its windows back
+            await Engine(cache).serve(PROMPT[:8])  # these two pages are duplicates
+            request.extend(16)
+            await request.checkpoint(20)
+            await other.load()
+            with suppress(CapacityError):
+                other.extend(16)
+            await request.checkpoint(20)
+            await cache.drain()
+            assert cache.verify() == []
+        await cache.drain()
+        assert cache.verify() == []
+
+
+async def test_a_snapshot_that_was_published_holds_no_pages_back():
+    """A conversation that took one snapshot kept every page of its windows from there on."""
+    spec = SPECS[1]
+    async with HybridCache.open(spec, options(spec=spec)) as cache, cache.request(PROMPT) as request:
+        await request.load()
+        request.extend(len(PROMPT))
+        await request.snapshot(len(PROMPT))
+        await request.checkpoint(len(PROMPT))
+        for _ in range(8):
+            request.extend(PAGE)
+            request.append(range(PAGE))
+            request.advance(request.reserved)
+            assert len(request.pages("swa")) <= WINDOW

@@ -46,10 +46,11 @@ class Simulation:
         windows: Mapping[str, int] | None = None,
         slots: dict[str, tuple[int, int]],
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        eviction: str = "lru",
     ) -> None:
         self.rng = rng
         self.spec = small_spec(states, windows=windows)
-        self.planner = Planner(self.spec, slots, write_policy=policy)
+        self.planner = Planner(self.spec, slots, write_policy=policy, eviction_policy=eviction)
         self.memory = {
             (name, tier): [POISON] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
         }

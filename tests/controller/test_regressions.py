@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Simulation
 
 from asynchicache.controller.stored import _worst
-from asynchicache.tree.node import FULL_HOST
-from asynchicache.types import MissReason, Outcome, WritePolicy
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
+from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 
 ROOMY = {"kv": (64, 64), "mamba": (16, 16)}
+WINDOWED = {"kv": (64, 64), "mamba": (16, 16), "swa": (8, 0)}
 
 
 def _publish(sim: Simulation, tokens: list[int], *lengths: int) -> None:
@@ -180,3 +181,22 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     books = sim.planner.books
     assert not books.flights
     assert books.free[FULL_HOST].held == sum(len(node.held(FULL_HOST)) for node in books.tree.nodes())
+
+
+@pytest.mark.parametrize("eviction", ["slru", "lfu"])
+def test_pages_that_are_computed_again_do_not_fall_behind_in_the_queue(eviction: str):
+    """The host had them, met twice; published again they counted as met once, which no queue expects."""
+    sim = Simulation(random.Random(0), windows={"swa": 2}, slots=WINDOWED, eviction=eviction)
+    tokens = list(range(8))
+    for _ in range(3):
+        _publish(sim, [*tokens, 9], 8)
+        _settle(sim)
+    _publish(sim, list(range(50, 58)))
+    _settle(sim)
+    books = sim.planner.books
+    books.evict(FULL_HOST, 1, dirty=True)  # the other prompt goes first: the queue knows by now
+    books.evict(place(2, Tier.DEVICE), 8, dirty=True)
+    books.evict(FULL_DEVICE, 64, dirty=True)  # the pages are on the host, their window nowhere
+    _publish(sim, [*tokens, 9], 8)
+    _settle(sim)
+    sim.verify()

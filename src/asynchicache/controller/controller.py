@@ -8,7 +8,8 @@ costs a hit, never a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -284,6 +285,15 @@ class HybridCacheController:
         self._active -= 1
         self._moved()
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """For as long as it is entered, something is under way."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._step()
+
     def _moved(self) -> None:
         """Something may have been given back that somebody waits for."""
         self._reserving.clear()  # they look again, and wait again if it was not enough
@@ -334,9 +344,9 @@ class HybridCacheController:
     async def durable(self, sequence: RequestSequence) -> bool:
         """Until everything that a request published is in storage; False if it cannot get there."""
         node, tried = sequence.lease.node, False
-        while not self.planner.writer.is_stored(node):
-            if not self._stored:
-                return False
+        while self._stored:
+            if self.planner.writer.is_stored(node):
+                return True
             if not self._active:
                 if tried or self.failure is not None or self.closing:
                     return False
@@ -348,4 +358,4 @@ class HybridCacheController:
                 return False
             self._progress.clear()
             await self._progress.wait()
-        return True
+        return False

@@ -231,7 +231,7 @@ class Planner:
         sequence.duplicates += result.duplicates
         sequence.borrowed = pages
         for node in result.fresh:
-            node.hits = 1
+            node.hits = max(node.hits, 1)  # it may be known on the host: what orders evictions never falls
         sequence.finished = final
         if final and sequence.snapshot_tokens != length:
             self._give_states(sequence, result.node, length)
@@ -246,6 +246,8 @@ class Planner:
         for number, slot in list(sequence.states.items()):
             if self._tree.take_state(node, number, Tier.DEVICE, slot):
                 del sequence.states[number]
+                # The forward that writes it may be under way, until the request gives everything back.
+                self._tree.pin_for(sequence.lease.pinned, node, place(number, Tier.DEVICE))
                 self._tree.supersede(node, number)
             else:
                 self._tree.touch(node, number)

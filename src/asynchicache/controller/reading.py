@@ -39,6 +39,7 @@ class Query:
         digests: of all `pages`.
         local: by component beside the full one, bit p set if page number p, or the state behind it, is here.
         pins: what is kept until the read is committed.
+        forgotten: `Writer.forgotten` when it was made; what it brings is in storage only if that still holds.
     """
 
     tokens: array[int]
@@ -49,6 +50,7 @@ class Query:
     digests: list[bytes]
     local: dict[int, int]
     pins: Pins
+    forgotten: int
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +136,7 @@ class Reader:
         kept = self._ends(tip)
         for aux in self._tree.windows:
             kept += pins(aux, tip)  # a read completes them; it should not make room at their cost
-        query = Query(tokens, seed, pages, match.pages, here, digests, local, kept)
+        query = Query(tokens, seed, pages, match.pages, here, digests, local, kept, self._writer.forgotten)
         self._books.keep(query.pins)
         return query
 
@@ -301,7 +303,7 @@ class Reader:
         taken, rest = read.slots[FULL][:count], read.slots[FULL][count:]
         result = self._tree.insert_host(node, query.tokens, taken)
         read.slots[FULL] = result.duplicates + rest
-        for fresh in result.fresh:
+        for fresh in result.fresh if query.forgotten == self._writer.forgotten else ():
             fresh.stored |= 1 << FULL
         for window in self._tree.windows:
             self._tree.cut_window(result.node, window.number)
@@ -338,7 +340,7 @@ class Reader:
         else:
             taken = self._tree.take_state(node, aux.number, Tier.HOST, pages.slots[0])
             refused = {} if taken else {pages.first: pages.slots[0]}
-        if not refused:
+        if not refused and query.forgotten == self._writer.forgotten:
             self._mark_stored(node, aux.number, pages.first)
         return list(refused.values())
 

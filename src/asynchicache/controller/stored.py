@@ -60,6 +60,7 @@ class Attachment:
     def __init__(self) -> None:
         self.pools: dict[str, StoredPool] = {}
         self._stack = AsyncExitStack()
+        self._closing = asyncio.Lock()
 
     @classmethod
     async def open(
@@ -96,8 +97,9 @@ class Attachment:
         return attachment
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit, and close everything; twice is harmless."""
-        await self._stack.aclose()
+        """Wait for running calls, with a limit, and close everything; twice is harmless, and waits too."""
+        async with self._closing:
+            await self._stack.aclose()
 
 
 class StoredPools:
@@ -106,6 +108,7 @@ class StoredPools:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._attachment: Attachment | None = None
+        self._detached: Attachment | None = None
 
     def __bool__(self) -> bool:
         return self._attachment is not None
@@ -126,12 +129,14 @@ class StoredPools:
     def detach(self) -> Attachment | None:
         """From now on there is no storage; what was attached, for the caller to close."""
         attachment, self._attachment = self._attachment, None
+        self._detached = attachment or self._detached
         return attachment
 
     async def aclose(self) -> None:
-        """Close what is attached."""
-        if (attachment := self.detach()) is not None:
-            await attachment.aclose()
+        """Close what is attached, or wait until what was detached is closed: it uses the host's memory."""
+        self.detach()
+        if self._detached is not None:
+            await self._detached.aclose()
 
     def statistics(self) -> dict[str, PoolStatistics]:
         return {name: pool.guard.statistics() for name, pool in self._pools.items()}

@@ -68,9 +68,12 @@ class WindowKeeper:
 
     def retire(self, sequence: Sequence, length: int) -> Retired | None:
         """The request has computed `length` tokens: it lets go of what lies before the window of the last
-        page boundary, or of its snapshot. Kept until `finish`: the forward may be under way."""
-        tokens = min(length, sequence.snapshot_tokens) if sequence.snapshots else length
-        pages = min(tokens // self._books.page_size, len(sequence.pages))
+        page boundary, or of a snapshot that may yet be published. Kept until `finish`: the forward may be
+        under way."""
+        pages = min(length // self._books.page_size, len(sequence.pages))
+        snapshot = sequence.snapshot_tokens // self._books.page_size
+        if sequence.snapshots and snapshot > sequence.borrowed:
+            pages = min(pages, snapshot)
         retired = Retired()
         for aux in self._tree.windows:
             self._retire(sequence, aux, pages - aux.pages, retired)

@@ -23,6 +23,7 @@ class Writer:
         owed: what a backup left out because every host slot was in use, in order; tried again as
             writes to storage end, for as long as the device still has it. Only that and not its whole
             path: states of one path that do not fit together would take each other's slots for ever.
+        forgotten: how often all that was known of storage was forgotten.
     """
 
     def __init__(self, books: Books, *, clean_share: float) -> None:
@@ -30,6 +31,7 @@ class Writer:
         self._books = books
         self._tree = books.tree
         self.owed: dict[Wanted, None] = {}
+        self.forgotten = 0
         self._under_way: set[Store] = set()
         self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
 
@@ -179,6 +181,7 @@ class Writer:
 
     def forget_stored(self) -> None:
         """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""
+        self.forgotten += 1
         for node in self._tree.nodes():
             node.stored = 0
 

@@ -194,7 +194,19 @@ class UnifiedRadixTree(MatchingTree):
         ]
         self.touch(node, FULL)
         self.repin(lease, node)
+        for number, pages in (windows or {}).items():
+            self._keep_taken(lease, number, pages.first, result.windows[number])
         return result
+
+    def _keep_taken(self, lease: PathLease, number: int, first: int, refused: Mapping[int, int]) -> None:
+        """Have a lease keep the pages of a window that were taken from page `first` on, those too that its
+        end needs no more: the forward that wrote them, or one that reads them, may be under way."""
+        at = place(number, Tier.DEVICE)
+        node = lease.node
+        while node.end > first and node.parent is not None:
+            if node.end - 1 not in refused and (node, at) not in lease.pinned:
+                self.pin_for(lease.pinned, node, at)
+            node = node.parent
 
     def insert_host(
         self,
