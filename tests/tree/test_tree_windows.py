@@ -203,6 +203,10 @@ def test_a_lease_that_moves_on_keeps_both_windows_until_told(sliding):
         assert {"abc", "abcd"} <= windowed(sliding)
         sliding.tree.unpin_all(behind)
         sliding.evict(DEVICE)
+        assert windowed(sliding) == {"abcde", "abcdef", "abcdefg"}  # e was just written
+        sliding.tree.drop_behind(lease, WINDOW, 5, behind)
+        sliding.tree.unpin_all(behind)
+        sliding.evict(DEVICE)
         assert windowed(sliding) == {"abcdef", "abcdefg"}
         sliding.check([lease])
 
