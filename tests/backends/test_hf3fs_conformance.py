@@ -74,6 +74,7 @@ class TestPosix(Served):
     pass
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestPosixThroughTheKernelsCache(Served):
     page_bytes = 1
@@ -82,6 +83,7 @@ class TestPosixThroughTheKernelsCache(Served):
         return self.plain(port, tmp_path, direct=False)
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestSlowPosix(Served):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
@@ -99,12 +101,14 @@ class TestUsrbio(ServedByRings):
     pass
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestUsrbioOneFrameAtATime(ServedByRings):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return self.plain(port, tmp_path, buffer_bytes=1, workers=1)
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestSlowUsrbio(ServedByRings):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
@@ -117,6 +121,7 @@ class TestUsrbioWithoutFaults(ServedByRings):
         return Faulty(self.plain(port, tmp_path), FaultRates(), Random(0))
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestUsrbioInParts(ServedByRings):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:

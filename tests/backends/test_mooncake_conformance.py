@@ -41,6 +41,7 @@ class TestMooncakeWithPagesInPieces(MooncakeConformance):
         return self.open_mooncake(port, tmp_path)
 
 
+@pytest.mark.soak
 class TestSlowMooncake(MooncakeConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Latency(self.open_mooncake(port, tmp_path), 0.001, page=0.0001)
@@ -51,6 +52,7 @@ class TestMooncakeWithoutFaults(MooncakeConformance):
         return Faulty(self.open_mooncake(port, tmp_path), FaultRates(), Random(0))
 
 
+@pytest.mark.soak
 class TestMooncakeInParts(MooncakeConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Persistent(Faulty(self.open_mooncake(port, tmp_path), FaultRates(partial=0.3), Random(0)))

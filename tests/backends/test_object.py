@@ -61,6 +61,7 @@ class TestStoreInMemory(BackendConformance):
         return open_backend({"url": "memory:///"}, port)
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestSlowFolder(BackendConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
@@ -86,6 +87,7 @@ class TestS3WithIndexWithoutFaults(S3Conformance):
         return Faulty(open_backend(options, port), FaultRates(), Random(0))
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestS3InParts(S3Conformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:

@@ -74,6 +74,7 @@ class TestRedisWithTinyPagesAndOneConnection(RedisConformance):
         return self.over(self.server.url, port, tmp_path, connections=1)
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestSlowRedis(RedisConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
@@ -86,6 +87,7 @@ class TestRedisWithoutFaults(RedisConformance):
         return Faulty(self.over(self.server.url, port, tmp_path), FaultRates(), Random(0))
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestRedisInParts(RedisConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
@@ -344,6 +346,7 @@ def tls_server(
         yield server
 
 
+@pytest.mark.soak
 @pytest.mark.asyncio
 class TestRedisByTls(BackendConformance):
     page_bytes = 300_000
