@@ -1,4 +1,7 @@
-"""The metadata service over real HTTP: what it refuses, what it survives, and what its clients say then."""
+"""The metadata service over real HTTP: what it refuses, what it survives, and what its clients say then.
+
+More than 400 lines: one process that is killed and started again serves all of it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The object engine: conformance over a folder, memory and a real S3 server, bare and behind wrappers;
 and that server killed, stopped, emptied, or with damaged objects.
+
+More than 400 lines: they share that server, which takes seconds to start.
 """
 
 from __future__ import annotations
