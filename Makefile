@@ -7,6 +7,7 @@ BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 BENCHES ?= multiturn shared-prefix tree stall transfer overlap
+WORKERS ?= 2
 ARGS    ?=
 
 .DEFAULT_GOAL := help
@@ -32,8 +33,9 @@ engines:  ## install servers that tests of storage engines run (apt, as root); t
 demo: $(STAMP)  ## a hybrid model served with and without the cache, and a report
 	$(BIN)/asynchicache demo $(ARGS)
 
+# Two processes, whatever the machine: tests start servers and read clocks. WORKERS=0 runs them in one, for a debugger.
 test: $(STAMP)  ## the tests, without those marked soak or gpu
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
 
