@@ -293,6 +293,18 @@ async def test_a_clear_that_fails_halfway_forgets_what_was_stored():
         assert len(store) == 6
 
 
+async def test_a_pool_that_cannot_be_cleared_does_not_keep_the_others():
+    store = MemoryStore()
+    faults = Faulty(MemoryBackend(store), FaultRates(), random.Random(0))
+    async with HybridCache.open(SPEC, config(), storage=faults) as cache:
+        await Engine(cache).serve(PROMPT)
+        blows = iter([True])
+        faults.strikes = lambda name: name == "raises" and next(blows, False)
+        with pytest.raises(StorageError, match="'kv' could not be cleared"):
+            await cache.clear_storage()
+        assert len(store) == 5  # the state is gone, the five pages are not
+
+
 async def test_storage_that_comes_too_late_is_closed_again(tmp_path: Path):
     path = {"path": str(tmp_path / "pages")}
     async with HybridCache.open(SPEC, config()) as cache:

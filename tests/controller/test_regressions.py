@@ -66,6 +66,20 @@ def test_what_is_owed_waits_for_what_it_stands_on():
     assert len(sim.storage) == 6
 
 
+def test_what_is_owed_is_saved_whole_though_it_is_split_meanwhile():
+    """The upper half was on no list, and the lower one waited for it for ever."""
+    sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 4)})
+    _publish(sim, [9] * 8)
+    while sim.flying:
+        sim.end(0)  # all four host slots are being written to storage
+    _publish(sim, [1, 2, 3, 4])
+    sim.close(sim.open([1, 2, 7, 8]))
+    _settle(sim)
+    sim.verify()
+    assert len(sim.storage) == 6
+    assert not sim.planner.writer.owed
+
+
 def test_states_stay_off_a_host_without_pages():
     sim = Simulation(random.Random(0), slots={"kv": (64, 0), "mamba": (16, 16)})
     _publish(sim, [1, 2, 3, 4])

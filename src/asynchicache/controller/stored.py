@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from asynchicache.controller.actions import Store
 from asynchicache.controller.books import Books
 from asynchicache.controller.reading import Outcomes, Read
-from asynchicache.errors import ClosedError, UsageError
+from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage import hits
@@ -150,12 +150,20 @@ class StoredPools:
         )
 
     async def clear(self) -> int:
-        """Forget every page of every pool; how many there were.
+        """Forget every page of every pool; how many there were. One that fails does not keep the others'.
 
         Raises:
-            StorageError: an engine failed.
+            StorageError: an engine failed; the first that did.
         """
-        return sum([await pool.guard.clear() for pool in self._pools.values() if pool.writes])
+        gone, failures = 0, []
+        for pool in [pool for pool in self._pools.values() if pool.writes]:
+            try:
+                gone += await pool.guard.clear()
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return gone
 
     async def exists(self, number: int, digests: Sequence[bytes], first: int) -> Presence:
         """Which pages are there, in every pool that shares the component's slots.

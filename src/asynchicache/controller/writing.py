@@ -82,17 +82,28 @@ class Writer:
     def retry(self) -> list[Copy]:
         """Back up what was owed, now that something may have been given back."""
         owed, self.owed = self.owed, {}
-        plan: list[Copy] = []
-        for want in owed:
-            node = want.node
-            if node.parent is None or not copies.is_unsaved(node, want.component):
-                continue
-            ground = node.parent if want.component == FULL else node
-            if ground.residency[FULL_HOST] == ABSENT:
-                self._owe([want])
-            else:
-                plan += self._copy(node, [want])
-        return plan
+        return [copy for want in owed for part in self._with_ground(want) for copy in self._again(part)]
+
+    @staticmethod
+    def _with_ground(want: Wanted) -> list[Wanted]:
+        """What is owed, after the full pages above it that were not saved either: a node that is split
+        while it waits leaves its upper half behind, and nothing stands without that."""
+        parts = [want]
+        above = want.node.parent if want.component == FULL else want.node
+        while above is not None and above.parent is not None and copies.is_unsaved(above, FULL):
+            parts.append(Wanted(above, FULL))
+            above = above.parent
+        return parts[::-1]
+
+    def _again(self, want: Wanted) -> list[Copy]:
+        node = want.node
+        if node.parent is None or not copies.is_unsaved(node, want.component):
+            return []
+        ground = node.parent if want.component == FULL else node
+        if ground.residency[FULL_HOST] == ABSENT:
+            self._owe([want])
+            return []
+        return self._copy(node, [want])
 
     @staticmethod
     def _host_anchor(node: Node) -> Pins:
