@@ -108,6 +108,15 @@ def test_an_engine_without_its_client_is_named_and_excused() -> None:
     assert check == ("engines", True, "file, memory, far (unusable: No module named 'absent_client')")
 
 
+def test_an_engine_that_would_fail_when_it_is_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.CLIENTS, "object", "absent_client")
+    entries = [engine(name, "json:dumps") for name in ("memory", "file", "object")]
+
+    check = doctor.check_engines(entries)
+
+    assert check.detail == "file, memory, object (unusable: No module named 'absent_client')"
+
+
 @pytest.mark.parametrize("value", ["absent_client:f", "json:absent"])
 def test_an_engine_of_ours_must_work(value: str) -> None:
     check = doctor.check_engines([engine("memory", "json:dumps"), engine("file", value)])

@@ -10,6 +10,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,8 @@ LEAST_MEMORY = 1 << 30
 """Bytes below which a model beside its host pools has no room worth speaking of."""
 OWN_ENGINES = {"memory", "file"}
 """Engines that need nothing but this package, so that they must always work."""
+CLIENTS = {"mooncake": "mooncake.store", "object": "obstore", "hf3fs": "httpx"}
+"""What our engines import only when they are opened."""
 
 
 class Check(NamedTuple):
@@ -179,9 +182,11 @@ def check_engines(entries: Iterable[EntryPoint]) -> Check:
 
 
 def _fault(entry: EntryPoint) -> str | None:
-    """Why the entry point's object cannot be had; None if it can."""
+    """Why the entry point's object, or the client that it will need, cannot be had; None if both can."""
     try:
         entry.load()
+        if entry.name in CLIENTS:
+            import_module(CLIENTS[entry.name])
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         return str(error)
     return None
