@@ -22,7 +22,7 @@ from asynchicache.controller.statistics import CacheStatistics, Occupancy, colle
 from asynchicache.controller.stored import Attachment, StoredPools
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ClosedError, ConfigError, UsageError
-from asynchicache.hashing import namespace_seed, pool_fingerprint
+from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.balance import starving
 from asynchicache.pools.memory import memory_budget
@@ -117,7 +117,8 @@ class HybridCache:
             ClosedError: the cache is closed.
         """
         self._controller.check_open()
-        return Request(self._controller, token_array(tokens)[:], namespace_seed(namespace, salt))
+        seed = self._controller.namespaces.seed(namespace, salt)
+        return Request(self._controller, token_array(tokens)[:], seed)
 
     def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
         """The device memory of one tensor of a pool.
@@ -274,6 +275,7 @@ async def _open_rooms(
         tasks,
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
+        count_namespaces=config.count_namespaces,
     )
     if engine.audit is not None:
         planner.books.watch_host(engine.audit.forget)

@@ -84,6 +84,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             with storage.
         salt: keeps this cache's pages apart from others' in the same storage. Default: empty.
         rank, ranks: which part of a sharded model this is. Default: 0 of 1.
+        count_namespaces: namespaces that the statistics tell apart; the others are one. Default: 0.
         close_seconds: how long closing waits for what is under way. Default: 30.
         io_threads: threads for storage. Default: 8.
         seed: of all randomness; None draws one. Default: None.
@@ -113,6 +114,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     salt: str = ""
     rank: int = 0
     ranks: int = 1
+    count_namespaces: int = 0
     close_seconds: float = 30.0
     io_threads: int = 8
     seed: int | None = None
@@ -132,6 +134,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("close_seconds", "store_bytes", "io_threads"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
+        if not self.count_namespaces >= 0:
+            raise ConfigError(f"count_namespaces {self.count_namespaces} must be 0 or more")
         for name in ("clean_share", "audit"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} {getattr(self, name)} must be 0 to 1")

@@ -71,7 +71,6 @@ def test_restart_is_served_from_storage():
     after.storage = sim.storage
     sequence = after.open([1, 2, 3, 4, 5, 6])
     after.prefetch(sequence)
-    sequence.prefetched = True
     after.load(sequence)
     assert sequence.hit_pages == 2
     assert sequence.tier is Tier.STORAGE

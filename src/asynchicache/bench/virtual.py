@@ -117,7 +117,6 @@ class VirtualCache(InstantCache):
         reader.commit(choice.read, outcomes)
         reader.finish(choice.read)
         self.planner.rematch(sequence)
-        sequence.prefetched = True
 
     def _asked(self) -> list[int]:
         return [n for n in range(len(self.planner.books.names)) if self.planner.reader.asks(n)]

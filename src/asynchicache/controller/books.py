@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 from asynchicache.controller.actions import Transfers
 from asynchicache.controller.sequence import Sequence
@@ -36,6 +38,8 @@ class Counters:
         backed_up: pages and states that went to the host.
         host_pressure: pages and states that did not, for want of host slots.
         states_skipped: checkpoints without a state, for want of a device slot.
+        restored: by pool and tier, what hits consisted of, where it lay before the request; `STORAGE`
+            is what its own prefetch brought.
     """
 
     evicted: list[int] = field(default_factory=list)
@@ -44,6 +48,10 @@ class Counters:
     backed_up: int = 0
     host_pressure: int = 0
     states_skipped: int = 0
+    restored: Counter[tuple[str, Tier]] = field(default_factory=Counter)
+
+    def copy(self) -> Self:
+        return replace(self, evicted=list(self.evicted), restored=Counter(self.restored))
 
 
 class Books:

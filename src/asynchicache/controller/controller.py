@@ -10,42 +10,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from asynchicache.controller.actions import Copy
 from asynchicache.controller.fetching import Fetcher, PrefetchOptions
+from asynchicache.controller.namespaces import Namespaces
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.sequence import Retired
 from asynchicache.controller.sequence import Sequence as RequestSequence
+from asynchicache.controller.served import Served
 from asynchicache.controller.stored import StoredPools
 from asynchicache.controller.storing import Storer
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import CapacityError, ClosedError, RequestStateError
+from asynchicache.histograms import Histogram
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import Node
-from asynchicache.types import MissReason, Tier
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Served:
-    """What requests were given: `hit_tokens` of `prompt_tokens`, by the farthest tier they came from.
-
-    Attributes:
-        reasons: requests by why they were not given more.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-    reasons: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
 
 
 class HybridCacheController:
@@ -53,6 +40,9 @@ class HybridCacheController:
 
     Attributes:
         planner: what decides.
+        namespaces: what the seeds of digests stand for.
+        served: what requests were given.
+        room_waits: how long `admit` and `reserve` took: waits for others to give back slots.
         closing: requests are refused; what is under way goes on.
     """
 
@@ -67,10 +57,19 @@ class HybridCacheController:
         *,
         prefetch: PrefetchOptions,
         store_bytes: int,
+        count_namespaces: int = 0,
     ) -> None:
-        """`store_bytes`: writes to storage under way; what would go beyond is shed."""
+        """
+        Args:
+            planner, device, reactor, engine, stored, tasks: what it runs.
+            prefetch: how long a request waits for storage.
+            store_bytes: writes to storage under way; what would go beyond is shed.
+            count_namespaces: how many namespaces are counted apart.
+        """
         self.planner = planner
+        self.namespaces = Namespaces(planner.books.tree.roots)
         self.served = Served()
+        self.room_waits = Histogram()
         self._failure: BaseException | None = None
         self.closing = False
         self.fetcher = Fetcher(
@@ -96,6 +95,7 @@ class HybridCacheController:
         self._tasks = tasks
         self._computing: dict[Stream, Event] = {}
         self._reserving: set[RequestSequence] = set()
+        self._count_namespaces = count_namespaces
         self._stopped = False
         self._active = 0
         self._progress = asyncio.Event()
@@ -128,11 +128,12 @@ class HybridCacheController:
         return ticket
 
     def _count_served(self, sequence: RequestSequence) -> None:
-        served = self.served
-        served.requests += 1
-        served.prompt_tokens += len(sequence.tokens)
-        served.hit_tokens[sequence.tier] += sequence.hit_pages * self.planner.books.page_size
-        served.reasons[self.planner.reason(sequence)] += 1
+        prompt, hit = len(sequence.tokens), sequence.hit_pages * self.planner.books.page_size
+        reason = self.planner.reason(sequence)
+        self.served.count(prompt, hit, sequence.tier, reason, self.planner.limiting_pool(sequence))
+        if self._count_namespaces:
+            name = self.namespaces.named(sequence.seed).name or ""
+            self.served.count_namespace(name, prompt, hit, self._count_namespaces)
 
     def extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
         before = len(sequence.pages)
@@ -143,11 +144,19 @@ class HybridCacheController:
 
     async def admit(self, sequence: RequestSequence) -> None:
         """Have what `load` takes of the device as soon as others have given back enough."""
-        await self._when_possible(sequence, partial(self.planner.admit, sequence))
+        await self._timed(self._when_possible(sequence, partial(self.planner.admit, sequence)))
 
     async def reserve(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
         """Extend a request as soon as others have given back enough."""
-        return await self._when_possible(sequence, partial(self.extend, sequence, tokens))
+        return await self._timed(self._when_possible(sequence, partial(self.extend, sequence, tokens)))
+
+    async def _timed(self, waiting: Coroutine[object, object, T]) -> T:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            return await waiting
+        finally:
+            self.room_waits.observe(clock() - started)
 
     async def _when_possible(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
         """Try again whenever something was given back.

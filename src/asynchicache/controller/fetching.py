@@ -13,6 +13,7 @@ from asynchicache.controller.reading import Outcomes, Query, Read
 from asynchicache.controller.sequence import Sequence
 from asynchicache.controller.stored import StoredPools, linger
 from asynchicache.errors import ConfigError
+from asynchicache.histograms import Histogram
 from asynchicache.storage.limits import Batch
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy
@@ -54,7 +55,12 @@ class PrefetchOptions:
 
 
 class Fetcher:
-    """Runs the reads of one cache; each belongs to the cache, not to the request that asked."""
+    """Runs the reads of one cache; each belongs to the cache, not to the request that asked.
+
+    Attributes:
+        pages_read: pages and states that came.
+        waits: how long requests waited for storage.
+    """
 
     def __init__(
         self,
@@ -76,6 +82,7 @@ class Fetcher:
         self._spawn_late = spawn_late
         self._reading: dict[bytes, asyncio.Future[None]] = {}
         self.pages_read = 0
+        self.waits = Histogram()
 
     async def prefetch(self, sequence: Sequence) -> None:
         """Bring what storage has of a request's prefix to the host, for as long as the policy waits.
@@ -83,7 +90,6 @@ class Fetcher:
         When the request gives up, by its deadline or because it is cancelled, the read goes on for
         those who come later.
         """
-        before = sequence.matched_pages
         query = self._reader.ask(sequence.tokens, sequence.seed)
         if query is None:
             return
@@ -92,16 +98,23 @@ class Fetcher:
         if self._options.policy is PrefetchPolicy.BEST_EFFORT:
             return
         seconds = self._options.deadline((query.pages - query.base) * self._planner.books.page_size)
-        try:
-            async with asyncio.timeout(seconds):
-                reason = await asyncio.shield(done)
-        except TimeoutError:
-            reason = MissReason.DEADLINE
+        reason = await self._wait(done, seconds)
         if sequence.closed or sequence.loaded:
             return  # it went on without us, and its prefix is settled
         sequence.reason = reason
         self._planner.rematch(sequence)
-        sequence.prefetched = sequence.matched_pages > before
+
+    async def _wait(self, done: asyncio.Future[MissReason], seconds: float) -> MissReason:
+        """Why a read brought no more, or that it took too long."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(done)
+        except TimeoutError:
+            return MissReason.DEADLINE
+        finally:
+            self.waits.observe(clock() - started)
 
     async def _run(self, query: Query, done: asyncio.Future[MissReason]) -> None:
         reason = MissReason.CLOSED

@@ -52,6 +52,7 @@ class Loader:
         elif self._books.has_room(by_place(wanted)) is not None:
             node, wanted = self._shorten(sequence, self._on_device(node)), []
         sequence.tier = self.tier(sequence, node)
+        self._count_sources(sequence, node, wanted)
         plan = self._load_copies(sequence, node, wanted)
         sequence.hit_pages = sequence.borrowed = node.end
         sequence.pages = _path_slots(node)
@@ -88,6 +89,30 @@ class Loader:
             return Tier.STORAGE
         pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
         return max([pages, *(aux.tier(node) or Tier.DEVICE for aux in self._tree.components)])
+
+    def _count_sources(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> None:
+        """Count the pages and states of the prefix that ends at `node`, before copies move them."""
+        if node.parent is None:
+            return
+        host: Counter[int] = Counter()
+        for want in wanted:
+            host[want.component] += want.size
+        self._count(sequence, FULL, node.end, host[FULL])
+        for aux in self._tree.components:
+            if aux.paged:
+                pages = sum(part.pages for part in aux.needs(node))
+                self._count(sequence, aux.number, pages, host[aux.number])
+            else:
+                self._count(sequence, aux.number, 1, int(aux.nearest(node) is Tier.HOST))
+
+    def _count(self, sequence: Sequence, number: int, slots: int, host: int) -> None:
+        """`slots` of a component, `host` of which are on the host only; the last ones of these are what the
+        request's own prefetch brought."""
+        name, stored = self._books.names[number], min(host, sequence.fetched_pages)
+        restored = self._books.counters.restored
+        restored[name, Tier.DEVICE] += slots - host
+        restored[name, Tier.HOST] += host - stored
+        restored[name, Tier.STORAGE] += stored
 
     def _load_copies(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> list[Copy]:
         """One copy from the host, and one within the device if a state is there already.

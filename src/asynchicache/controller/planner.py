@@ -87,6 +87,7 @@ class Planner:
         """Match again, after a prefetch; the old prefix is kept until the new one is."""
         match = self._match(sequence.tokens, sequence.seed)
         sequence.held_back = self._tree.held_back(sequence.tokens, match)
+        sequence.fetched_pages = max(match.pages - sequence.matched_pages, 0)
         before, sequence.lease, sequence.match = sequence.lease, self._tree.pin(match), match
         before.close()
 
@@ -125,6 +126,10 @@ class Planner:
         if held is None:
             return MissReason.COLD
         return MissReason.STATE if held.component in self._states else MissReason.WINDOW
+
+    def limiting_pool(self, sequence: Sequence) -> str:
+        """The pool that keeps a hit from being longer; the first one where no other does."""
+        return self.books.names[sequence.held_back.component if sequence.held_back is not None else FULL]
 
     def cuts(self, sequence: Sequence) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""

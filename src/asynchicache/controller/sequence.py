@@ -58,6 +58,7 @@ class Sequence:
         snapshots: by component number, a slot with the state at `snapshot_tokens`.
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
+        fetched_pages: by how many pages its prefetch made the match longer.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
         closed: the request is over; its slots may still be kept for copies.
         finished: its working states are the tree's; it computes nothing more.
@@ -81,12 +82,17 @@ class Sequence:
     hit_pages: int = 0
     tier: Tier = Tier.DEVICE
     reason: MissReason = MissReason.NONE
-    prefetched: bool = False
+    fetched_pages: int = 0
     loaded: bool = False
     poisoned: bool = False
     finished: bool = False
     closed: bool = False
     users: int = 1
+
+    @property
+    def prefetched(self) -> bool:
+        """Whether storage brought what the hit ends with."""
+        return self.fetched_pages > 0
 
     @property
     def matched_pages(self) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asynchicache.controller.books import Books, Counters
-from asynchicache.controller.controller import HybridCacheController, Served
+from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.served import Served
 from asynchicache.controller.stored import StoredPools
 from asynchicache.controller.storing import Traffic
+from asynchicache.histograms import Distribution
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.statistics import TransferStatistics
+from asynchicache.tree.node import place
+from asynchicache.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +35,26 @@ class CacheStatistics:
     Attributes:
         served: requests, prompt tokens, and hit tokens by tier and reason.
         occupancy: by pool, of device and host.
+        evicted: by pool, pages or states that made room, on the device and on the host.
         planner, traffic, transfers: decisions, writes, copies.
         storage: by pool, calls and outcomes.
+        storing_bytes: bytes of writes to storage that are under way.
         pages_read: pages and states that came from storage.
+        prefetch_waits: how long requests waited for storage.
+        room_waits: how long `admit` and `reserve` took: waits for others to give back slots.
     """
 
     served: Served
     occupancy: Mapping[str, tuple[Occupancy, Occupancy]]
+    evicted: Mapping[str, tuple[int, int]]
     planner: Counters
     traffic: Traffic
     transfers: TransferStatistics
     storage: Mapping[str, PoolStatistics]
+    storing_bytes: int
     pages_read: int
+    prefetch_waits: Distribution
+    room_waits: Distribution
 
 
 def collect_statistics(
@@ -51,13 +63,17 @@ def collect_statistics(
     """Copies of all counters as they are now."""
     books = controller.planner.books
     return CacheStatistics(
-        served=replace(controller.served),
+        served=controller.served.copy(),
         occupancy=_occupancy(books),
-        planner=replace(books.counters),
+        evicted=_evicted(books),
+        planner=books.counters.copy(),
         traffic=controller.storer.traffic.copy(),
         transfers=engine.statistics(),
         storage=stored.statistics(),
+        storing_bytes=controller.storer.storing_bytes,
         pages_read=controller.fetcher.pages_read,
+        prefetch_waits=controller.fetcher.waits.snapshot(),
+        room_waits=controller.room_waits.snapshot(),
     )
 
 
@@ -67,3 +83,11 @@ def _occupancy(books: Books) -> dict[str, tuple[Occupancy, Occupancy]]:
         tiers = [Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in books.free[2 * number :][:2]]
         occupancy[name] = (tiers[0], tiers[1])
     return occupancy
+
+
+def _evicted(books: Books) -> dict[str, tuple[int, int]]:
+    evicted = books.counters.evicted
+    return {
+        name: (evicted[place(number, Tier.DEVICE)], evicted[place(number, Tier.HOST)])
+        for number, name in enumerate(books.names)
+    }

@@ -47,6 +47,7 @@ class Storer:
     Attributes:
         traffic: what became of it.
         under_way: tasks that read from storage or write to it.
+        storing_bytes: bytes of writes that are under way.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Storer:
         self._writer = planner.writer
         self._stored = stored
         self._limit = limit_bytes
-        self._bytes = 0
+        self.storing_bytes = 0
         self._spawn = spawn
         self._spawn_late = spawn_late
         self._moved = moved
@@ -85,11 +86,11 @@ class Storer:
         if work is None:
             return
         size = self._stored.size(work)
-        if self._bytes and self._bytes + size > self._limit:
+        if self.storing_bytes and self.storing_bytes + size > self._limit:
             self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
             self._writer.wrote(work, stored=False)
             return
-        self._bytes += size
+        self.storing_bytes += size
         self._spawn(self._write(work, size))
 
     async def _write(self, work: Store, size: int) -> None:
@@ -100,7 +101,7 @@ class Storer:
             late = any(batch.lingering is not None for batch in batches)
         finally:
             self._writer.wrote(work, stored=stored, late=late)
-            self._bytes -= 0 if late else size
+            self.storing_bytes -= 0 if late else size
         if late:
             self._spawn_late(self._finish_late(work, size, batches))
 
@@ -109,7 +110,7 @@ class Storer:
         try:
             safe = await linger(batches)
         finally:
-            self._bytes -= size
+            self.storing_bytes -= size
             if safe:  # else its pages stay where they are: what came in their place would be stored as theirs
                 self._writer.finish(work)
 

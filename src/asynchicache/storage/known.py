@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.limits import Batch, PoolLimits
@@ -50,6 +51,21 @@ class KnownKeys:
         return len(self._until)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownStatistics:
+    """What is known of an engine's pages.
+
+    Attributes:
+        there: pages that are remembered to be there, stale ones included.
+        damaged: pages that were found damaged and not written anew.
+        recalled: keys that the engine was not asked for, since the start.
+    """
+
+    there: int
+    damaged: int
+    recalled: int
+
+
 class KnownPages:
     """What is known of an engine's pages without asking it.
 
@@ -63,6 +79,7 @@ class KnownPages:
         self._there = KnownKeys(limits.known_pages if shared else 0, limits.known_seconds, now)
         self._damaged = KnownKeys(limits.known_pages, float("inf"), now)
         self._shared = shared
+        self._recalled = 0
 
     def __bool__(self) -> bool:
         return bool(self._there or self._damaged)
@@ -71,8 +88,12 @@ class KnownPages:
         """HIT or MISS, or None if the engine must be asked; a damaged page is a miss until it is stored
         again."""
         if key in self._damaged:
+            self._recalled += 1
             return Outcome.MISS
-        return Outcome.HIT if key in self._there else None
+        if key in self._there:
+            self._recalled += 1
+            return Outcome.HIT
+        return None
 
     def damaged(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
         """Those of `keys` that were found damaged."""
@@ -94,6 +115,9 @@ class KnownPages:
     def clear(self) -> None:
         self._there.clear()
         self._damaged.clear()
+
+    def statistics(self) -> KnownStatistics:
+        return KnownStatistics(len(self._there), len(self._damaged), self._recalled)
 
 
 def _those(keys: Sequence[ObjectKey], batch: Batch, *wanted: Outcome) -> list[ObjectKey]:

@@ -168,6 +168,7 @@ class GuardedPool:
             lingering=self._abandoned,
             breaker=self._breaker.state,
             opened=self._breaker.opened,
+            known=self._known.statistics(),
             **counts,
         )
 
@@ -285,7 +286,9 @@ class GuardedPool:
         """The deadline has come: answer for the engine, and let its call run on."""
         call.late = True
         self._breaker.failed()
-        self._tallies[call.verb.name].answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
+        tally = self._tallies[call.verb.name]
+        tally.late += 1
+        tally.answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
         if not call.answer.done():
             call.answer.set_result([Outcome.TIMEOUT] * call.pages)
 
@@ -342,6 +345,7 @@ class GuardedPool:
             if verb is GET and not self._capabilities.checks and Outcome.HIT in outcomes:
                 return await self._port.run_blocking(partial(self._checked, keys, slots, outcomes))
         except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
+            self._tallies[verb.name].errors += 1
             logger.warning(
                 "pool %s: %s of %d pages failed: %r", self._binding.pool, verb.name, len(keys), error
             )

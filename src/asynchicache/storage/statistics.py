@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from asynchicache.histograms import Distribution, Histogram
 from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.known import KnownStatistics
 from asynchicache.types import Outcome
 
 _MOVED = frozenset({Outcome.HIT, Outcome.STORED})
@@ -22,6 +24,9 @@ class CallStatistics:
         bytes: bytes of pages that were read or stored; 0 for `exists` and `delete`.
         seconds: sum of the calls' latencies; of late ones up to their deadline.
         outcomes: pages by what became of them.
+        latencies: how the calls' latencies are distributed.
+        errors: times that the engine raised or answered nonsense, tries that were repeated included.
+        late: calls whose deadline came first.
     """
 
     calls: int
@@ -29,6 +34,9 @@ class CallStatistics:
     bytes: int
     seconds: float
     outcomes: Mapping[Outcome, int]
+    latencies: Distribution
+    errors: int
+    late: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class PoolStatistics:
         lingering: those of them that nobody waits for any more.
         breaker: whether calls go through.
         opened: how often the breaker opened.
+        known: what is known of its pages without asking.
     """
 
     pool: str
@@ -53,6 +62,7 @@ class PoolStatistics:
     lingering: int
     breaker: BreakerState
     opened: int
+    known: KnownStatistics
 
 
 class Tally:
@@ -62,18 +72,18 @@ class Tally:
         page_bytes: bytes that a page with a good outcome stands for.
     """
 
-    __slots__ = ("_calls", "_outcomes", "_page_bytes", "_seconds")
+    __slots__ = ("_latencies", "_outcomes", "_page_bytes", "errors", "late")
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
-        self._calls = 0
-        self._seconds = 0.0
+        self.errors = 0
+        self.late = 0
+        self._latencies = Histogram()
         self._outcomes: Counter[Outcome] = Counter()
 
     def answered(self, counts: Mapping[Outcome, int], seconds: float) -> None:
         """The engine was asked."""
-        self._calls += 1
-        self._seconds += seconds
+        self._latencies.observe(seconds)
         self.refused(counts)
 
     def refused(self, counts: Mapping[Outcome, int]) -> None:
@@ -84,10 +94,14 @@ class Tally:
 
     def snapshot(self) -> CallStatistics:
         moved = sum(self._outcomes[outcome] for outcome in _MOVED)
+        latencies = self._latencies.snapshot()
         return CallStatistics(
-            self._calls,
+            latencies.count,
             self._outcomes.total(),
             moved * self._page_bytes,
-            self._seconds,
+            latencies.total,
             dict(self._outcomes),
+            latencies,
+            self.errors,
+            self.late,
         )

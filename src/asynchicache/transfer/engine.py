@@ -33,7 +33,7 @@ from asynchicache.transfer.copies import PageCopier, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable
 from asynchicache.transfer.plan import CacheOperation, Direction, check_slots
 from asynchicache.transfer.record import Done, Submission, TransferRecord, call_done
-from asynchicache.transfer.statistics import TransferStatistics
+from asynchicache.transfer.statistics import Landed, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
 
@@ -122,7 +122,7 @@ class TransferEngine:
         self._idle.set()
         self._closed = False
         self._operations = self._launches = self._failed = 0
-        self._nbytes = dict.fromkeys(Direction, 0)
+        self._landed = Landed()
 
     def submit(
         self,
@@ -164,7 +164,7 @@ class TransferEngine:
                 return Ticket(self._layers)
         tick = self._tick or self._open_tick()
         ticket = Ticket(self._layers, tick.planned)
-        submission = Submission(operation, after, reads, done, ticket)
+        submission = Submission(operation, after, reads, done, ticket, self._port.now())
         tick.submissions.append(submission)
         if not operation.empty:
             self._operations += 1
@@ -178,10 +178,11 @@ class TransferEngine:
             self._launches,
             self._failed,
             len(self._untold),
-            dict(self._nbytes),
+            dict(self._landed.nbytes),
             {pool: dict(nbytes) for pool, nbytes in self._copier.nbytes.items()},
             self._copier.choice,
             replace(self.audit.statistics) if self.audit else AuditStatistics(),
+            self._landed.latencies(),
         )
 
     async def aclose(self, deadline_seconds: float) -> int:
@@ -356,9 +357,11 @@ class TransferEngine:
             self._land(record, index)
 
     def _land(self, record: TransferRecord, index: int) -> None:
-        self._end(record.land(index))
+        ended = record.land(index)
+        self._landed.count(record.direction, ended, self._port.now())
+        self._end(ended)
         if record.finished and record.plan is not None:
-            self._nbytes[record.direction] += record.plan.nbytes
+            self._landed.nbytes[record.direction] += record.plan.nbytes
             # Who asks a fence of this record sees that it has landed, and does not look at its events.
             self._spare.extend(group.event for group in record.groups)
 

@@ -83,6 +83,7 @@ class Submission:
         reads: (pool, device slots) that its submitter will read besides.
         done: to be called once it has ended.
         ticket: to be given what it sees, before any of that is enqueued.
+        started: when, by the port's clock.
     """
 
     operation: CacheOperation
@@ -90,6 +91,7 @@ class Submission:
     reads: Sequence[tuple[str, Sequence[int]]]
     done: Done
     ticket: Claim
+    started: float
 
 
 class TransferRecord:

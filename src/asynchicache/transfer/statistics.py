@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from asynchicache.histograms import Distribution, Histogram
 from asynchicache.transfer.audit import AuditStatistics
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import Direction
+from asynchicache.transfer.record import Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class TransferStatistics:
         paths: bytes enqueued, by pool and by the path that they took.
         choice: by direction, which path runs of which length take, in words.
         audit: pages whose fingerprints were taken and compared.
+        latencies: by direction, from the submission of operations until their bytes had landed.
     """
 
     operations: int
@@ -33,3 +36,24 @@ class TransferStatistics:
     paths: Mapping[str, Mapping[CopyPath, int]]
     choice: Mapping[Direction, str]
     audit: AuditStatistics
+    latencies: Mapping[Direction, Distribution]
+
+
+class Landed:
+    """What has arrived, by direction.
+
+    Attributes:
+        nbytes: bytes of transfers.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = dict.fromkeys(Direction, 0)
+        self._latencies = {direction: Histogram() for direction in Direction}
+
+    def count(self, direction: Direction, submissions: Iterable[Submission], now: float) -> None:
+        """These have landed at `now`, by the clock that they were submitted by."""
+        for submission in submissions:
+            self._latencies[direction].observe(now - submission.started)
+
+    def latencies(self) -> dict[Direction, Distribution]:
+        return {direction: histogram.snapshot() for direction, histogram in self._latencies.items()}

@@ -1,0 +1,54 @@
+"""Which namespace a seed stands for: the tree knows digests only."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple
+
+from asynchicache.hashing import namespace_seed
+
+_SPARE = 1024
+"""Names that may be kept without need before somebody looks."""
+
+
+class Namespace(NamedTuple):
+    """What isolates prefixes: the caller's name for it, and a salt."""
+
+    name: str | None = None
+    salt: str | None = None
+
+
+PLAIN = Namespace()
+
+
+class Namespaces:
+    """Remembers the names of seeds for as long as the tree has a root for them.
+
+    There may be as many as requests, so those whose root is gone are forgotten from time to time.
+    """
+
+    def __init__(self, roots: Container[bytes]) -> None:
+        self._roots = roots
+        self._names: dict[bytes, Namespace] = {}
+        self._look_at = _SPARE
+
+    def seed(self, name: str | None, salt: str | None) -> bytes:
+        """The digest before page 0.
+
+        Raises:
+            ConfigError: one of them is neither a string nor None.
+        """
+        seed = namespace_seed(name, salt)
+        if seed:
+            self._names[seed] = Namespace(name, salt)
+            if len(self._names) > self._look_at:
+                self._forget(seed)
+        return seed
+
+    def _forget(self, newest: bytes) -> None:
+        self._names = {s: n for s, n in self._names.items() if s in self._roots or s == newest}
+        self._look_at = 2 * len(self._names) + _SPARE
+
+    def named(self, seed: bytes) -> Namespace:
+        """The namespace of a seed that the tree has a root for, or that a request was just made with."""
+        return self._names.get(seed, PLAIN)

@@ -1,0 +1,293 @@
+"""What a cache's statistics say, as a table of metrics: names, labels, and how each is read.
+
+It knows no metrics library; `integrations.prometheus` shows it to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+from asynchicache.controller.statistics import CacheStatistics, Occupancy
+from asynchicache.histograms import Distribution
+from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.statistics import CallStatistics, PoolStatistics
+from asynchicache.types import Tier
+
+PREFIX = "asynchicache_"
+
+Value: TypeAlias = float | Distribution
+Samples: TypeAlias = Iterable[tuple[tuple[str, ...], Value]]
+"""Label values, in the order of the family's labels, and what was counted."""
+
+_OPS = ("exists", "get", "put", "delete")
+
+
+class Family(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: without the prefix; counters end in `_total`, durations in `_seconds`.
+        help: what it counts, in a line.
+        labels: names of its labels.
+        samples: reads it from the statistics.
+    """
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[CacheStatistics], Samples]
+
+    @property
+    def kind(self) -> str:
+        """`counter`, `histogram` or `gauge`, by the ending of its name."""
+        if self.name.endswith("_total"):
+            return "counter"
+        return "histogram" if self.name.endswith("_seconds") else "gauge"
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+
+def _tier(tier: Tier) -> str:
+    return tier.name.lower()
+
+
+def _slots(statistics: CacheStatistics) -> Samples:
+    for pool, tiers in statistics.occupancy.items():
+        for tier, occupancy in zip((Tier.DEVICE, Tier.HOST), tiers, strict=True):
+            for state, count in _states(occupancy):
+                yield (pool, _tier(tier), state), count
+
+
+def _states(slots: Occupancy) -> Iterator[tuple[str, int]]:
+    yield "free", slots.capacity - slots.held - slots.quarantined - slots.closed
+    yield "held", slots.held
+    yield "quarantined", slots.quarantined
+    yield "closed", slots.closed
+
+
+def _evicted(statistics: CacheStatistics) -> Samples:
+    for pool, (device, host) in statistics.evicted.items():
+        yield (pool, _tier(Tier.DEVICE)), device
+        yield (pool, _tier(Tier.HOST)), host
+
+
+def _breakers(statistics: CacheStatistics) -> Samples:
+    for pool, stored in statistics.storage.items():
+        for state in BreakerState:
+            yield (pool, state.value), int(stored.breaker is state)
+
+
+def _known(statistics: CacheStatistics) -> Samples:
+    for pool, stored in statistics.storage.items():
+        yield (pool, "there"), stored.known.there
+        yield (pool, "damaged"), stored.known.damaged
+
+
+def _faults(statistics: CacheStatistics) -> Samples:
+    for pool, op, calls in _calls(statistics):
+        yield (pool, op, "error"), calls.errors
+        yield (pool, op, "timeout"), calls.late
+
+
+def _outcomes(statistics: CacheStatistics) -> Samples:
+    for pool, op, calls in _calls(statistics):
+        for outcome, pages in calls.outcomes.items():
+            yield (pool, op, outcome.value), pages
+
+
+def _calls(statistics: CacheStatistics) -> Iterator[tuple[str, str, CallStatistics]]:
+    for pool, stored in statistics.storage.items():
+        for op in _OPS:
+            yield pool, op, getattr(stored, op)
+
+
+def _by_call(read: Callable[[CallStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: (((pool, op), read(calls)) for pool, op, calls in _calls(statistics))
+
+
+def _by_pool(read: Callable[[PoolStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: (((pool,), read(stored)) for pool, stored in statistics.storage.items())
+
+
+def _one(read: Callable[[CacheStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: [((), read(statistics))]
+
+
+def _waits(statistics: CacheStatistics) -> Samples:
+    yield ("prefetch",), statistics.prefetch_waits
+    yield ("room",), statistics.room_waits
+
+
+def _audit(statistics: CacheStatistics) -> Samples:
+    audit = statistics.transfers.audit
+    yield ("recorded",), audit.recorded
+    yield ("compared",), audit.compared
+    yield ("mismatched",), audit.mismatched
+
+
+def _copy_paths(statistics: CacheStatistics) -> Samples:
+    for pool, paths in statistics.transfers.paths.items():
+        for path, nbytes in paths.items():
+            yield (pool, path.value), nbytes
+
+
+FAMILIES = (
+    # What requests were given
+    Family(
+        "requests_total",
+        "Requests served, by why they were not given more.",
+        ("reason",),
+        lambda s: (((reason.value,), count) for reason, count in s.served.reasons.items()),
+    ),
+    Family("prompt_tokens_total", "Prompt tokens.", (), _one(lambda s: s.served.prompt_tokens)),
+    Family(
+        "hit_tokens_total",
+        "Prompt tokens served from the cache, by the farthest tier that any pool of the prefix came from.",
+        ("tier",),
+        lambda s: (((_tier(tier),), count) for tier, count in s.served.hit_tokens.items()),
+    ),
+    Family(
+        "missed_tokens_total",
+        "Prompt tokens not served, by the pool that kept the hit from being longer, and why.",
+        ("pool", "reason"),
+        lambda s: (((pool, why.value), count) for (pool, why), count in s.served.missed_tokens.items()),
+    ),
+    Family(
+        "hit_slots_total",
+        "Pages and states that hits consisted of, by where they lay before the request.",
+        ("pool", "tier"),
+        lambda s: (((pool, _tier(tier)), count) for (pool, tier), count in s.planner.restored.items()),
+    ),
+    Family("wait_seconds", "How long requests waited.", ("op",), _waits),
+    Family(
+        "namespace_prompt_tokens_total",
+        "Prompt tokens by namespace.",
+        ("namespace",),
+        lambda s: (((name,), one.prompt_tokens) for name, one in s.served.namespaces.items()),
+    ),
+    Family(
+        "namespace_hit_tokens_total",
+        "Prompt tokens served from the cache, by namespace.",
+        ("namespace",),
+        lambda s: (((name,), one.hit_tokens) for name, one in s.served.namespaces.items()),
+    ),
+    # Device and host memory
+    Family("slots", "Slots by what they are: their sum is the capacity.", ("pool", "tier", "state"), _slots),
+    Family("evicted_slots_total", "Pages and states that made room.", ("pool", "tier"), _evicted),
+    Family(
+        "demoted_pages_total",
+        "Evicted pages that live on in a lower tier of memory.",
+        (),
+        _one(lambda s: s.planner.demoted),
+    ),
+    Family(
+        "lost_pages_total", "Evicted pages that no memory has any more.", (), _one(lambda s: s.planner.lost)
+    ),
+    Family(
+        "backed_up_slots_total",
+        "Pages and states that went to the host.",
+        (),
+        _one(lambda s: s.planner.backed_up),
+    ),
+    Family(
+        "host_pressure_slots_total",
+        "Pages and states that did not, for want of host slots.",
+        (),
+        _one(lambda s: s.planner.host_pressure),
+    ),
+    Family(
+        "states_skipped_total",
+        "Checkpoints without a state, for want of a device slot.",
+        (),
+        _one(lambda s: s.planner.states_skipped),
+    ),
+    # Copies between device and host
+    Family(
+        "copied_bytes_total",
+        "Bytes copied: load (host to device), backup (device to host), fork (on the device).",
+        ("op",),
+        lambda s: (((op.value,), nbytes) for op, nbytes in s.transfers.nbytes.items()),
+    ),
+    Family(
+        "copy_path_bytes_total", "Bytes enqueued, by the way they were copied.", ("pool", "path"), _copy_paths
+    ),
+    Family(
+        "copy_seconds",
+        "From the submission of a copy until its bytes had landed.",
+        ("op",),
+        lambda s: (((op.value,), latency) for op, latency in s.transfers.latencies.items()),
+    ),
+    Family(
+        "copy_launches_total",
+        "Transfers that copies were merged into.",
+        (),
+        _one(lambda s: s.transfers.launches),
+    ),
+    Family("copies_failed_total", "Copies that failed.", (), _one(lambda s: s.traffic.copies_failed)),
+    Family("copies_in_flight", "Copies under way.", (), _one(lambda s: s.transfers.in_flight)),
+    Family("audit_slots_total", "Pages whose fingerprints were taken and compared.", ("result",), _audit),
+    # Storage
+    Family("read_slots_total", "Pages and states that came from storage.", (), _one(lambda s: s.pages_read)),
+    Family(
+        "stored_slots_total",
+        "Pages and states that went to storage, or were there already.",
+        (),
+        _one(lambda s: s.traffic.stored),
+    ),
+    Family(
+        "shed_slots_total",
+        "Pages and states that did not get to storage, by why.",
+        ("reason",),
+        lambda s: (((reason.value,), count) for reason, count in s.traffic.shed.items()),
+    ),
+    Family("storing_bytes", "Bytes of writes to storage under way.", (), _one(lambda s: s.storing_bytes)),
+    Family(
+        "storage_pages_total", "Pages of calls to storage, by outcome.", ("pool", "op", "outcome"), _outcomes
+    ),
+    Family(
+        "storage_bytes_total", "Bytes read and stored.", ("pool", "op"), _by_call(lambda calls: calls.bytes)
+    ),
+    Family(
+        "storage_call_seconds",
+        "Latency of calls to storage; late ones up to their deadline.",
+        ("pool", "op"),
+        _by_call(lambda calls: calls.latencies),
+    ),
+    Family(
+        "storage_faults_total",
+        "Calls to storage that raised or answered nonsense (error), or came too late (timeout).",
+        ("pool", "op", "reason"),
+        _faults,
+    ),
+    Family(
+        "storage_calls_running", "Calls that have not ended.", ("pool",), _by_pool(lambda pool: pool.running)
+    ),
+    Family(
+        "storage_calls_lingering",
+        "Those of them that nobody waits for any more.",
+        ("pool",),
+        _by_pool(lambda pool: pool.lingering),
+    ),
+    Family("storage_breaker", "1 for the state that the breaker is in.", ("pool", "state"), _breakers),
+    Family(
+        "storage_breaker_opened_total",
+        "How often the breaker opened.",
+        ("pool",),
+        _by_pool(lambda pool: pool.opened),
+    ),
+    Family(
+        "storage_known_pages",
+        "Pages that storage is known to have (there), or to have damaged.",
+        ("pool", "state"),
+        _known,
+    ),
+    Family(
+        "storage_recalled_pages_total",
+        "Pages that storage was not asked for, because they are known.",
+        ("pool",),
+        _by_pool(lambda pool: pool.known.recalled),
+    ),
+)
