@@ -251,14 +251,7 @@ async def _open_rooms(
     copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
     engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
     stack.push_async_callback(_close_transfers, engine, reactor, kept, config.close_seconds)
-    planner = Planner(
-        spec,
-        slots,
-        write_policy=config.write_policy,
-        eviction_policy=config.eviction,
-        clean_share=config.clean_share,
-        checkpoints=CheckpointPolicy.parse(config.checkpoints),
-    )
+    planner = _planner(spec, slots, config)
     stored = StoredPools(planner.books)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
@@ -282,6 +275,17 @@ async def _open_rooms(
     for growth in growing_pools(spec, memories, port, planner.books.open_host):
         tasks.spawn(growth)
     return Rooms(device, memories, engine, stored, port, controller)
+
+
+def _planner(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], config: CacheConfig) -> Planner:
+    return Planner(
+        spec,
+        slots,
+        write_policy=config.write_policy,
+        eviction_policy=config.eviction,
+        clean_share=config.clean_share,
+        checkpoints=CheckpointPolicy.parse(config.checkpoints),
+    )
 
 
 def open_device(config: CacheConfig) -> Device:
