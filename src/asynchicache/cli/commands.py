@@ -17,12 +17,15 @@ from asynchicache.bench.overlap import OverlapOptions, run_overlap
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.run import run_replay
 from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
+from asynchicache.bench.soak.options import SoakOptions
+from asynchicache.bench.soak.run import run_soak
 from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.run import run_storage
 from asynchicache.bench.transfer import TransferOptions, run_transfer
 from asynchicache.cli import demo, doctor, stores
 from asynchicache.cli.output import Outcome, Output
+from asynchicache.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -137,6 +140,26 @@ def _storage(options: StorageBenchOptions, output: Output) -> Outcome:
     return Outcome(report.as_json(), report.present(), report.ok)
 
 
+def _soak(options: SoakOptions, output: Output) -> Outcome:
+    with output.bar("seconds") as advance, asyncio.Runner(loop_factory=_loop_factory(options.loop)) as runner:
+        report = runner.run(run_soak(options, advance))
+    return Outcome(report.as_json(), report.present(), report.ok)
+
+
+def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """
+    Raises:
+        ConfigError: uvloop is not installed.
+    """
+    if name != "uvloop":
+        return None
+    try:
+        import uvloop
+    except ImportError as error:
+        raise ConfigError("--loop uvloop: pip install 'asynchicache[uvloop]'") from error
+    return uvloop.new_event_loop
+
+
 def _doctor(options: DoctorOptions, output: Output) -> Outcome:
     checks = doctor.checks()
     return Outcome({"checks": [check._asdict() for check in checks]}, doctor.present(checks))
@@ -196,6 +219,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "pages to a storage engine and back, beside the plainest client of the same medium",
         StorageBenchOptions,
         _storage,
+    ),
+    Command[SoakOptions](
+        ("soak",),
+        "conversations without end on real storage that fails: does anything break, block or grow",
+        SoakOptions,
+        _soak,
     ),
     Command[stores.VerifyOptions](
         ("verify",),

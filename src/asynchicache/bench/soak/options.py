@@ -1,0 +1,42 @@
+"""The flags of `soak`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.errors import ConfigError
+
+LOOPS = ("asyncio", "uvloop")
+STORES = ("file", "redis")
+
+
+@dataclass(frozen=True, slots=True)
+class SoakOptions:
+    """How long, on what, how hard.
+
+    Raises:
+        ConfigError: a value is outside its rule.
+    """
+
+    minutes: float = option(1.0, "how long; memory and hit rates are judged after the first minute")
+    storage: str = option("file", "where pages go", choices=STORES)
+    loop: str = option("asyncio", "the event loop", choices=LOOPS)
+    clients: int = option(12, "turns that are served at once, each followed by the next", minimum=1)
+    reopen_seconds: float = option(30.0, "how long one cache lives before another takes its place")
+    fault_seconds: float = option(2.0, "mean time between two things that go wrong with storage")
+    stall_ms: float = option(
+        100.0, "the loop may not be blocked for longer; time without a core is not counted"
+    )
+    folder: str = option("", "where stores are made and removed; empty: the system's temporary folder")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+        for name in ("minutes", "reopen_seconds", "fault_seconds", "stall_ms"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a number above 0")
+        for name, known in (("storage", STORES), ("loop", LOOPS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be one of {', '.join(known)}")

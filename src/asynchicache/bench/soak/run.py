@@ -1,0 +1,264 @@
+"""A soak: real threads, real storage that fails, caches that come and go, at the highest rate there is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from asynchicache.bench.soak.options import SoakOptions
+from asynchicache.bench.soak.report import SoakReport
+from asynchicache.bench.soak.samples import Sample, look
+from asynchicache.bench.soak.stores import STORES, SoakStore
+from asynchicache.bench.soak.traffic import Engine, Served, Talks, soak_spec
+from asynchicache.bench.soak.watchdog import LoopWatchdog
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig, PrefetchOptions
+from asynchicache.errors import CapacityError, ClosedError, StorageError, UsageError
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.testing.seeded_loop import describe
+
+SAMPLE_SECONDS = 1.0
+HANG_SECONDS = 60.0
+"""A client that does not come to its end in that time hangs."""
+
+_CACHES = 2  # at least, so that one is closed at rest and one at work
+_LEAST_SECONDS = 0.5
+_TALKS_PER_CLIENT = 6
+_ABANDONED = 0.05
+
+Advance = Callable[[int, int], None]
+
+
+async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
+    """Serve conversations for as long as asked, and look whether anything breaks or grows.
+
+    Raises:
+        ConfigError: the storage's server is not installed.
+        StorageError: it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder or None) as name:
+        chance = random.Random(options.seed)
+        store = STORES[options.storage](Path(name), chance)
+        await store.start()
+        try:
+            gc.collect()
+            gc.freeze()  # what was imported is not looked through again: that would stop the loop
+            soak = Soak(options, store, chance, advance)
+            with Complaints(soak.problems), LoopWatchdog(options.stall_ms / 1e3) as watchdog:
+                await soak.run()
+            return soak.report(watchdog)
+        finally:
+            gc.unfreeze()
+            await store.stop()
+
+
+class Complaints(logging.Handler):
+    """While entered, what the library logs as an error is a problem; warnings tell of faults on purpose."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._problems = problems
+        self._logger = logging.getLogger("asynchicache")
+        self._before = self._logger.propagate
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._problems.append(f"logged: {self.format(record)}")
+
+    def __enter__(self) -> Self:
+        self._logger.addHandler(self)
+        self._logger.propagate = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._logger.propagate = self._before
+        self._logger.removeHandler(self)
+
+
+class Soak:
+    """One run.
+
+    Attributes:
+        problems: what went wrong, in words.
+    """
+
+    def __init__(
+        self, options: SoakOptions, store: SoakStore, chance: random.Random, advance: Advance
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._chance = chance
+        self._advance = advance
+        self._talks = Talks(chance, options.clients * _TALKS_PER_CLIENT)
+        self._served = Served()
+        self._samples: list[Sample] = []
+        self._happened: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._caches = 0
+        self._started = time.monotonic()
+        self._own_tasks: set[asyncio.Task[object]] = set()
+        self._files: int | None = None
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def _seconds(self) -> float:
+        return self._options.minutes * 60
+
+    async def run(self) -> None:
+        """One cache after the other, until the time is up."""
+        sampler = asyncio.create_task(self._sample(), name="sampler")
+        try:
+            self._own_tasks = set(asyncio.all_tasks())
+            while (self._elapsed < self._seconds or self._caches < _CACHES) and not self.problems:
+                await self._one_cache()
+        finally:
+            sampler.cancel()
+            await asyncio.wait([sampler])
+        self._samples.append(look(self._elapsed, self._served))
+
+    async def _sample(self) -> None:
+        while True:
+            self._samples.append(look(self._elapsed, self._served))
+            self._advance(int(min(self._elapsed, self._seconds)), int(self._seconds))
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    # One cache
+
+    async def _one_cache(self) -> None:
+        """Open, serve, break, close: by turns when all is done, and in the middle of it."""
+        self._caches += 1
+        threads = threading.active_count()
+        async with HybridCache.open(soak_spec(), self._config()) as cache:
+            stop = asyncio.Event()
+            engine = Engine(cache, self._served)
+            clients = {self._task(self._client(engine, stop), "client") for _ in range(self._options.clients)}
+            operator = self._task(self._operate(cache, stop), "operator")
+            left = max(self._seconds - self._elapsed, _LEAST_SECONDS)
+            await self._until(min(self._options.reopen_seconds, left), clients)
+            stop.set()
+            await self._ended({operator})
+            if self._caches % 2:
+                await self._ended(clients)
+                await self._settled(cache)
+        self._happened["close"] += 1
+        await self._ended(clients)
+        self._nothing_left(threads)
+
+    def _task(self, work: object, name: str) -> asyncio.Task[object]:
+        return asyncio.create_task(work, name=name)  # type: ignore[arg-type]
+
+    async def _until(self, seconds: float, clients: set[asyncio.Task[object]]) -> None:
+        """Some time, or until a client fails."""
+        await asyncio.wait(clients, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+    def _config(self) -> CacheConfig:
+        clients = self._options.clients
+        return CacheConfig(
+            device_slots={"kv": clients * 24, "mamba": clients * 4, "swa": clients * 16},
+            host_slots={"kv": clients * 40, "mamba": clients * 6, "swa": clients * 16},
+            prefetch=PrefetchOptions(base_seconds=0.5),
+            storage=self._store.engine,
+            storage_options=dict(self._store.options),
+            storage_limits=PoolLimits(deadline=1.0, cooldown=0.5, closing=5.0, known_pages=4096),
+            weight_version="soak",
+            seed=self._options.seed,
+        )
+
+    # What runs beside it
+
+    async def _client(self, engine: Engine, stop: asyncio.Event) -> None:
+        """One turn after the other; some are abandoned where they are."""
+        while not stop.is_set():
+            talk, answer = self._talks.take(), self._talks.answer()
+            try:
+                patience = self._chance.uniform(0, 0.1) if self._chance.random() < _ABANDONED else None
+                async with asyncio.timeout(patience):
+                    await engine.serve(talk, answer)
+            except TimeoutError:
+                self._served.abandoned += 1
+            except CapacityError:  # everybody waited for everybody, and this one gave way
+                self._served.gave_way += 1
+            except ClosedError:
+                return
+            finally:
+                self._talks.give_back(talk)
+
+    async def _operate(self, cache: HybridCache, stop: asyncio.Event) -> None:
+        """What goes wrong with storage, and what an operator does."""
+        while not stop.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), self._chance.expovariate(1 / self._options.fault_seconds))
+            if not stop.is_set():
+                await self._disturb(cache)
+
+    async def _disturb(self, cache: HybridCache) -> None:
+        own = {"reattach": self._reattach, "flush": HybridCache.flush, "clear": HybridCache.clear_storage}
+        deeds = {**self._store.faults, **own}
+        name = self._chance.choices(list(deeds), [8] * len(self._store.faults) + [4, 2, 1])[0]
+        self._happened[name] += 1
+        with suppress(StorageError, UsageError):
+            await deeds[name](cache)
+
+    async def _reattach(self, cache: HybridCache) -> None:
+        await cache.detach_storage()
+        await cache.attach_storage(self._store.engine, self._store.options)
+
+    # Whether all is well
+
+    async def _ended(self, tasks: set[asyncio.Task[object]]) -> None:
+        """Tasks that were told to end do."""
+        _, hanging = await asyncio.wait(tasks, timeout=HANG_SECONDS)
+        self.problems += [f"hangs: {describe(task)}" for task in hanging]
+        errors = [error for task in tasks - hanging if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    async def _settled(self, cache: HybridCache) -> None:
+        """Nobody is served, so nothing is held: what is left can all be forgotten."""
+        await cache.drain()
+        await cache.flush()
+        self.problems += cache.verify()
+        for pool, tiers in cache.statistics().occupancy.items():
+            for tier, occupancy in zip(("device", "host"), tiers, strict=True):
+                if occupancy.held or occupancy.quarantined:
+                    self.problems.append(f"slots left of {pool} {tier}: {occupancy}")
+
+    def _nothing_left(self, threads: int) -> None:
+        """A closed cache has no task, thread or file."""
+        left = [task for task in asyncio.all_tasks() - self._own_tasks if not task.done()]
+        self.problems += [f"left behind: {describe(task)}" for task in left]
+        now = look(self._elapsed, self._served)
+        if self._files is None:  # the first one has made the loop's own threads, pipes and so on
+            self._files = now.files
+            return
+        if now.threads > threads:
+            self.problems.append(f"{now.threads} threads, there were {threads}")
+        if now.files > self._files:
+            self.problems.append(f"{now.files} open files, there were {self._files}")
+
+    def report(self, watchdog: LoopWatchdog) -> SoakReport:
+        """What came of it."""
+        return SoakReport.of(
+            self._options,
+            self._served,
+            self._samples,
+            happened=dict(self._happened),
+            caches=self._caches,
+            problems=self.problems,
+            watchdog=watchdog,
+        )

@@ -1,0 +1,115 @@
+"""What a soak looks at while it runs: memory, tasks, files, threads, hits; and whether they stay flat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from asynchicache.bench.soak.traffic import Served
+
+SETTLE_SECONDS = 60.0
+"""Memory and hit rates are judged from here on."""
+
+_LEVEL_SECONDS = 15.0
+MOST_DRIFT = 0.05
+MOST_HIT_DRIFT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at the process.
+
+    Attributes:
+        at: seconds since the start.
+        rss: resident bytes.
+        tasks, threads, files: of the process; files are open descriptors.
+        turns, prompt_tokens, hit_tokens: since the start.
+    """
+
+    at: float
+    rss: int
+    tasks: int
+    threads: int
+    files: int
+    turns: int
+    prompt_tokens: int
+    hit_tokens: int
+
+
+def look(at: float, served: Served) -> Sample:
+    """A sample of now."""
+    return Sample(
+        at,
+        _resident(),
+        len(asyncio.all_tasks()),
+        threading.active_count(),
+        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        served.turns,
+        served.prompt_tokens,
+        served.hits,
+    )
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLevel:
+    """Resident bytes after the first minute, and how far they went from there.
+
+    Attributes:
+        level, lowest, highest, last: medians of quarters of a minute.
+    """
+
+    level: float
+    lowest: float
+    highest: float
+    last: float
+
+    @property
+    def drift(self) -> float:
+        """The share of the level that memory moved away from it, at most."""
+        return max(self.highest - self.level, self.level - self.lowest) / self.level
+
+
+def memory_level(samples: Sequence[Sample]) -> MemoryLevel | None:
+    """None if there is not more than the first minute and a quarter."""
+    quarters: dict[int, list[int]] = {}
+    for sample in samples:
+        if sample.at >= SETTLE_SECONDS:
+            quarters.setdefault(int(sample.at / _LEVEL_SECONDS), []).append(sample.rss)
+    if len(quarters) < 2:
+        return None
+    medians = [median(quarters[number]) for number in sorted(quarters)]
+    return MemoryLevel(medians[0], min(medians), max(medians), medians[-1])
+
+
+def hit_rates(samples: Sequence[Sample]) -> list[float]:
+    """The hit rate of each whole minute."""
+    rates = []
+    first: Sample | None = None
+    for sample in samples:
+        if first is None:
+            first = sample
+        elif sample.at - first.at >= SETTLE_SECONDS:
+            prompts = sample.prompt_tokens - first.prompt_tokens
+            rates.append((sample.hit_tokens - first.hit_tokens) / prompts if prompts else 0.0)
+            first = sample
+    return rates
+
+
+def hit_drift(rates: Sequence[float]) -> float | None:
+    """How far the mean of the second half is from that of the first, without the first minute; None if
+    there are not two minutes more."""
+    settled = rates[1:]
+    if len(settled) < 2:
+        return None
+    half = len(settled) // 2
+    return abs(fmean(settled[-half:]) - fmean(settled[:half]))

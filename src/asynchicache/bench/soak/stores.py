@@ -1,0 +1,156 @@
+"""Real storage for a soak, and what goes wrong with it: servers are killed, files are damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from asynchicache.cache import HybridCache
+from asynchicache.errors import ConfigError, StorageError
+
+CAPACITY_BYTES = 64 << 20
+_ANSWER_SECONDS = 30.0
+
+Fault = Callable[[HybridCache], Awaitable[None]]
+
+
+class SoakStore(Protocol):
+    """One kind of storage: how a cache opens it, and by name what may happen to it, as awaited calls after
+    which all is well again."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, object]: ...
+
+    @property
+    def faults(self) -> Mapping[str, Fault]: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class FileStore:
+    """A folder. Bytes of its pages are changed while no cache has it open."""
+
+    engine = "file"
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        self._folder = folder / "pages"
+        self._chance = chance
+        self.options: Mapping[str, object] = {"path": str(self._folder), "capacity_bytes": CAPACITY_BYTES}
+        self.faults: Mapping[str, Fault] = {"damage": self._damage}
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+    async def _damage(self, cache: HybridCache) -> None:
+        await cache.detach_storage()
+        await asyncio.to_thread(self._flip)
+        await cache.attach_storage(self.engine, self.options)
+
+    def _flip(self) -> None:
+        """Change a byte in each of some pages' files."""
+        for path in sorted(self._folder.rglob("*.pages")):
+            with path.open("r+b") as file:
+                for _ in range(16):
+                    place = self._chance.randrange(path.stat().st_size)
+                    byte = os.pread(file.fileno(), 1, place)
+                    os.pwrite(file.fileno(), bytes([byte[0] ^ 0xFF]), place)
+
+
+class RedisStore:
+    """A Redis server of its own, which forgets everything when it is killed.
+
+    Raises:
+        ConfigError: there is no `redis-server` on the path.
+    """
+
+    engine = "redis"
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            raise ConfigError("--storage redis: there is no redis-server on the path")
+        self._chance = chance
+        self._port = _free_port()
+        self._command = [program, "--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no"]
+        self._command += ["--maxmemory", str(CAPACITY_BYTES), "--maxmemory-policy", "allkeys-lru"]
+        setpriv = shutil.which("setpriv")
+        if setpriv is not None:  # the kernel ends the server when this process ends, however it does
+            self._command[:0] = [setpriv, "--pdeathsig", "KILL", "--"]
+        self.options: Mapping[str, object] = {
+            "url": f"redis://127.0.0.1:{self._port}",
+            "timeout_seconds": 1.0,
+        }
+        self.faults: Mapping[str, Fault] = {"kill": self._kill, "pause": self._pause}
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the server; returns when it answers.
+
+        Raises:
+            StorageError: it does not, in time.
+        """
+        quiet = asyncio.subprocess.DEVNULL
+        self._process = await asyncio.create_subprocess_exec(*self._command, stdout=quiet, stderr=quiet)
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                while not await self._answers():  # noqa: ASYNC110 - it must be asked
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise StorageError(f"redis-server does not answer on port {self._port}") from None
+
+    async def _answers(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            return False
+        try:
+            writer.write(b"PING\r\n")
+            return await reader.readline() == b"+PONG\r\n"
+        finally:
+            writer.close()
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await process.wait()
+
+    async def _kill(self, cache: HybridCache) -> None:
+        await self.stop()
+        await asyncio.sleep(self._chance.uniform(0, 1))
+        await self.start()
+
+    async def _pause(self, cache: HybridCache) -> None:
+        """It holds its connections, and answers nothing for a while."""
+        assert self._process is not None, "it was started"
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(self._chance.uniform(0, 2))
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port
+
+
+STORES: Mapping[str, Callable[[Path, random.Random], SoakStore]] = {"file": FileStore, "redis": RedisStore}

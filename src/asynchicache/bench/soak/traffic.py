@@ -1,0 +1,243 @@
+"""Conversations without end, and the serving of their turns: every byte that a turn is given is checked.
+
+Forwards run on a compute stream, a thread of its own, and are ordered with copies by fences alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asynchicache.bench.synthetic import VOCABULARY, ByteOracle
+from asynchicache.cache import HybridCache, Request
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.types import Tier, trailing_pages
+
+PAGE = 16
+CHUNK = 8 * PAGE
+"""Tokens of one forward, at most."""
+
+LONGEST = 30 * PAGE
+"""Tokens of a conversation; then it ends, and another one begins."""
+
+_GARBAGE = b"\xff" * 32  # stands for a state in the middle of a page, which nobody may be given
+
+
+def soak_spec() -> ModelSpec:
+    """Every kind of pool: attention, an index that shares its pages, a sliding window, a state."""
+    keys, values = (TensorSpec(name, (1, 3), (64,), "uint8") for name in ("keys", "values"))
+    local = TensorSpec("keys", (0,), (64,), "uint8")
+    state = TensorSpec("recurrent", (0, 2), (4096,), "uint8")
+    pools = (
+        PoolSpec("kv", (keys, values)),
+        PoolSpec("dsa", (TensorSpec("index", (1,), (16,), "uint8"),), slots_of="kv"),
+        PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False),
+        PoolSpec("swa", (local,), coverage=trailing_pages(2)),
+    )
+    return ModelSpec("soak", PAGE, 4, pools)
+
+
+@dataclass(slots=True)
+class Served:
+    """What turns were given since the start.
+
+    Attributes:
+        turns: served to their end; `abandoned`: by their clients; `gave_way`: for want of room.
+        checked: pages and states that were compared.
+        wrong: slots that held other bytes, in words.
+    """
+
+    turns: int = 0
+    abandoned: int = 0
+    gave_way: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def hits(self) -> int:
+        return self.hit_tokens.total()
+
+
+@dataclass(slots=True)
+class Talk:
+    """One conversation: whose it is, and its tokens so far."""
+
+    tenant: str
+    tokens: array[int]
+
+
+class Talks:
+    """Conversations that wait for their next turn. Some begin alike; a long one is replaced by a new one."""
+
+    def __init__(self, chance: random.Random, count: int) -> None:
+        self._chance = chance
+        self._begins = [self._ids(10 * PAGE) for _ in range(4)]
+        self._waiting = deque(self._new() for _ in range(count))
+
+    def _ids(self, count: int) -> array[int]:
+        return array("q", (self._chance.randrange(VOCABULARY) for _ in range(count)))
+
+    def _new(self) -> Talk:
+        return Talk(self._chance.choice(("one", "two")), self._chance.choice(self._begins)[:])
+
+    def take(self) -> Talk:
+        """One that nobody serves, with what its user says next."""
+        self._waiting.rotate(self._chance.randrange(len(self._waiting)))
+        talk = self._waiting.popleft()
+        talk.tokens.extend(self._ids(self._chance.randrange(8, 40)))
+        return talk
+
+    def answer(self) -> array[int]:
+        """Tokens that a model may have generated."""
+        return self._ids(self._chance.randrange(8, 40))
+
+    def give_back(self, talk: Talk) -> None:
+        self._waiting.append(talk if len(talk.tokens) < LONGEST else self._new())
+
+
+class Engine:
+    """Serves turns on one cache."""
+
+    def __init__(self, cache: HybridCache, served: Served) -> None:
+        self._cache = cache
+        self._served = served
+        self._oracle = ByteOracle(cache.spec, cache.device_tensor)
+        self._stream = cache.device.stream("compute")
+        self._loop = asyncio.get_running_loop()
+
+    async def serve(self, talk: Talk, answer: array[int]) -> None:
+        """Restore, prefill, decode and publish one turn."""
+        request = self._cache.request(talk.tokens, namespace=talk.tenant)
+        async with request:
+            try:
+                await self._restore(request, talk)
+                turn = _Turn(self, request, namespace_seed(talk.tenant))
+                await turn.prefill()
+                await turn.decode(answer)
+                await self._computed()
+            finally:
+                request.close(after=self._stream)
+        self._served.turns += 1
+
+    async def _restore(self, request: Request, talk: Talk) -> None:
+        await request.prefetch()
+        await request.admit()
+        await self.follow(request.load())
+        self._served.prompt_tokens += len(talk.tokens)
+        self._served.hit_tokens.update(request.hit.by_tier)
+
+    async def _computed(self) -> None:
+        """Until the stream has got here, as an engine waits for its tokens."""
+        done = self._loop.create_future()
+        self.launch(lambda: self._loop.call_soon_threadsafe(_settle, done))
+        await done
+
+    async def follow(self, ticket: Ticket) -> None:
+        """Let the stream wait for what a ticket stands for."""
+        await ticket.submitted()
+        for layer in range(self._cache.spec.layers):
+            ticket.fence(layer).wait_on(self._stream)
+
+    def launch(self, work: Callable[[], object]) -> None:
+        self._stream.launch(work)
+
+    def expect(self, pool: str, slots: list[int], digests: list[bytes]) -> None:
+        """Compare slots with what belongs there, when the stream gets here."""
+        served = self._served
+        served.checked += len(slots)
+
+        def look() -> None:
+            count = self._oracle.count_wrong(pool, slots, digests)
+            if count:
+                served.wrong.append(f"{count} of {len(slots)} slots of {pool!r}")
+
+        self.launch(look)
+
+    def write(self, pool: str, slots: list[int], digests: list[bytes]) -> None:
+        self.launch(lambda: self._oracle.write(pool, slots, digests))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._cache.spec
+
+    def checkpoint(self, request: Request, length: int, *, final: bool = False) -> Ticket:
+        return request.checkpoint(length, after=self._stream, final=final)
+
+    def snapshot(self, request: Request, length: int) -> Ticket:
+        return request.snapshot(length, after=self._stream)
+
+
+class _Turn:
+    """The forwards of one request."""
+
+    def __init__(self, engine: Engine, request: Request, seed: bytes) -> None:
+        self._engine = engine
+        self._request = request
+        self._seed = seed
+        self._done = request.hit.tokens
+
+    async def prefill(self) -> None:
+        """Check what was restored, and compute the rest of the prompt."""
+        self._check()
+        prompt = len(self._request.tokens)
+        for stop in sorted({*self._request.cuts, prompt, *range(self._done + CHUNK, prompt, CHUNK)}):
+            await self._forward(stop)
+            await self._engine.follow(self._engine.checkpoint(self._request, stop))
+
+    async def decode(self, answer: array[int]) -> None:
+        """Generate, and publish the last page boundary, whose state is kept by a snapshot."""
+        request, engine = self._request, self._engine
+        request.append(answer)
+        end = len(request.tokens)
+        boundary = end // PAGE * PAGE
+        if boundary > self._done:
+            await self._forward(boundary)
+            await engine.follow(engine.snapshot(request, boundary))
+            await self._forward(end)
+            await engine.follow(engine.checkpoint(request, boundary))
+        else:
+            await self._forward(end)
+            await engine.follow(engine.checkpoint(request, end, final=True))
+
+    def _digests(self) -> list[bytes]:
+        return page_digests(self._request.tokens, PAGE, self._seed)
+
+    def _check(self) -> None:
+        """What was restored is what was computed for these tokens: pages, windows and the state."""
+        request, end = self._request, self._done // PAGE
+        digests = self._digests()
+        for pool in self._engine.spec.pools if end else ():
+            if pool.per_token:
+                first, needed = request.first_page(pool.name), max(end - (pool.coverage.pages or end), 0)
+                slots = request.pages(pool.name)[needed - first : end - first]
+                self._engine.expect(pool.name, slots, digests[needed:end])
+            else:
+                self._engine.expect(pool.name, [request.state(pool.name)], digests[end - 1 : end])
+
+    async def _forward(self, length: int) -> None:
+        """Write what a forward from where the last one ended to `length` would."""
+        request, first, last = self._request, self._done // PAGE, length // PAGE
+        await request.reserve(max(length - request.reserved, 0))
+        digests = self._digests()
+        for pool in self._engine.spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)[first - behind : last - behind]
+                self._engine.write(pool.name, slots, digests[first:last])
+            else:
+                state = _GARBAGE if length % PAGE else digests[last - 1]
+                self._engine.write(pool.name, [request.state(pool.name)], [state])
+        self._done = length
+
+
+def _settle(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
