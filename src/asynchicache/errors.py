@@ -6,6 +6,7 @@ misuse by the caller, a full pool, or a storage or device that cannot be opened 
 
 __all__ = [
     "AuditError",
+    "BusyError",
     "CacheError",
     "CapacityError",
     "ClosedError",
@@ -61,6 +62,10 @@ class ClosedError(UsageError, RuntimeError):
 
 class CapacityError(CacheError, MemoryError):
     """Raised when a pool cannot hold what is asked now; says how much is needed and what is free."""
+
+
+class BusyError(CapacityError):
+    """Raised when as many requests wait as may; the same request can be served later."""
 
 
 class DeviceError(CacheError, RuntimeError):

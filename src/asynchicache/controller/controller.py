@@ -116,13 +116,14 @@ class HybridCacheController:
         if self._stored and self.failure is None:
             await self.fetcher.prefetch(sequence)
 
-    def load(self, sequence: RequestSequence) -> Ticket:
+    def load(self, sequence: RequestSequence, *, counted: bool) -> Ticket:
         """Enqueue what brings a request's prefix to the device."""
         if self.failure is None:
             copies = self.planner.loader.load(sequence)
         else:
             copies = self.planner.loader.start_cold(sequence)
-        self._count_served(sequence)
+        if counted:
+            self._count_served(sequence)
         ticket = self.carry_out(copies)
         assert ticket is not None, "a load has a copy, if an empty one"
         return ticket
@@ -134,6 +135,11 @@ class HybridCacheController:
         if self._count_namespaces:
             name = self.namespaces.named(sequence.seed).name or ""
             self.served.count_namespace(name, prompt, hit, self._count_namespaces)
+
+    def rest(self, sequence: RequestSequence) -> None:
+        """Let a request keep nothing while it waits for something else."""
+        self.planner.rest(sequence)
+        self._moved()
 
     def extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
         before = len(sequence.pages)
@@ -169,14 +175,18 @@ class HybridCacheController:
             try:
                 return attempt()
             except CapacityError:
-                others = self.planner.books.sequences - self._reserving - {sequence}
-                if self.failure is not None or not (others or self._active):
+                if self.failure is not None or not (self._active or self._others(sequence)):
                     raise
             self._reserving.add(sequence)
             try:
                 await self._progress.wait()
             finally:
                 self._reserving.discard(sequence)
+
+    def _others(self, sequence: RequestSequence) -> bool:
+        """Whether somebody else may give back something without being given anything first."""
+        others = self.planner.books.sequences - self._reserving - {sequence}
+        return any(not other.resting for other in others)
 
     def _check_waiting(self, sequence: RequestSequence) -> None:
         if sequence.closed:

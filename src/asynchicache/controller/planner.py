@@ -89,6 +89,13 @@ class Planner:
         sequence.held_back = self._tree.held_back(sequence.tokens, match)
         sequence.fetched_pages = max(match.pages - sequence.matched_pages, 0)
         before, sequence.lease, sequence.match = sequence.lease, self._tree.pin(match), match
+        sequence.resting = False
+        before.close()
+
+    def rest(self, sequence: Sequence) -> None:
+        """Keep nothing of the prefix until `rematch`."""
+        before, sequence.lease = sequence.lease, self._tree.lease(self._tree.root(sequence.seed))
+        sequence.resting = True
         before.close()
 
     def meet(self, sequence: Sequence) -> list[Copy]:

@@ -208,11 +208,33 @@ class Request:
 
         Always a cancellation point; the read goes on for others when this waiter leaves.
         """
+        await self._controller.prefetch(self._unloaded("prefetch"))
+        return self.hit
+
+    def rest(self) -> None:
+        """Keep nothing while waiting for something else, a turn on the model say.
+
+        What matched may be evicted meanwhile. Call `rematch` before `load`.
+
+        Raises:
+            RequestStateError: after `load`.
+        """
+        self._controller.rest(self._unloaded("rest"))
+
+    def rematch(self) -> Hit:
+        """Match again, and keep that: others may have published more of the prompt meanwhile.
+
+        Raises:
+            RequestStateError: after `load`.
+        """
+        self._controller.planner.rematch(self._unloaded("rematch"))
+        return self.hit
+
+    def _unloaded(self, verb: str) -> RequestSequence:
         sequence = self._in_use()
         if sequence.loaded:
-            raise RequestStateError("prefetch() comes before load()")
-        await self._controller.prefetch(sequence)
-        return self.hit
+            raise RequestStateError(f"{verb}() comes before load()")
+        return sequence
 
     async def admit(self) -> Hit:
         """Wait until `load` can have what it takes of the device, so that no hit is lost to room.
@@ -225,21 +247,24 @@ class Request:
             RequestStateError: after `load`, or the request was closed meanwhile.
             ClosedError: the cache was.
         """
-        sequence = self._in_use()
-        if sequence.loaded:
-            raise RequestStateError("admit() comes before load()")
-        await self._controller.admit(sequence)
+        await self._controller.admit(self._unloaded("admit"))
         return self.hit
 
-    def load(self) -> Ticket:
+    def load(self, *, counted: bool = True) -> Ticket:
         """Enqueue the copies that put the prefix and its states on the device.
 
         Falls back to a shorter prefix if there is no room; `hit` says what it became.
+
+        Args:
+            counted: whether the statistics count the request as served; False for one that only
+                publishes what was computed for a request that they have counted.
         """
         sequence = self._in_use()
         if sequence.loaded:
             raise RequestStateError("load() was called already; its ticket serves every waiter")
-        return self._controller.load(sequence)
+        if sequence.resting:
+            raise RequestStateError("the request rests; call rematch() first")
+        return self._controller.load(sequence, counted=counted)
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Room for `tokens` more tokens behind what is restored or extended; evicts if need be.

@@ -59,6 +59,7 @@ class Sequence:
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
         fetched_pages: by how many pages its prefetch made the match longer.
+        resting: it keeps nothing for now, so nobody need wait for it.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
         closed: the request is over; its slots may still be kept for copies.
         finished: its working states are the tree's; it computes nothing more.
@@ -84,6 +85,7 @@ class Sequence:
     reason: MissReason = MissReason.NONE
     fetched_pages: int = 0
     loaded: bool = False
+    resting: bool = False
     poisoned: bool = False
     finished: bool = False
     closed: bool = False
