@@ -7,7 +7,13 @@ from transformers import DynamicCache, PreTrainedConfig
 from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import UsageError
 from asynchicache.integrations.transformers.layers import PoolMap
-from asynchicache.integrations.transformers.snapshot import restore, write_pages, write_states
+from asynchicache.integrations.transformers.snapshot import (
+    SavedStates,
+    restore,
+    write_pages,
+    write_saved_states,
+    write_states,
+)
 from asynchicache.specs import ModelSpec, PoolSpec
 
 
@@ -25,6 +31,8 @@ class CacheBridge:
 
     Attributes:
         pools: the model's part of the cache's device memory, layer by layer.
+        has_states: whether the model has recurrent layers.
+        window_pages: pages of sliding windows that a prefix needs at its end; 0 if there are none.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class CacheBridge:
         self._page_size = spec.page_size
         self._full, *others = spec.owners
         self._windows = [pool for pool in others if pool.per_token]
+        self.has_states = any(not pool.per_token for pool in others)
+        self.window_pages = max((pool.coverage.pages or 0 for pool in self._windows), default=0)
         self._state = next((pool.name for pool in others if not pool.per_token), None)
         # A draft's pools have the slots of their target's.
         self._owners = {name: cache.spec.pool(full).slots_of or full for name, full in names.items()}
@@ -78,30 +88,53 @@ class CacheBridge:
     def _state_slot(self, request: Request) -> int | None:
         return None if self._state is None else request.state(self._owners[self._state])
 
-    def save(self, request: Request, memory: DynamicCache, start: int, stop: int, *, row: int = 0) -> None:
+    def save(
+        self,
+        request: Request,
+        memory: DynamicCache,
+        start: int,
+        stop: int,
+        *,
+        row: int = 0,
+        states: SavedStates | None = None,
+    ) -> None:
         """Copy the pages that tokens `start` to `stop` complete, and the states if `stop` ends a page.
 
         Call it where a forward ended, before `request.checkpoint(stop)` or `request.snapshot(stop)`.
 
         Args:
             request: extended to `stop` tokens at least.
-            memory: holds exactly `stop` tokens, if the model has states.
+            memory: holds exactly `stop` tokens, if the model has states and none are given.
             start: what was saved before, or restored.
             stop: where the forward ended.
             row: which sequence of `memory`.
+            states: taken when `memory` held `stop` tokens, if it holds more by now.
 
         Raises:
             UsageError: the states are those of another length, or pages are not there.
         """
-        first, last = start // self._page_size, stop // self._page_size
         for pool in (self._full, *self._windows):
-            base = request.first_page(self._owners[pool.name])
-            begin = max(first, base)  # pages that the window has left are not wanted any more
-            slots = request.pages(self._owners[pool.name])[begin - base : last - base]
-            write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row)
-        state = self._state_slot(request) if stop % self._page_size == 0 else None
-        if state is not None:
-            held = memory.get_seq_length()
-            if held != stop:
-                raise UsageError(f"the states are those of {held} tokens, not of {stop}; end a forward there")
-            write_states(memory, self.pools, state, row=row)
+            self._save_pages(request, memory, pool, start, stop, row)
+        if self._state is not None and stop % self._page_size == 0:
+            self._save_states(request, memory, stop, row, states)
+
+    def _save_pages(
+        self, request: Request, memory: DynamicCache, pool: PoolSpec, start: int, stop: int, row: int
+    ) -> None:
+        owner = self._owners[pool.name]
+        base = request.first_page(owner)
+        begin = max(start // self._page_size, base)  # pages that the window has left are not wanted any more
+        slots = request.pages(owner)[begin - base : stop // self._page_size - base]
+        write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row)
+
+    def _save_states(
+        self, request: Request, memory: DynamicCache, stop: int, row: int, states: SavedStates | None
+    ) -> None:
+        slot = self._state_slot(request)
+        held = memory.get_seq_length() if states is None else states.tokens
+        if held != stop or slot is None:
+            raise UsageError(f"the states are those of {held} tokens, not of {stop}; end a forward there")
+        if states is None:
+            write_states(memory, self.pools, slot, row=row)
+        else:
+            write_saved_states(states, self.pools, slot)

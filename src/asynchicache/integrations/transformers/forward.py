@@ -35,16 +35,16 @@ def prefill(
     """
     if not 0 <= start < stop <= len(tokens):
         raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
-    step = 1 if start and _model_type(model) in _FED_ONE_BY_ONE else stop - start
+    step = 1 if start and feeds_one_by_one(model) else stop - start
     for begin in range(start, stop, step):
         ids = torch.tensor([tokens[begin : begin + step]], dtype=torch.int64, device=model.device)
         logits = _forward(model, cache, ids, begin)
     return logits[0]
 
 
-def _model_type(model: PreTrainedModel) -> str:
-    name: str = model.config.get_text_config(decoder=True).model_type
-    return name
+def feeds_one_by_one(model: PreTrainedModel) -> bool:
+    """Whether behind a prefix the model computes one token at a time."""
+    return model.config.get_text_config(decoder=True).model_type in _FED_ONE_BY_ONE
 
 
 def decode(

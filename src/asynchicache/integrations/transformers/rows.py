@@ -78,18 +78,29 @@ def fill_rows(layer: DynamicLayer, rows: Mapping[str, torch.Tensor], tokens: int
 # States
 
 
-def check_states(layer: LinearAttentionLayer, index: int, memory: StateMemory) -> None:
+def states_of(layer: LinearAttentionLayer, row: int) -> StateMemory:
+    """The states that a layer has of one sequence, as views `[1, ...]`."""
+    conv, recurrent = layer.is_conv_states_initialized, layer.is_recurrent_states_initialized
+    return StateMemory(
+        {number: layer.conv_states[number][row : row + 1] for number, known in conv.items() if known},
+        {
+            number: layer.recurrent_states[number][row : row + 1]
+            for number, known in recurrent.items()
+            if known
+        },
+    )
+
+
+def check_states(found: StateMemory, index: int, memory: StateMemory) -> None:
     """
     Raises:
         UsageError: the layer keeps other states than the pool, or none yet.
     """
-    conv = {number for number, known in layer.is_conv_states_initialized.items() if known}
-    recurrent = {number for number, known in layer.is_recurrent_states_initialized.items() if known}
-    if not conv:
+    if not found.conv:
         raise UsageError(f"layer {index} has no state yet; run a forward first")
-    if (conv, recurrent) != (set(memory.conv), set(memory.recurrent)):
+    if (set(found.conv), set(found.recurrent)) != (set(memory.conv), set(memory.recurrent)):
         raise UsageError(
-            f"layer {index} keeps states {sorted(conv)} and {sorted(recurrent)}, its pool "
+            f"layer {index} keeps states {sorted(found.conv)} and {sorted(found.recurrent)}, its pool "
             f"{sorted(memory.conv)} and {sorted(memory.recurrent)}; the spec was made for another model"
         )
 

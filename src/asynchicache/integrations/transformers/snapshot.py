@@ -7,13 +7,14 @@ that was shared with a cache would be overwritten by that cache's next decode st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from asynchicache.errors import UnsupportedModelError, UsageError
-from asynchicache.integrations.transformers.layers import PageMemory, PoolMap
+from asynchicache.integrations.transformers.layers import PageMemory, PoolMap, StateMemory
 from asynchicache.integrations.transformers.rows import (
     KINDS,
     check_states,
@@ -22,6 +23,7 @@ from asynchicache.integrations.transformers.rows import (
     first_held,
     held_fields,
     rows_of,
+    states_of,
 )
 
 
@@ -53,14 +55,20 @@ def check_kinds(cache: DynamicCache) -> None:
             )
 
 
-def trim_windows(cache: DynamicCache, page_size: int) -> None:
+def trim_windows(cache: DynamicCache, page_size: int, *, pages: int = 0) -> None:
     """Let layers with a window drop the rows that no later forward sees and that are whole pages.
 
     Call it when the pages so far were written; without it memory grows as with full attention.
+
+    Args:
+        cache: of sequences of the same length.
+        page_size: tokens of a page.
+        pages: whole pages to keep nevertheless, because they are written later.
     """
     for layer in _windows(cache):
         if layer.is_initialized:
-            keep = max(layer.sliding_window - 1, layer.cumulative_length % page_size)
+            tail = layer.cumulative_length % page_size
+            keep = max(layer.sliding_window - 1, tail + pages * page_size)
             layer.keys, layer.values = (held[:, :, -keep:].clone() for held in (layer.keys, layer.values))
 
 
@@ -140,16 +148,39 @@ def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0
     Raises:
         UsageError: the cache has no states yet, or others than the pool, or the slot is not the pool's.
     """
-    pools.check_state(slot)
     _check_row(cache, row)
+    found = {index: states_of(cache.layers[index], row) for index in pools.states}
+    write_saved_states(SavedStates(cache.get_seq_length(), found), pools, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStates:
+    """The states of one sequence after `tokens` tokens, by layer, `[1, ...]` each."""
+
+    tokens: int
+    layers: Mapping[int, StateMemory]
+
+
+def save_states(cache: DynamicCache, *, row: int = 0) -> SavedStates:
+    """Copies of the states of now; for a decode loop that does not know yet where it will end."""
+    layers = {
+        index: StateMemory(*({n: held.clone() for n, held in kind.items()} for kind in states_of(layer, row)))
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionLayer)
+    }
+    return SavedStates(cache.get_seq_length(), layers)
+
+
+def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
+    """As `write_states`, from copies that were made before."""
+    pools.check_state(slot)
     with torch.no_grad():
         for index, memory in pools.states.items():
-            layer = cache.layers[index]
-            check_states(layer, index, memory)
-            for number, conv in memory.conv.items():
-                conv[slot].copy_(_fitting(layer.conv_states[number][row], conv))
-            for number, recurrent in memory.recurrent.items():
-                recurrent[slot].copy_(_fitting(layer.recurrent_states[number][row], recurrent))
+            found = saved.layers[index]
+            check_states(found, index, memory)
+            for held, target in ((found.conv, memory.conv), (found.recurrent, memory.recurrent)):
+                for number, states in held.items():
+                    target[number][slot].copy_(_fitting(states[0], target[number]))
 
 
 def _check_row(cache: DynamicCache, row: int) -> None:
