@@ -1,0 +1,133 @@
+"""One request's part of the cache, read into the model's memory and written from it.
+
+What fails here costs hits, never the request: from then on nothing more of it is published.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from transformers import DynamicCache, PreTrainedConfig
+
+from asynchicache.cache import Hit, Request
+from asynchicache.errors import CacheError, CapacityError
+from asynchicache.integrations.transformers.bridge import CacheBridge
+from asynchicache.integrations.transformers.snapshot import SavedStates, new_cache, trim_windows
+from asynchicache.integrations.transformers.thread import ModelThread
+from asynchicache.types import MissReason
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixStore:
+    """A cache as the model's thread uses it.
+
+    Attributes:
+        page_size: tokens of a page.
+        bridge: between slots and the model's memory.
+        piece: tokens that are given pages at once, so that a pool of windows need not hold a prompt.
+    """
+
+    def __init__(
+        self, thread: ModelThread, config: PreTrainedConfig, bridge: CacheBridge, page_size: int, piece: int
+    ) -> None:
+        self.thread = thread
+        self.config = config
+        self.bridge = bridge
+        self.page_size = page_size
+        self.piece = piece
+
+    def pieces(self, start: int, stop: int) -> list[int]:
+        """Where to stop on the way from `start` to `stop`, which is the last."""
+        return [*range(start + self.piece, stop, self.piece), stop] if stop > start else []
+
+    def whole(self, tokens: int) -> int:
+        """`tokens` down to whole pages."""
+        return tokens - tokens % self.page_size
+
+    def trim(self, memory: DynamicCache) -> None:
+        """Drop what no later forward and no later publication reads; on the model's thread."""
+        trim_windows(memory, self.page_size, pages=self.bridge.window_pages)
+
+
+class CachedPrefix:
+    """A request of the cache, from its match to its last publication.
+
+    Attributes:
+        hit: what the model need not compute.
+    """
+
+    def __init__(self, store: PrefixStore, request: Request) -> None:
+        self._store = store
+        self._request = request
+        self._lost = False
+        self.hit = Hit(0)
+
+    async def restore(self) -> DynamicCache:
+        """Model memory that holds the `hit.tokens` tokens that the cache knows."""
+        await self.load()
+        if not self._lost:
+            return await self._store.thread.run(partial(self._store.bridge.restore, self._request))
+        return await self._store.thread.run(partial(new_cache, self._store.config))
+
+    async def load(self, *, counted: bool = True) -> None:
+        """Bring what the cache has in memory to its device pages."""
+        try:
+            await self._request.admit()
+        except CapacityError as error:  # then `load` makes do with what there is
+            _log.debug("loading without room for all: %s", error)
+        try:
+            ticket = self._request.load(counted=counted)
+            self.hit = self._request.hit
+            await ticket
+        except CacheError as error:
+            self._give_up(error)
+            self.hit = Hit(0, reason=MissReason.TRANSFER_FAILED)
+
+    async def save(self, memory: DynamicCache, stop: int) -> None:
+        """Copy to pages of the request's own what a forward has computed, which ended at `stop`.
+
+        Args:
+            memory: holds `stop` tokens, and of windows everything since the last call.
+        """
+        start = self._request.reserved
+        if not self._lost and stop > start and await self._reserve(stop):
+            await self._store.thread.run(partial(self._store.bridge.save, self._request, memory, start, stop))
+
+    async def save_late(self, memory: DynamicCache, stop: int, states: SavedStates | None) -> None:
+        """As `save`, when windows have moved on: of them, the pages that are needed at `stop` are copied.
+
+        Args:
+            memory: holds `stop` tokens, or more if `states` are given.
+            stop: where a forward ended.
+            states: at `stop`.
+        """
+        start = self._request.reserved
+        for end in self._store.pieces(start, stop):
+            if self._lost or not await self._reserve(end):
+                return
+            self._request.advance(end)
+        if not self._lost and stop > start:
+            save = partial(self._store.bridge.save, self._request, memory, start, stop, states=states)
+            await self._store.thread.run(save)
+
+    async def _reserve(self, stop: int) -> bool:
+        try:
+            await self._request.reserve(stop - self._request.reserved)
+        except CacheError as error:
+            self._give_up(error)
+        return not self._lost
+
+    async def publish(self, stop: int, *, final: bool) -> None:
+        """Hand what was saved up to `stop` to the cache; `final`: the request publishes nothing more."""
+        if self._lost or stop > self._request.reserved:
+            return
+        try:
+            await self._request.checkpoint(stop, final=final)  # the state may be overwritten after that
+        except CacheError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: CacheError) -> None:
+        self._lost = True
+        _log.info("nothing more of a request is published: %s", error)

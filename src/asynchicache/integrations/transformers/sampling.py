@@ -1,0 +1,69 @@
+"""How the next token is chosen from logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asynchicache.errors import ConfigError
+
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The likeliest token, or one that is drawn.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest token, whatever the rest says.
+        top_p: draw among the likeliest tokens whose probabilities reach this sum. Default: 1, all.
+        top_k: draw among so many of the likeliest tokens. Default: 0, all.
+        seed: of the draws, 0 to 2**64 - 1; None draws one.
+
+    Raises:
+        ConfigError: a value is out of its range; names it.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature {self.temperature} must be 0 or more, and finite")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p {self.top_p} must be above 0, and 1 at most")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k {self.top_k} must be a number of tokens, or 0 for all")
+        if self.seed is not None and not 0 <= self.seed <= _MAX_SEED:
+            raise ConfigError(f"seed {self.seed} must be 0 to 2**64 - 1")
+
+
+GREEDY = Sampling()
+
+
+class Sampler:
+    """Chooses the tokens of one sequence; drawing goes on where it was."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """A token id by its logits `[vocabulary]`."""
+        if self._sampling.temperature == 0:
+            return int(logits.argmax())
+        scores = logits.detach().to("cpu", torch.float32) / self._sampling.temperature
+        ranked, tokens = scores.sort(descending=True)
+        if self._sampling.top_k:
+            ranked = ranked[: self._sampling.top_k]
+        likely = ranked.softmax(-1)
+        # The first token whose predecessors reach the sum already is out; the likeliest never is.
+        likely[likely.cumsum(-1) - likely >= self._sampling.top_p] = 0
+        return int(tokens[torch.multinomial(likely, 1, generator=self._generator)])

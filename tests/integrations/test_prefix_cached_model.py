@@ -1,0 +1,274 @@
+"""A model that serves from a cache: the tokens of the uncached model, and no prefix computed twice."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from asynchicache import CacheConfig, MissReason, Tier
+from asynchicache.errors import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    InvalidTokensError,
+    UsageError,
+)
+from asynchicache.integrations.transformers.model import PrefixCachedModel
+from asynchicache.integrations.transformers.sampling import Sampling
+from integrations.served import answer, answers, nothing_held, read, serving, uncached
+from integrations.zoo import ALL, PAGE, VOCABULARY, random_tokens, tiny_model
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT, ANSWER, QUESTION = 54, 20, 11
+
+
+DEFAULT = ("qwen3_5", "lfm3", "deepseek_v32", "jamba")
+"""States, windows, an index, and states that forbid pieces."""
+
+
+async def check_two_turns(name: str) -> None:
+    """The second turn begins inside of what the first one generated; pieces are no whole pages."""
+    first = random_tokens(PROMPT)
+    async with serving(name, prefill_chunk=24) as served:
+        said = await answer(served, first, ANSWER)
+        assert said == uncached(name, first, ANSWER)
+        second = [*first, *said, *random_tokens(QUESTION, seed=1)]
+        turn = served.generate(second, max_new_tokens=ANSWER, stop_token_ids=())
+        assert await read(turn) == uncached(name, second, ANSWER)
+        # The last generated token was not fed to the model, so its page is not whole.
+        assert turn.cached_tokens == (PROMPT + ANSWER - 1) // PAGE * PAGE
+        assert turn.tokens_by_tier == {Tier.DEVICE: turn.cached_tokens}
+        assert turn.finish_reason == "length"
+        assert turn.miss_reason in (MissReason.NONE, MissReason.COLD)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+async def test_a_turn_resumes_inside_the_last_answer(name: str) -> None:
+    await check_two_turns(name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in ALL if name not in DEFAULT])
+async def test_a_turn_of_every_other_model(name: str) -> None:
+    await check_two_turns(name)
+
+
+async def test_many_at_once() -> None:
+    prompts = [random_tokens(30 + 7 * number, seed=number) for number in range(6)]
+    async with serving("qwen3_5") as served:
+        assert await answers(served, prompts, 12) == [uncached("qwen3_5", prompt, 12) for prompt in prompts]
+
+
+async def test_those_who_wait_for_their_turn_meet_what_those_before_published() -> None:
+    shared = random_tokens(4 * PAGE)
+    prompts = [[*shared, *random_tokens(9, seed=number)] for number in range(4)]
+    async with serving("qwen3_5") as served:
+        turns = [served.generate(p, max_new_tokens=4, stop_token_ids=()) for p in prompts]
+        assert [await read(turn) for turn in turns] == [uncached("qwen3_5", p, 4) for p in prompts]
+        assert [turn.cached_tokens for turn in turns] == [0, *[4 * PAGE] * 3]
+        assert served.cache.statistics().served.requests == 4  # publications are none
+
+
+async def test_namespaces_do_not_meet() -> None:
+    prompt = random_tokens(PROMPT)
+    async with serving("llama") as served:
+        for place in ({}, {"namespace": "a"}, {"namespace": "b"}, {"salt": "a"}):
+            turn = served.generate(prompt, max_new_tokens=1, **place)
+            await read(turn)
+            assert turn.cached_tokens == 0
+        again = served.generate(prompt, max_new_tokens=1, namespace="b")
+        await read(again)
+        assert again.cached_tokens == 3 * PAGE
+
+
+async def test_end_tokens() -> None:
+    prompt = random_tokens(PROMPT)
+    said = uncached("llama", prompt, ANSWER)
+    end = said[10]
+    async with serving("llama") as served:
+        turn = served.generate(prompt, max_new_tokens=ANSWER, stop_token_ids=(end,))
+        assert await read(turn) == said[: said.index(end) + 1]
+        assert turn.finish_reason == "stop"
+        assert turn.token_ids == said[: said.index(end) + 1]
+
+
+async def test_drawn_tokens_follow_their_seed() -> None:
+    prompt = random_tokens(PROMPT)
+
+    async def draw(served: PrefixCachedModel, seed: int) -> list[int]:
+        sampling = Sampling(temperature=1.0, top_p=0.9, seed=seed)
+        return await read(served.generate(prompt, max_new_tokens=12, sampling=sampling, stop_token_ids=()))
+
+    async with serving("llama") as served:
+        first, again, other = [await draw(served, seed) for seed in (1, 1, 2)]
+    assert first == again != other
+
+
+# Leaving
+
+
+async def test_closing_frees_everything_wherever_it_is() -> None:
+    prompts = [random_tokens(100, seed=number) for number in range(6)]
+    async with serving("qwen3_5", max_running=3, prefill_chunk=16) as served:
+        turns = [served.generate(p, max_new_tokens=50, stop_token_ids=()) for p in prompts]
+        async for _ in turns[0]:  # it decodes, the next one prefills, the last ones wait in the line
+            break
+        for turn in turns:
+            await turn.aclose()
+            await turn.aclose()
+            assert turn.finish_reason == "cancelled"
+            assert await read(turn) == []
+        assert nothing_held(served) == []
+        assert await answer(served, prompts[5], 10) == uncached("qwen3_5", prompts[5], 10)
+
+
+async def test_what_a_closed_generation_computed_is_kept() -> None:
+    prompt = random_tokens(PROMPT)
+    async with serving("qwen3_5") as served:
+        async with served.generate(prompt, max_new_tokens=200, stop_token_ids=()) as turn:
+            async for _ in turn:
+                if len(turn.token_ids) > 30:
+                    break
+        more = served.generate([*prompt, *turn.token_ids], max_new_tokens=1)
+        await read(more)
+        assert more.cached_tokens >= PROMPT + 30 - PAGE
+
+
+async def test_a_cancelled_reader_ends_its_generation() -> None:
+    async with serving("qwen3_5") as served:
+        turn = served.generate(random_tokens(PROMPT), max_new_tokens=900, stop_token_ids=())
+        reader = asyncio.create_task(read(turn))
+        await anext(aiter(turn))
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await served.drain()
+        assert turn.finish_reason == "cancelled"
+        assert len(turn.token_ids) < 900
+
+
+async def test_a_generation_that_nobody_holds_ends() -> None:
+    async with serving("llama") as served:
+        async for _ in served.generate(random_tokens(PROMPT), max_new_tokens=900, stop_token_ids=()):
+            break
+        gc.collect()
+        await served.drain()
+        fed = sum(pool.held for pool in served.cache.statistics().occupancy["kv"][:1])
+        assert fed < 900 // PAGE
+
+
+async def test_half_of_many_hang_up() -> None:
+    prompts = [random_tokens(60 + number, seed=number) for number in range(12)]
+    async with serving("lfm3", slots=40, max_running=4) as served:
+        turns = [served.generate(p, max_new_tokens=24, stop_token_ids=()) for p in prompts]
+
+        async def hang_up(number: int) -> None:
+            async for _ in turns[number]:
+                if len(turns[number].token_ids) > number:
+                    break
+            await turns[number].aclose()
+
+        stayed = [read(turn) for turn in turns[1::2]]
+        said, _ = await asyncio.gather(
+            asyncio.gather(*stayed), asyncio.gather(*map(hang_up, range(0, 12, 2)))
+        )
+        assert said == [uncached("lfm3", prompt, 24) for prompt in prompts[1::2]]
+
+
+async def test_leaving_the_model_ends_what_runs() -> None:
+    async with serving("llama") as served:
+        turn = served.generate(random_tokens(PROMPT), max_new_tokens=900, stop_token_ids=())
+        await anext(turn)
+        await served._close()
+        assert turn.finish_reason == "cancelled"
+        with pytest.raises(ClosedError, match="async with"):
+            served.generate([1], max_new_tokens=1)
+
+
+# Room
+
+
+async def test_requests_wait_for_room_in_their_order() -> None:
+    prompts = [random_tokens(5 * PAGE, seed=number) for number in range(5)]
+    ended: list[int] = []
+
+    async def serve(served: PrefixCachedModel, number: int) -> list[int]:
+        said = await answer(served, prompts[number], PAGE)
+        ended.append(number)
+        return said
+
+    async with serving("qwen3_5", device_slots={"kv": 8, "mamba": 2}) as served:
+        assert served.capacity_tokens == 8 * PAGE
+        tasks = [asyncio.create_task(serve(served, number)) for number in range(5)]
+        await asyncio.sleep(0)
+        assert (served.running, served.waiting) == (1, 4)
+        assert await asyncio.gather(*tasks) == [uncached("qwen3_5", p, PAGE) for p in prompts]
+        assert ended == list(range(5))
+
+
+async def test_too_many_are_refused() -> None:
+    async with serving("llama", max_running=1, max_waiting=1) as served:
+        first = served.generate(random_tokens(PROMPT), max_new_tokens=4, stop_token_ids=())
+        second = served.generate(random_tokens(PROMPT), max_new_tokens=4, stop_token_ids=())
+        with pytest.raises(BusyError, match="1 requests wait already"):
+            served.generate([1], max_new_tokens=1)
+        assert await read(first) == await read(second)
+        assert len(await answer(served, [1], 1)) == 1
+
+
+async def test_what_can_never_fit_is_refused() -> None:
+    async with serving("llama", slots=8) as served:
+        with pytest.raises(CapacityError, match="144 tokens in whole pages; the cache's device holds 128"):
+            served.generate(random_tokens(120), max_new_tokens=9)
+        assert len(await answer(served, random_tokens(120), 8)) == 8
+
+
+# Misuse
+
+
+async def test_bad_input_is_refused_at_once() -> None:
+    async with serving("llama") as served:
+        with pytest.raises(InvalidTokensError, match=f"{VOCABULARY}: the model knows {VOCABULARY}"):
+            served.generate([VOCABULARY], max_new_tokens=1)
+        with pytest.raises(InvalidTokensError, match="empty"):
+            served.generate([], max_new_tokens=1)
+        with pytest.raises(UsageError, match="max_new_tokens 0"):
+            served.generate([1], max_new_tokens=0)
+        with pytest.raises(UsageError, match="need a tokenizer"):
+            served.generate([1], max_new_tokens=1, stop=["x"])
+        with pytest.raises(ConfigError, match="must be a string"):
+            served.generate([1], max_new_tokens=1, namespace=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_chunk": 0}, "prefill_chunk 0"),
+        ({"max_running": 0}, "max_running 0"),
+        ({"max_waiting": -1}, "max_waiting -1"),
+        ({"config": CacheConfig(device="cuda")}, "the model is on cpu, the cache on cuda"),
+    ],
+)
+async def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with PrefixCachedModel.open(tiny_model("llama"), **options):
+            raise AssertionError("it opened")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature -1"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"top_p": 0}, "top_p 0"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"seed": -1}, "seed -1"),
+    ],
+)
+async def test_bad_sampling(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**values)
