@@ -1,0 +1,384 @@
+"""An event loop in a thread of its own, for hosts that have none: submit a coroutine, poll for its end.
+
+Every adapter of a synchronous engine stands on it. Nothing of the host's ever runs on the loop: ends
+of jobs are told through a queue and a file descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageError
+from asynchicache.integrations.gate import ByteGate
+from asynchicache.integrations.jobs import Job, JobState
+from asynchicache.integrations.wakeups import open_wakeup
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_OBEY_SECONDS = 1.0  # for coroutines that are told to end, and for the thread after that
+_TIDY_SECONDS = 0.2  # of the latter, for what still runs when the loop has stopped
+_EXIT_SECONDS = 1.0  # of a process whose bridge nobody closed
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A job and what the loop needs to run it.
+
+    `ending` is how it ends if its coroutine is cancelled; it is set before it is.
+    """
+
+    job: Job[Any]
+    coro: Coroutine[Any, Any, Any]
+    expires: float | None
+    queued: bool
+    ending: JobState | None = None
+    task: asyncio.Task[Any] | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class LoopBridge:
+    """One event loop in a daemon thread. Every method may be called from any thread but the loop's own.
+
+    A job ends when its coroutine has ended, also after a deadline or `cancel`: what it was lent is
+    the host's again then. A coroutine that ignores cancellation keeps its job; `close` gives up on it.
+
+    After a fork the child has no loop: its bridge is closed, and the parent's goes on.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "asynchicache-loop",
+        max_bytes: int | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ) -> None:
+        """
+        Args:
+            name: of the thread.
+            max_bytes: of jobs that run at once; more wait in the loop, in order, or are shed. A job that
+                is larger runs alone. None: no limit.
+            loop_factory: makes the loop, e.g. `uvloop.new_event_loop`.
+
+        Raises:
+            ConfigError: `max_bytes` is not above 0.
+        """
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigError(f"max_bytes {max_bytes} must be above 0, or None for no limit")
+        self._max_bytes = max_bytes
+        self._gate = ByteGate(max_bytes)
+        self._changed = threading.Condition()
+        """Guards what follows; notified when a job has ended."""
+        self._runs: dict[Job[Any], _Run] = {}
+        self._bytes = 0
+        self._finished: deque[Job[Any]] = deque()
+        self._wakeup = open_wakeup()
+        self._refusal: str | None = None
+        """Why nothing more is taken; None while the bridge is open."""
+        self._process = os.getpid()
+        self._loop = loop_factory()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    @property
+    def pending(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._runs)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of jobs that have not ended, those that wait for room included."""
+        return self._bytes
+
+    @property
+    def closed(self) -> bool:
+        return self._why_closed() is not None
+
+    # Jobs.
+
+    def submit(
+        self,
+        coro: Coroutine[Any, Any, T],
+        *,
+        nbytes: int = 0,
+        deadline_s: float | None = None,
+        tag: object = None,
+        wait: bool = True,
+        queued: bool = True,
+    ) -> Job[T]:
+        """Run `coro` on the loop; returns at once. If it is refused, `coro` is closed unrun.
+
+        Args:
+            coro: what to run.
+            nbytes: what it counts for in `max_bytes`.
+            deadline_s: seconds from now, waiting for room included, after which it is cancelled and
+                its job ends as timed out; None for no deadline.
+            tag: for the submitter to know the job again.
+            wait: over `max_bytes`, wait inside the loop; False: end at once, as shed.
+            queued: give the job to `finished` when it has ended; False for those who wait for it.
+
+        Raises:
+            ClosedError: the bridge is closed, its loop has died, or the process was forked.
+            UsageError: `coro` is no coroutine, or `nbytes` is below 0.
+        """
+        if not asyncio.iscoroutine(coro):
+            raise UsageError(f"submit takes a coroutine, such as store.get(...), not {coro!r}")
+        job: Job[T] = Job(self._request_cancel, self._check_waitable, nbytes=nbytes, tag=tag)
+        expires = None if deadline_s is None else time.monotonic() + deadline_s
+        run = _Run(job, coro, expires, queued)
+        try:
+            if nbytes < 0:
+                raise UsageError(f"a job of {nbytes} bytes; 0 is the least")
+            started = self._enlist(run, wait=wait)
+        except (ClosedError, UsageError):
+            coro.close()
+            raise
+        if not started:
+            coro.close()
+        return job
+
+    def call(self, coro: Coroutine[Any, Any, T], *, nbytes: int = 0, deadline_s: float | None = None) -> T:
+        """Run `coro` on the loop and wait for it; if the wait is interrupted, it is cancelled.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            ClosedError, UsageError: as `submit`, and as `Job.result`.
+        """
+        job = self.submit(coro, nbytes=nbytes, deadline_s=deadline_s, queued=False)
+        try:
+            return job.result()
+        finally:
+            job.cancel()
+
+    def finished(self) -> list[Job[Any]]:
+        """Jobs that have ended since the last call, each once, in the order of their ends; never waits."""
+        with self._changed:
+            jobs = list(self._finished)
+            self._finished.clear()
+            self._wakeup.clear()
+        return jobs
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `finished` has something; not to be read or closed."""
+        return self._wakeup.fileno()
+
+    # The end.
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no job is pending; False if `timeout_s` came first.
+
+        Raises:
+            UsageError: called on the bridge's own loop.
+        """
+        self._check_waitable()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._runs, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Take no more jobs, wait for those that are pending, cancel the rest, and end the thread.
+
+        `finished` still gives what ended, but its descriptor is closed. Twice is harmless.
+
+        Args:
+            timeout_s: seconds that jobs have to end by themselves; cancelled ones get 1 s more.
+
+        Returns:
+            False if a job or the thread did not end: such a job ends with `ClosedError`, and may still
+            use what it was lent.
+
+        Raises:
+            UsageError: called on the bridge's own loop.
+        """
+        if self._forked:
+            self._wakeup.close()
+            return True
+        if threading.current_thread() is self._thread:
+            raise UsageError("a bridge cannot be closed from its own loop: it would wait for itself")
+        with self._changed:
+            self._refusal = self._refusal or "the bridge is closed"
+        if not self.drain(timeout_s):
+            self._cancel_all()
+            self.drain(_OBEY_SECONDS)
+        return self._stop(_OBEY_SECONDS)
+
+    def _cancel_all(self) -> None:
+        with self._changed:
+            jobs = list(self._runs)
+        for job in jobs:
+            job.cancel()
+
+    def _stop(self, timeout_s: float) -> bool:
+        """Stop the loop; what still runs there is left without it. Whether all ended well."""
+        clean = not self._runs
+        with suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():  # a coroutine blocks it
+            self._abandon("the bridge was closed while its loop was blocked")
+        with self._changed:
+            self._wakeup.close()
+        atexit.unregister(self._exit)
+        return clean and not self._thread.is_alive()
+
+    def _exit(self) -> None:
+        """The interpreter ends: no thread may be left to run when it is gone."""
+        if not self._forked:
+            self._refusal = self._refusal or "the interpreter is shutting down"
+            self._stop(_EXIT_SECONDS)
+
+    # Any thread.
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _why_closed(self) -> str | None:
+        if self._forked:
+            return "the bridge belongs to the parent of this process; make one after the fork"
+        return self._refusal
+
+    def _check_waitable(self) -> None:
+        if self._forked:
+            raise ClosedError("the job is one of the parent of this process; it never ends here")
+        if threading.current_thread() is self._thread:
+            raise UsageError("waiting on the bridge's own loop would wait for itself; await instead")
+
+    def _enlist(self, run: _Run, *, wait: bool) -> bool:
+        """Note a job and have the loop start it; False if it was shed."""
+        with self._changed:
+            refusal = self._why_closed()
+            if refusal is not None:
+                raise ClosedError(f"{refusal}; nothing can be submitted")
+            over = self._max_bytes is not None and self._bytes + run.job.nbytes > self._max_bytes
+            if over and self._bytes and not wait:
+                text = f"{run.job.nbytes} bytes more than {self._bytes} of {self._max_bytes} under way"
+                self._tell(run, JobState.SHED, error=CapacityError(text))
+                return False
+            self._runs[run.job] = run
+            self._bytes += run.job.nbytes
+            self._loop.call_soon_threadsafe(self._start, run)
+        return True
+
+    def _request_cancel(self, job: Job[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and so is the job
+            self._loop.call_soon_threadsafe(self._end_early, job, JobState.CANCELLED)
+
+    def _tell(
+        self, run: _Run, state: JobState, value: object = None, error: BaseException | None = None
+    ) -> None:
+        """End a job for its submitter; the lock is held."""
+        if run.queued:  # first, so that whoever sees the job done finds it in the queue
+            self._finished.append(run.job)
+            self._wakeup.set()
+        run.job.finish(state, value, error)
+
+    def _end(
+        self, run: _Run, state: JobState, value: object = None, error: BaseException | None = None
+    ) -> None:
+        """A job has ended; nothing if it had before."""
+        with self._changed:
+            if self._runs.pop(run.job, None) is not None:
+                self._bytes -= run.job.nbytes
+                self._tell(run, state, value, error)
+                self._changed.notify_all()
+
+    def _abandon(self, why: str) -> None:
+        """End every job that is pending: nobody will."""
+        with self._changed:
+            self._refusal = self._refusal or why
+            left = list(self._runs.values())
+        for run in left:
+            self._end(run, JobState.FAILED, error=ClosedError(f"{why}; {run.job!r} did not end"))
+
+    # The loop's thread.
+
+    def _serve(self) -> None:
+        """The thread. However the loop ends, no job is left pending and no submitter waits for ever."""
+        why = "the loop of the bridge was stopped"
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_forever()
+        except BaseException as error:
+            logger.exception("the loop of the bridge died")
+            why = f"the loop of the bridge died: {error!r}"
+        finally:
+            with self._changed:
+                self._refusal = self._refusal or why
+            self._tidy()
+            self._abandon(self._refusal)
+
+    def _tidy(self) -> None:
+        """Tell what still runs to end, for a moment, and close the loop."""
+        try:
+            self._loop.run_until_complete(asyncio.sleep(0))  # what was submitted last begins
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left, timeout=_TIDY_SECONDS))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        except RuntimeError as error:  # stopped once more meanwhile
+            logger.warning("the loop of the bridge did not end tidily: %s", error)
+        finally:
+            self._loop.close()
+
+    def _start(self, run: _Run) -> None:
+        run.task = self._loop.create_task(self._admitted(run))
+        run.task.add_done_callback(partial(self._ended, run))
+        if run.expires is not None:
+            patience = max(0.0, run.expires - time.monotonic())
+            run.timer = self._loop.call_later(patience, self._end_early, run.job, JobState.TIMED_OUT)
+
+    def _end_early(self, job: Job[Any], ending: JobState) -> None:
+        run = self._runs.get(job)
+        if run is not None and run.task is not None and run.ending is None:
+            run.ending = ending
+            run.task.cancel()
+
+    async def _admitted(self, run: _Run) -> object:
+        await self._gate.enter(run.job.nbytes)
+        try:
+            return await run.coro
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise UsageError(f"{run.job!r} raised {error!r}, which would end the loop") from error
+        finally:
+            self._gate.leave(run.job.nbytes)
+
+    def _ended(self, run: _Run, task: asyncio.Task[object]) -> None:
+        """Tell how a coroutine ended; it may never have begun."""
+        run.coro.close()
+        if run.timer is not None:
+            run.timer.cancel()
+        if task.cancelled():
+            self._end(run, *_cancelled(run))
+        elif (error := task.exception()) is not None:
+            self._end(run, JobState.FAILED, error=error)
+        else:
+            self._end(run, JobState.DONE, task.result())
+
+    def __repr__(self) -> str:
+        state = self._why_closed() or "open"
+        return f"<LoopBridge {self._thread.name}: {self.pending} jobs, {self._bytes} bytes, {state}>"
+
+
+def _cancelled(run: _Run) -> tuple[JobState, None, BaseException]:
+    if run.ending is JobState.TIMED_OUT:
+        return JobState.TIMED_OUT, None, TimeoutError(f"{run.job!r} did not end by its deadline")
+    return JobState.CANCELLED, None, CancelledError(f"{run.job!r} was cancelled")
+
+
+__all__ = ["Job", "JobState", "LoopBridge"]
