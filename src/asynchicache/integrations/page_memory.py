@@ -1,0 +1,221 @@
+"""An engine's own host memory as pages of bytes: where they lie, and what storage can use in place."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from asynchicache.errors import ConfigError
+from asynchicache.layouts import ALIGNMENT
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_MOST_STORED_PARTS = 4  # more objects a page cost storage more than a copy costs here
+
+
+class TensorLike(Protocol):
+    """What is asked of a tensor: `torch.Tensor` has it."""
+
+    def data_ptr(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+    def element_size(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+    @property
+    def device(self) -> Any: ...
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """`nbytes` of this process's memory, writable. It must live as long as the view is used.
+
+    Raises:
+        ConfigError: no memory can be there.
+    """
+    if address <= 0 or nbytes < 1:
+        raise ConfigError(f"no memory of {nbytes} bytes at address {address}")
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def tensor_memory(tensor: TensorLike) -> memoryview:
+    """The bytes of a contiguous host tensor, writable; the tensor must live as long as they are used.
+
+    Raises:
+        ConfigError: it is on a device, or in pieces.
+    """
+    if str(tensor.device) != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"a tensor on {tensor.device}, contiguous={tensor.is_contiguous()}; "
+            "pages must lie in contiguous host memory"
+        )
+    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """One part of every page: `memory[offset + page * stride:][:nbytes]`."""
+
+    memory: memoryview
+    offset: int
+    stride: int
+    nbytes: int
+
+    def rows(self, pages: int) -> Bytes:
+        """uint8 `[pages, nbytes]`, a view.
+
+        Raises:
+            ConfigError: pages overlap, or lie outside the memory.
+        """
+        end = self.offset + (pages - 1) * self.stride + self.nbytes
+        if self.nbytes < 1 or self.stride < self.nbytes or self.offset < 0 or end > self.memory.nbytes:
+            raise ConfigError(
+                f"{pages} parts of {self.nbytes} bytes from byte {self.offset} on, {self.stride} apart, "
+                f"do not fit into {self.memory.nbytes} bytes"
+            )
+        flat = np.frombuffer(self.memory, np.uint8)
+        return np.lib.stride_tricks.as_strided(
+            flat[self.offset :], (pages, self.nbytes), (self.stride, 1), writeable=True
+        )
+
+
+class PageMemory:
+    """Pages of equal size, each of one or more parts that may lie anywhere.
+
+    What storage holds as one object is a *unit*: a part, where a page has a few parts of equal size that
+    lie back to back in whole blocks of 4,096 bytes, as `[parts, pages, bytes]`; else the whole page. That
+    follows from the geometry alone, never from addresses, so that two processes agree.
+
+    Attributes:
+        pages: how many there are.
+        page_bytes: bytes of one page, all parts.
+        units: objects a page.
+        unit_bytes: bytes of one object.
+    """
+
+    def __init__(self, parts: Sequence[PagePart], pages: int, *, owner: object = None) -> None:
+        """
+        Args:
+            parts: of a page, in the order in which they are stored.
+            pages: how many.
+            owner: kept alive as long as the memory is used.
+
+        Raises:
+            ConfigError: no pages or parts, pages that overlap, or memory that cannot be written.
+        """
+        if pages < 1 or not parts:
+            raise ConfigError(f"{pages} pages of {len(parts)} parts; there must be 1 of each at least")
+        if any(part.memory.readonly for part in parts):
+            raise ConfigError("pages lie in memory that is read-only; storage must be able to write to it")
+        self.pages = pages
+        self.page_bytes = sum(part.nbytes for part in parts)
+        self._parts = [part.rows(pages) for part in parts]
+        self._whole = len(parts) > 1 and not self._back_to_back()
+        self.units = 1 if self._whole else len(parts)
+        self.unit_bytes = self.page_bytes // self.units
+        self._first = parts[0]
+        self._owner = owner
+
+    @classmethod
+    def of_view(cls, view: memoryview, *, owner: object = None) -> PageMemory:
+        """Pages along the first dimension of a contiguous view `[pages, ...]`.
+
+        Raises:
+            ConfigError: it has one dimension only, is in pieces, empty, or read-only.
+        """
+        if view.ndim < 2 or not view.c_contiguous or not view.nbytes:
+            raise ConfigError(
+                f"a view of shape {view.shape}, contiguous={view.c_contiguous}; "
+                "pages need [pages, bytes...], contiguous and not empty"
+            )
+        pages = view.shape[0] if view.shape is not None else 0
+        nbytes = view.nbytes // pages
+        return cls([PagePart(view.cast("B"), 0, nbytes, nbytes)], pages, owner=owner)
+
+    @classmethod
+    def of_tensor(cls, tensor: Any, *, parts: int = 1) -> PageMemory:
+        """Pages of a contiguous host tensor `[pages, ...]`, or `[parts, pages, ...]` (keys and values).
+
+        Raises:
+            ConfigError: it is on a device, in pieces, or has no such dimensions.
+        """
+        memory = tensor_memory(tensor)
+        pages = tensor.shape[0] if parts == 1 else tensor.shape[1]
+        if parts > 1 and tensor.shape[0] != parts:
+            raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} has no {parts} parts in front")
+        nbytes = memory.nbytes // (pages * parts)
+        cuts = [PagePart(memory, part * pages * nbytes, nbytes, nbytes) for part in range(parts)]
+        return cls(cuts, pages, owner=tensor)
+
+    def in_place(self) -> memoryview | None:
+        """All units as one run of memory, unit `part * pages + page`, if storage can use them in place:
+        each is aligned and fills its blocks. Else None.
+        """
+        address = self._parts[0].ctypes.data
+        if self._whole or not self._dense(0) or address % ALIGNMENT or self.unit_bytes % ALIGNMENT:
+            return None
+        start = self._first.offset
+        return self._first.memory[start : start + self.units * self.pages * self.unit_bytes]
+
+    def obstacle(self) -> str:
+        """Why storage cannot use the pages in place, for people."""
+        if self._whole:
+            return f"a page is in {len(self._parts)} parts that are not equal blocks back to back"
+        if not self._dense(0):
+            return "there is something between pages"
+        if self.unit_bytes % ALIGNMENT:
+            return f"{self.unit_bytes} bytes are no multiple of {ALIGNMENT}"
+        return f"its memory does not start on a multiple of {ALIGNMENT}"
+
+    def unit(self, index: int) -> list[Bytes]:
+        """The pieces of unit `part * pages + page`, or of a page that is stored whole."""
+        if self._whole:
+            return [part[index] for part in self._parts]
+        part, page = divmod(index, self.pages)
+        return [self._parts[part][page]]
+
+    def _dense(self, part: int) -> bool:
+        return self.pages == 1 or self._parts[part].strides[0] == self._parts[part].shape[1]
+
+    def _back_to_back(self) -> bool:
+        first = self._parts[0]
+        nbytes = first.shape[1]
+        return (
+            len(self._parts) <= _MOST_STORED_PARTS
+            and nbytes % ALIGNMENT == 0
+            and all(
+                part.shape == first.shape
+                and self._dense(number)
+                and part.ctypes.data == first.ctypes.data + number * self.pages * nbytes
+                for number, part in enumerate(self._parts)
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"<PageMemory: {self.pages} pages of {self.page_bytes} bytes, {self.units} units each>"
+
+
+def copy_pieces(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> None:
+    """Copy runs of bytes to runs of other lengths, one after another; the sums are equal.
+
+    Each piece releases the interpreter's lock while it is copied.
+    """
+    if len(sources) == len(destinations):
+        for source, destination in zip(sources, destinations, strict=True):
+            np.copyto(destination, source)
+        return
+    pieces, run = (sources, destinations[0]) if len(destinations) == 1 else (destinations, sources[0])
+    offset = 0
+    for piece in pieces:
+        part = run[offset : offset + len(piece)]
+        if pieces is sources:
+            np.copyto(part, piece)
+        else:
+            np.copyto(piece, part)
+        offset += len(piece)

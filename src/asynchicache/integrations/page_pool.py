@@ -1,0 +1,378 @@
+"""One pool of foreign pages in storage: units, single flight, staging, outcomes a page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from asynchicache.errors import ClosedError, UsageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.integrations.page_memory import Bytes, PageMemory, copy_pieces
+from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
+from asynchicache.ports import Port
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.limits import Batch
+from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.statistics import PoolStatistics
+from asynchicache.types import Outcome
+
+T = TypeVar("T")
+PageKey: TypeAlias = str | bytes
+
+logger = logging.getLogger(__name__)
+
+_KEY_TAG = b"asynchicache-foreign-key-v1"
+_CHUNK_BYTES = 16 << 20  # staged together, so that copying and storing overlap
+_ORDER = (
+    Outcome.TIMEOUT,
+    Outcome.CORRUPT,
+    Outcome.FAILED,
+    Outcome.REJECTED,
+    Outcome.MISS,
+    Outcome.STORED,
+    Outcome.EXISTS,
+    Outcome.HIT,
+)
+"""Of the outcomes of a page's units, the first of these is the page's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagePoolStatistics:
+    """One pool.
+
+    Attributes:
+        storage: calls, outcomes, bytes, latencies, in units; the breaker.
+        units: objects that a page is stored as.
+        staged: whether pages pass through staging slots.
+        joined: units that a call did not move because another was moving them.
+    """
+
+    storage: PoolStatistics
+    units: int
+    staged: bool
+    joined: int
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One unit on its way.
+
+    Attributes:
+        key: in storage.
+        unit: where in memory.
+        outcome: what became of it.
+        guests: units of other calls that want the same bytes.
+        landing: guests are being served; it is too late for more.
+    """
+
+    key: ObjectKey
+    unit: int
+    outcome: asyncio.Future[Outcome]
+    guests: list[int] = field(default_factory=list)
+    landing: bool = False
+
+
+class _Copy(NamedTuple):
+    sources: list[Bytes]
+    destinations: list[Bytes]
+
+
+class PagePool:
+    """One pool of pages; made by `PageStore.open_pool`, confined to its loop.
+
+    Keys are anything that names a page's content: they are hashed, and never part of a path. A key's
+    bytes must not change; a page that is there is not written again.
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        slots: PlacedSlots | StagedSlots,
+        guard: GuardedPool,
+        binding: SlotBinding,
+        port: Port,
+        *,
+        writes: bool,
+    ) -> None:
+        self.memory = memory
+        self._slots = slots
+        self._guard = guard
+        self._binding = binding
+        self._port = port
+        self._writes = writes
+        self._reading: dict[ObjectKey, _Flight] = {}
+        self._writing: dict[ObjectKey, _Flight] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._joined = 0
+        self._closed = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether pages pass through staging slots."""
+        return isinstance(self._slots, StagedSlots)
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[bool]:
+        """For each key, whether a `get` now would very likely hit.
+
+        Raises:
+            ClosedError: the pool is closed; as all calls.
+        """
+        self._check_open()
+        if not keys:
+            return []
+        batch = await self._guard.exists([key for name in keys for key in self._object_keys(name)])
+        step = self.memory.units
+        return [all(batch.present[at : at + step]) for at in range(0, len(batch.present), step)]
+
+    async def get(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[Outcome]:
+        """Read page `keys[i]` into memory page `pages[i]`: HIT, MISS, CORRUPT, FAILED or TIMEOUT.
+
+        A page that is no HIT may hold anything.
+
+        Raises:
+            UsageError: there are not as many pages as keys, or there is no such page.
+        """
+        flights = self._flights(keys, pages)
+        return await self._to_the_end(self._move(flights, self._reading, self._read))
+
+    async def put(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[Outcome]:
+        """Store memory page `pages[i]` as `keys[i]`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
+
+        Raises:
+            UsageError: there are not as many pages as keys, or there is no such page.
+        """
+        flights = self._flights(keys, pages)
+        if not self._writes:
+            return [Outcome.EXISTS] * len(keys)  # or will: another rank writes them
+        return await self._to_the_end(self._move(flights, self._writing, self._write))
+
+    async def clear(self) -> int:
+        """Forget every page; how many units there were.
+
+        Raises:
+            StorageError: the backend failed.
+        """
+        self._check_open()
+        return await self._guard.clear() if self._writes else 0
+
+    def statistics(self) -> PagePoolStatistics:
+        return PagePoolStatistics(self._guard.statistics(), self.memory.units, self.staged, self._joined)
+
+    async def aclose(self) -> None:
+        """Wait for running calls, with a limit; twice is harmless."""
+        self._closed = True
+        touched = await self._guard.aclose()
+        if touched:
+            logger.error("%r: the backend may still write to %d of its pages", self, len(touched))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if not touched:  # else the memory must outlive us
+            self._slots.close()
+
+    # Units.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"pool {self._binding.pool!r} of the page store is closed")
+
+    def _object_keys(self, name: PageKey) -> list[ObjectKey]:
+        """Keys of a page's units."""
+        base = sha256(_KEY_TAG)
+        base.update(b"s" + name.encode() if isinstance(name, str) else b"b" + bytes(name))
+        digest = base.digest()
+        if self.memory.units == 1:
+            return [self._binding.key(digest)]
+        return [
+            self._binding.key(sha256(digest + bytes([part])).digest()) for part in range(self.memory.units)
+        ]
+
+    def _flights(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[_Flight]:
+        """One for each unit, page by page.
+
+        Raises:
+            UsageError, ClosedError: see `get`.
+        """
+        self._check_open()
+        count, pool = self.memory.pages, self._binding.pool
+        if len(keys) != len(pages):
+            raise UsageError(f"pool {pool!r}: {len(keys)} keys for {len(pages)} pages")
+        for page in pages:
+            if not 0 <= page < count:
+                raise UsageError(f"pool {pool!r}: there is no page {page}; it has {count}")
+        loop = asyncio.get_running_loop()
+        return [
+            _Flight(key, part * count + page, loop.create_future())
+            for name, page in zip(keys, pages, strict=True)
+            for part, key in enumerate(self._object_keys(name))
+        ]
+
+    # Moving them.
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` whatever becomes of the caller, who is kept until it has ended: its pages are lent."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+            raise
+
+    async def _move(self, flights: list[_Flight], table: _Table, carry: _Carry) -> list[Outcome]:
+        """Move units, but for those that another call is moving; the outcome of each page."""
+        leaders = [self._board(flight, table) for flight in flights]
+        own = [flight for flight, leader in zip(flights, leaders, strict=True) if flight is leader]
+        try:
+            await carry(own)
+        finally:
+            for flight in own:
+                _settle(flight, Outcome.FAILED, table)
+        units = [await leader.outcome for leader in leaders]
+        if table is self._writing:
+            units = [
+                Outcome.EXISTS if outcome is Outcome.STORED and leader is not flight else outcome
+                for outcome, leader, flight in zip(units, leaders, flights, strict=True)
+            ]
+        step = self.memory.units
+        return [min(units[at : at + step], key=_ORDER.index) for at in range(0, len(units), step)]
+
+    def _board(self, flight: _Flight, table: _Table) -> _Flight:
+        """The flight that moves this unit: one that is under way, or this one."""
+        leader = table.get(flight.key)
+        if leader is None or leader.landing:
+            table[flight.key] = flight
+            return flight
+        leader.guests.append(flight.unit)
+        self._joined += 1
+        return leader
+
+    async def _read(self, flights: list[_Flight]) -> None:
+        if isinstance(self._slots, StagedSlots):
+            await self._in_chunks(flights, self._slots, self._read_staged)
+        elif flights:
+            units = [flight.unit for flight in flights]
+            batch = await self._ask(self._guard.get, flights, units)
+            await _let_go(batch)
+            await self._land(flights, batch, [])
+
+    async def _write(self, flights: list[_Flight]) -> None:
+        if isinstance(self._slots, StagedSlots):
+            await self._in_chunks(flights, self._slots, self._write_staged)
+        elif flights:
+            units = [flight.unit for flight in flights]
+            batch = await self._ask(self._guard.put, flights, units)
+            await _let_go(batch)
+            self._settle_all(flights, batch, self._writing)
+
+    async def _ask(self, call: _Call, flights: list[_Flight], slots: Sequence[int]) -> Batch:
+        try:
+            return await call([flight.key for flight in flights], slots)
+        except ClosedError:  # it was closed meanwhile
+            return Batch([Outcome.FAILED] * len(flights))
+
+    async def _in_chunks(self, flights: list[_Flight], staging: StagedSlots, move: _Chunk) -> None:
+        """Units through staging slots, so many at once as there is room for."""
+        step = max(1, _CHUNK_BYTES // self._binding.slot_bytes)
+        chunks: list[asyncio.Task[None]] = []
+        while flights:
+            slots = await staging.take(min(step, len(flights)))
+            chunk, flights = flights[: len(slots)], flights[len(slots) :]
+            chunks.append(asyncio.ensure_future(move(chunk, slots, staging)))
+        if chunks:
+            await asyncio.wait(chunks)
+        for chunk_ended in chunks:
+            chunk_ended.result()
+
+    async def _read_staged(self, flights: list[_Flight], slots: list[int], staging: StagedSlots) -> None:
+        batch = await self._ask(self._guard.get, flights, slots)
+        await self._land(flights, batch, [self._slot(slot) for slot in slots])
+        _give_back(slots, batch, staging)
+
+    async def _write_staged(self, flights: list[_Flight], slots: list[int], staging: StagedSlots) -> None:
+        copies = [
+            _Copy(self.memory.unit(flight.unit), [self._slot(slot)])
+            for flight, slot in zip(flights, slots, strict=True)
+        ]
+        await self._port.run_blocking(partial(_copy_all, copies))
+        batch = await self._ask(self._guard.put, flights, slots)
+        self._settle_all(flights, batch, self._writing)
+        _give_back(slots, batch, staging)
+
+    async def _land(self, flights: list[_Flight], batch: Batch, slots: list[Bytes]) -> None:
+        """Bring what was read to all who want it.
+
+        Args:
+            flights: what was read.
+            batch: how that went.
+            slots: where it lies now, if that is not where the flights belong.
+        """
+        copies: list[_Copy] = []
+        for place, (flight, outcome) in enumerate(zip(flights, batch.outcomes, strict=True)):
+            if outcome is Outcome.HIT:
+                flight.landing = True
+                source = [slots[place]] if slots else self.memory.unit(flight.unit)
+                units = [flight.unit, *flight.guests] if slots else flight.guests
+                copies += [_Copy(source, self.memory.unit(unit)) for unit in units]
+        if copies:
+            await self._port.run_blocking(partial(_copy_all, copies))
+        self._settle_all(flights, batch, self._reading)
+
+    def _settle_all(self, flights: list[_Flight], batch: Batch, table: _Table) -> None:
+        for flight, outcome in zip(flights, batch.outcomes, strict=True):
+            _settle(flight, outcome, table)
+
+    def _slot(self, slot: int) -> Bytes:
+        return np.frombuffer(self._slots.page(slot), np.uint8)[: self.memory.unit_bytes]
+
+    def __repr__(self) -> str:
+        way = "staged" if self.staged else "in place"
+        return f"<PagePool {self._binding.pool}: {self.memory!r}, {way}>"
+
+
+_Table: TypeAlias = dict[ObjectKey, _Flight]
+_Carry: TypeAlias = Callable[[list[_Flight]], Coroutine[Any, Any, None]]
+_Call: TypeAlias = Callable[[Sequence[ObjectKey], Sequence[int]], Coroutine[Any, Any, Batch]]
+_Chunk: TypeAlias = Callable[[list[_Flight], list[int], StagedSlots], Coroutine[Any, Any, None]]
+
+
+def _settle(flight: _Flight, outcome: Outcome, table: _Table) -> None:
+    """A flight has ended; nothing if it had before."""
+    if not flight.outcome.done():
+        flight.outcome.set_result(outcome)
+        if table.get(flight.key) is flight:
+            del table[flight.key]
+
+
+async def _let_go(batch: Batch) -> None:
+    """Wait until the engine no longer uses the slots; for ever if it never lets go."""
+    if batch.lingering is not None:
+        await asyncio.wait([batch.lingering])
+
+
+def _give_back(slots: list[int], batch: Batch, staging: StagedSlots) -> None:
+    """Staging slots are free again, once the engine has let go of them."""
+
+    def free(call: asyncio.Future[None]) -> None:
+        if not call.cancelled():  # else nobody will ever know
+            staging.give(slots)
+
+    if batch.lingering is None:
+        staging.give(slots)
+    else:
+        batch.lingering.add_done_callback(free)
+
+
+def _copy_all(copies: Iterable[_Copy]) -> None:
+    for copy in copies:
+        copy_pieces(copy.sources, copy.destinations)

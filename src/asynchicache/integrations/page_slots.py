@@ -1,0 +1,88 @@
+"""The slots that an engine of ours moves: the foreign pages themselves, or staging slots in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from asynchicache.errors import UsageError
+from asynchicache.layouts import SlotLayout
+from asynchicache.pools.host import HEADER_BYTES, HostPool
+from asynchicache.pools.slabs import Slab
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.types import trailing_pages
+
+
+def opaque_pool(name: str, nbytes: int) -> PoolSpec:
+    """A pool whose slots hold `nbytes` bytes that mean nothing to us."""
+    tensor = TensorSpec("bytes", (0,), (nbytes,), "uint8")
+    return PoolSpec(name, (tensor,), trailing_pages(1), per_token=False)
+
+
+class PlacedSlots:
+    """Foreign pages as slots, `storage.binding.SlotMemory`; their headers lie in a slab of ours.
+
+    Args:
+        name: of the pool.
+        memory: one run of slots, aligned; each fills its blocks.
+        slot_bytes: bytes of one.
+    """
+
+    def __init__(self, name: str, memory: memoryview, slot_bytes: int) -> None:
+        self.layout = SlotLayout.of(opaque_pool(name, slot_bytes), 1)
+        self.slots = memory.nbytes // slot_bytes
+        self._memory = memory
+        self._headers = Slab(self.slots * HEADER_BYTES)
+
+    def page(self, slot: int) -> memoryview:
+        self._check(slot)
+        size = self.layout.slot_bytes
+        return self._memory[slot * size : (slot + 1) * size]
+
+    def header(self, slot: int) -> memoryview:
+        self._check(slot)
+        return self._headers.memory[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+
+    def regions(self) -> tuple[memoryview, memoryview]:
+        return self._headers.memory, self._memory
+
+    def close(self) -> None:
+        """Let go of the memory; twice is harmless."""
+        self._headers.close()
+        self._memory = memoryview(b"")
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise UsageError(f"pool {self.layout.pool.name!r}: there is no slot {slot}; it has {self.slots}")
+
+
+class StagedSlots(HostPool):
+    """Slots of our own that pages pass through, lent and given back; first come, first served.
+
+    Args:
+        name: of the pool.
+        nbytes: bytes of a page.
+        slots: how many.
+
+    Raises:
+        CapacityError: the system has no room for them.
+    """
+
+    def __init__(self, name: str, nbytes: int, slots: int) -> None:
+        super().__init__(opaque_pool(name, nbytes), 1, slots, pin=False)
+        self._free = list(range(slots))
+        self._line = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def take(self, most: int) -> list[int]:
+        """Up to `most` free slots, one at least; waits for it."""
+        async with self._line:
+            while not self._free:
+                self._freed.clear()
+                await self._freed.wait()
+            taken, self._free = self._free[:most], self._free[most:]
+            return taken
+
+    def give(self, slots: Iterable[int]) -> None:
+        self._free.extend(slots)
+        self._freed.set()

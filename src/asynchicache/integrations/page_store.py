@@ -1,0 +1,227 @@
+"""Storage for engines that have host memory and keys of their own: pools of opaque pages over any backend.
+
+A call ends only when its pages are the caller's again, also after a deadline or a cancellation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import msgspec
+
+from asynchicache.config import open_backend
+from asynchicache.errors import ClosedError, ConfigError
+from asynchicache.hashing import pool_fingerprint
+from asynchicache.integrations.page_memory import PageMemory
+from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
+from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
+from asynchicache.ports import AsyncioPort, Port
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.protocol import StorageBackend
+
+logger = logging.getLogger(__name__)
+
+_LOCAL = frozenset({"file", "memory"})
+"""Backends whose calls end by themselves. A read from a dead server cannot be called back, so a page of
+the caller's would be tied up for as long as the network takes; a staged one costs its deadline."""
+
+
+class PageStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which storage, and how.
+
+    Attributes:
+        storage: name of a backend: `file`, `memory`, `redis`, `object`, `mooncake`, `hf3fs`, or one that
+            an entry point adds.
+        storage_options: the backend's own.
+        storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
+        zero_copy: move pages in place where they are aligned. None: with `file` and `memory` only, whose
+            calls end by themselves. Default: None.
+        staging_bytes: memory of a pool whose pages are not moved in place. Default: 64 MiB.
+        io_threads: threads for storage. Default: 8.
+    """
+
+    storage: str
+    storage_options: dict[str, Any] = {}
+    storage_limits: PoolLimits = PoolLimits()
+    zero_copy: bool | None = None
+    staging_bytes: int = 64 << 20
+    io_threads: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("staging_bytes", "io_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> Self:
+        """Options as JSON or TOML gives them, checked.
+
+        Raises:
+            ConfigError: one is unknown, missing, or does not fit; names it.
+        """
+        limits, known = options.get("storage_limits"), {limit.name for limit in fields(PoolLimits)}
+        if isinstance(limits, Mapping) and not known.issuperset(limits):
+            raise ConfigError(
+                f"storage_limits has {sorted(set(limits) - known)}; its options are {sorted(known)}"
+            )
+        try:
+            return msgspec.convert(dict(options), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the storage options do not fit: {error}") from error
+
+    @property
+    def in_place(self) -> bool:
+        """Whether pages are moved in place where they can be."""
+        return self.storage in _LOCAL if self.zero_copy is None else self.zero_copy
+
+
+@dataclass(frozen=True, slots=True)
+class PageIdentity:
+    """What must be equal for one process's pages to be another's; with the geometry it is the fingerprint.
+
+    Attributes:
+        engine: whose bytes these are, e.g. `sglang`.
+        model: its name.
+        weight_version: names the weights.
+        dtype: of what the pages hold.
+        layout: the order of what they hold.
+        shard: which part of a sharded page this rank has: a-z, 0-9, `/` and `-`, 32 at most. Empty where
+            every rank holds the same (MLA), so that one key serves all.
+        salt: keeps pages apart from others' in the same storage.
+    """
+
+    engine: str
+    model: str
+    weight_version: str
+    dtype: str
+    layout: str
+    shard: str = ""
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("engine", "model", "weight_version"):
+            if not getattr(self, name):
+                raise ConfigError(
+                    f"{name} is empty; it keeps pages of one {name} from being taken for another's"
+                )
+
+    def fingerprint(self, pool: str, memory: PageMemory) -> bytes:
+        """32 bytes for the keys of one pool."""
+        return pool_fingerprint(
+            model=self.model,
+            weight_version=self.weight_version,
+            identity=self.engine,
+            pool=pool,
+            layout=f"{self.layout}:{self.dtype}:{memory.page_bytes}:{memory.units}x{memory.unit_bytes}",
+            page_size=1,
+            sharding="sharded" if self.shard else "replicated",
+            salt=self.salt,
+        )
+
+
+class PageStore:
+    """One backend, with pools of foreign pages; confined to the loop that opened it. See `open`."""
+
+    def __init__(self, backend: StorageBackend, config: PageStoreConfig, port: Port) -> None:
+        self.config = config
+        self._backend = backend
+        self._port = port
+        self._pools: dict[str, PagePool] = {}
+        self._stack = AsyncExitStack()
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls, config: PageStoreConfig, *, port: Port | None = None, backend: StorageBackend | None = None
+    ) -> Self:
+        """
+        Args:
+            config: which storage.
+            port: clock and threads; the real ones, closed with the store, if None.
+            backend: an open one to use instead of the configured one; it stays the caller's.
+
+        Raises:
+            ConfigError: there is no such backend, or its options do not fit.
+            StorageError: it cannot be used.
+        """
+        async with AsyncExitStack() as stack:
+            if port is None:
+                port = AsyncioPort(threads=config.io_threads)
+                stack.push_async_callback(port.aclose)
+            if backend is None:
+                backend = open_backend(config.storage, config.storage_options, port)
+                stack.push_async_callback(backend.aclose)
+            store = cls(backend, config, port)
+            store._stack = stack.pop_all()
+        return store
+
+    async def open_pool(
+        self, name: str, memory: PageMemory, identity: PageIdentity, *, writes: bool = True
+    ) -> PagePool:
+        """One pool's pages in the storage; at run time too.
+
+        Args:
+            name: of the pool: a-z, 0-9 and `_`.
+            memory: where its pages lie in this process.
+            identity: whose they are.
+            writes: False where another rank writes the same pages: `put` then does nothing.
+
+        Raises:
+            ConfigError: the name or the shard is not what a key may hold, or the pool is open.
+            CapacityError: no room for staging slots.
+            StorageError: the storage cannot be used.
+            ClosedError: the store is closed.
+        """
+        if self._closed:
+            raise ClosedError("the page store is closed")
+        if name in self._pools:
+            raise ConfigError(f"pool {name!r} is open already")
+        slots = self._slots(name, memory)
+        try:
+            binding = SlotBinding(slots, identity.fingerprint(name, memory), identity.shard)
+            engine = await self._backend.open_pool(binding)
+        except BaseException:
+            slots.close()
+            raise
+        guard = GuardedPool(engine, binding, self._port, self.config.storage_limits)
+        pool = PagePool(memory, slots, guard, binding, self._port, writes=writes)
+        self._pools[name] = pool
+        return pool
+
+    def _slots(self, name: str, memory: PageMemory) -> PlacedSlots | StagedSlots:
+        run = memory.in_place() if self.config.in_place else None
+        if run is not None:
+            return PlacedSlots(name, run, memory.unit_bytes)
+        if self.config.in_place:
+            logger.warning("pool %s: pages are staged, one copy more: %s", name, memory.obstacle())
+        count = max(2, self.config.staging_bytes // memory.unit_bytes)
+        return StagedSlots(name, memory.unit_bytes, min(count, memory.pages * memory.units))
+
+    async def clear(self) -> int:
+        """Forget every page of the open pools, of these weights and shards; how many units there were.
+
+        Raises:
+            StorageError: the backend failed.
+            ClosedError: the store is closed.
+        """
+        return sum([await pool.clear() for pool in self._pools.values()])
+
+    def statistics(self) -> dict[str, PagePoolStatistics]:
+        """By pool."""
+        return {name: pool.statistics() for name, pool in self._pools.items()}
+
+    async def aclose(self) -> None:
+        """Wait for running calls, with a limit, and close everything; twice is harmless."""
+        self._closed = True
+        for pool in self._pools.values():
+            await pool.aclose()
+        await self._stack.aclose()
+
+    def __repr__(self) -> str:
+        return f"<PageStore {self.config.storage}: {', '.join(self._pools) or 'no pools'}>"
