@@ -367,7 +367,7 @@ async def test_a_call_in_place_ends_when_its_pages_are_free(call: str) -> None:
         backend.close_gate()
         task = asyncio.create_task(getattr(pool, call)(["k"], [5]))
         await backend.arrived.wait()
-        while not pool.statistics().storage.lingering:
+        while not pool.statistics().storage.lingering:  # noqa: ASYNC110 - nothing tells of a deadline
             await asyncio.sleep(0.001)
         assert not task.done(), "the deadline has passed, but the engine has the page"
         backend.gate.set()
