@@ -11,10 +11,10 @@ WORKERS ?= 2
 ARGS    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines demo test check lint types floors wheel soak gpu bench clean
+.PHONY: help setup engines demo test check lint types floors wheel soak gpu bench conformance clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 
 setup: $(STAMP)  ## make .venv and install the package, editable, with its tools (needs Python 3.11)
 
@@ -66,6 +66,10 @@ soak: $(STAMP)  ## the long tests, with fresh random seeds
 # No setup: a GPU machine has its own torch and triton, unless `make setup` ran there. requirements-gpu.txt is all else.
 gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there is none
 	PYTHONPATH=src:$${PYTHONPATH} $(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_report.py $(ARGS)
+
+# Wheels and what they import, 4 GB in all, go to .conformance once. Like `make setup` it takes PIP_EXTRA_INDEX_URL.
+conformance:  ## our adapters inside vLLM's and SGLang's own classes, on a CPU; ARGS="vllm" picks one
+	$(PYTHON) scripts/conformance.py $(ARGS)
 
 bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done
