@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 60
 TASK_BOUNDARIES = {
     "controller/fetching.py",
     "integrations/bridge.py",
+    "integrations/transformers/decoding.py",
     "storage/pool.py",
     "streams/cuda.py",
     "streams/emulated.py",

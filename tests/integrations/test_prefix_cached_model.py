@@ -248,6 +248,7 @@ async def test_bad_input_is_refused_at_once() -> None:
     ("options", "message"),
     [
         ({"prefill_chunk": 0}, "prefill_chunk 0"),
+        ({"decode_batch": 0}, "decode_batch 0"),
         ({"max_running": 0}, "max_running 0"),
         ({"max_waiting": -1}, "max_waiting -1"),
         ({"config": CacheConfig(device="cuda")}, "the model is on cpu, the cache on cuda"),

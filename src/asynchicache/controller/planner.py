@@ -83,11 +83,13 @@ class Planner:
     def _match(self, tokens: array[int], seed: bytes) -> Match:
         return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.books.page_size)
 
-    def rematch(self, sequence: Sequence) -> None:
-        """Match again, after a prefetch; the old prefix is kept until the new one is."""
+    def rematch(self, sequence: Sequence, *, fetched: bool = True) -> None:
+        """Match again; the old prefix is kept until the new one is. `fetched`: after its own prefetch, which
+        brought what the match gains."""
         match = self._match(sequence.tokens, sequence.seed)
         sequence.held_back = self._tree.held_back(sequence.tokens, match)
-        sequence.fetched_pages = max(match.pages - sequence.matched_pages, 0)
+        if fetched:
+            sequence.fetched_pages = max(match.pages - sequence.matched_pages, 0)
         before, sequence.lease, sequence.match = sequence.lease, self._tree.pin(match), match
         sequence.resting = False
         before.close()

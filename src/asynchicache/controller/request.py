@@ -227,7 +227,7 @@ class Request:
         Raises:
             RequestStateError: after `load`.
         """
-        self._controller.planner.rematch(self._unloaded("rematch"))
+        self._controller.planner.rematch(self._unloaded("rematch"), fetched=False)
         return self.hit
 
     def _unloaded(self, verb: str) -> RequestSequence:

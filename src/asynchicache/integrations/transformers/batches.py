@@ -1,10 +1,14 @@
-"""Caches of equal length joined into one batch."""
+"""Caches joined into one batch, and taken out of it again.
+
+Sequences end at the same place; shorter ones have padding on the left, which a mask hides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -18,23 +22,43 @@ from asynchicache.integrations.transformers.rows import CacheLayer
 from asynchicache.integrations.transformers.snapshot import check_kinds
 
 
-def stack(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Caches of equal length as one batch, their rows in order; nothing is shared with them.
+def stack(caches: Sequence[DynamicCache], *, padded: bool = False) -> DynamicCache:
+    """Caches as one batch, their rows in order; nothing is shared with them.
+
+    Args:
+        caches: of one or more sequences each.
+        padded: whether their lengths may differ.
 
     Raises:
         UsageError: there are none, or their lengths or layers differ.
         UnsupportedModelError: a layer is of a kind whose content is not copied here.
     """
     lengths = {cache.get_seq_length() for cache in caches}
-    if len(lengths) != 1 or len({len(cache) for cache in caches}) != 1:
+    if not caches or (len(lengths) != 1 and not padded) or len({len(cache) for cache in caches}) != 1:
         raise UsageError(f"caches of lengths {sorted(lengths)} cannot be one batch")
     for cache in caches:
         check_kinds(cache)
-    joined = DynamicCache()
-    joined.layer_class_to_replicate = None  # every layer is given; none is to be made on demand
     with torch.no_grad():
-        joined.layers = [_join(layers) for layers in zip(*(c.layers for c in caches), strict=True)]
-    return joined
+        return _cache([_join(layers) for layers in zip(*(c.layers for c in caches), strict=True)])
+
+
+def select(cache: DynamicCache, rows: Sequence[int], drop: int = 0) -> DynamicCache:
+    """Some of the sequences of a batch; nothing is shared with it.
+
+    Args:
+        cache: the batch.
+        rows: which, in order; one at least.
+        drop: tokens of padding before all of these, which are left out.
+    """
+    with torch.no_grad():
+        return _cache([_select(layer, list(rows), drop) for layer in cache.layers])
+
+
+def _cache(layers: list[CacheLayer]) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = None  # every layer is given; none is to be made on demand
+    cache.layers = layers
+    return cache
 
 
 def _join(layers: Sequence[CacheLayer]) -> CacheLayer:
@@ -60,18 +84,26 @@ def _empty_like(layer: CacheLayer) -> CacheLayer:
 
 
 def _join_rows(joined: DynamicLayer, layers: Sequence[DynamicLayer]) -> None:
-    """Rows of all layers; of windows those that every layer still holds."""
-    held = min(layer.keys.shape[-2] for layer in layers)
+    same = len({layer.get_seq_length() for layer in layers}) == 1
+    # Rows that a window has dropped are never made up, but as padding of a shorter sequence.
+    held = (min if same else max)(layer.keys.shape[-2] for layer in layers)
     joined.update(
-        torch.cat([layer.keys[:, :, -held:] for layer in layers]),
-        torch.cat([layer.values[:, :, -held:] for layer in layers]),
+        torch.cat([_wide(layer.keys, held, -2) for layer in layers]),
+        torch.cat([_wide(layer.values, held, -2) for layer in layers]),
     )
     if isinstance(joined, DynamicSlidingWindowLayer):
-        joined.cumulative_length = layers[0].cumulative_length
+        joined.cumulative_length = max(layer.cumulative_length for layer in layers)
     if isinstance(joined, DynamicIndexedLayer) and layers[0].is_indexer_initialized:
-        joined.update_indexer(torch.cat([layer.indexer_keys for layer in layers]))
+        joined.update_indexer(torch.cat([_wide(layer.indexer_keys, held, -2) for layer in layers]))
     if isinstance(joined, DynamicIndexedLayer) and layers[0].indexer_position_ids is not None:
-        joined.indexer_position_ids = torch.cat([layer.indexer_position_ids for layer in layers], dim=1)
+        positions = [_wide(layer.indexer_position_ids, held, -1) for layer in layers]
+        joined.indexer_position_ids = torch.cat(positions, dim=1)
+
+
+def _wide(rows: torch.Tensor, held: int, dim: int) -> torch.Tensor:
+    """The last `held` rows along dimension -1 or -2, zeros before them if there are fewer."""
+    missing = held - rows.shape[dim]  # a negative padding cuts
+    return pad(rows, (missing, 0) if dim == -1 else (0, 0, missing, 0)) if missing else rows
 
 
 def _join_states(joined: LinearAttentionLayer, layers: Sequence[LinearAttentionLayer]) -> None:
@@ -81,3 +113,27 @@ def _join_states(joined: LinearAttentionLayer, layers: Sequence[LinearAttentionL
         if layers[0].is_recurrent_states_initialized[number]:
             states = torch.cat([x.recurrent_states[number] for x in layers])
             joined.update_recurrent_state(states, state_idx=number)
+
+
+def _select(layer: CacheLayer, rows: list[int], drop: int) -> CacheLayer:
+    chosen = _empty_like(layer)
+    if isinstance(chosen, DynamicLayer) and layer.is_initialized:
+        _select_rows(chosen, layer, rows, drop)
+    if isinstance(chosen, LinearAttentionLayer):
+        for number, known in layer.has_previous_state.items():
+            if known:
+                chosen.update_conv_state(layer.conv_states[number][rows], state_idx=number)
+            if layer.is_recurrent_states_initialized[number]:
+                chosen.update_recurrent_state(layer.recurrent_states[number][rows], state_idx=number)
+    return chosen
+
+
+def _select_rows(chosen: DynamicLayer, layer: DynamicLayer, rows: list[int], drop: int) -> None:
+    kept = min(layer.keys.shape[-2], int(layer.get_seq_length()) - drop)
+    chosen.update(layer.keys[rows, :, -kept:], layer.values[rows, :, -kept:])
+    if isinstance(chosen, DynamicSlidingWindowLayer):
+        chosen.cumulative_length = layer.cumulative_length - drop
+    if isinstance(chosen, DynamicIndexedLayer) and layer.is_indexer_initialized:
+        chosen.update_indexer(layer.indexer_keys[rows, -kept:])
+    if isinstance(chosen, DynamicIndexedLayer) and layer.indexer_position_ids is not None:
+        chosen.indexer_position_ids = layer.indexer_position_ids[:, rows, -kept:]

@@ -1,16 +1,22 @@
-"""Decoding: sequences that generate one token after the other, in turns."""
+"""Decoding: sequences that come and go generate in common forwards, one token each."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 from transformers import DynamicCache, PreTrainedModel
 
+from asynchicache.integrations.transformers.batches import select, stack
 from asynchicache.integrations.transformers.forward import decode
 from asynchicache.integrations.transformers.generation import Job
 from asynchicache.integrations.transformers.prefix import PrefixStore
 from asynchicache.integrations.transformers.snapshot import SavedStates, save_states
 from asynchicache.integrations.transformers.thread import ModelThread
+
+_SHORT = 256
+"""Tokens below which padding costs next to nothing."""
 
 
 class Row:
@@ -18,39 +24,167 @@ class Row:
 
     Attributes:
         job: what is generated, and where it ends.
-        memory: what the model works on; `computed` tokens of the sequence.
+        memory: what the model works on, before it joins a batch and after it has left.
+        length: tokens of the sequence that the model has computed.
         states: those at the last page boundary that a decode step has reached; None before the first.
+        left: done when it is out of its batch; fails if the model does.
     """
 
     def __init__(self, job: Job, memory: DynamicCache) -> None:
         self.job = job
         self.memory = memory
+        self.length = len(job.prompt)
         self.states: SavedStates | None = None
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def computed(self) -> int:
-        return int(self.memory.get_seq_length())
+    def over(self) -> bool:
+        """Whether it needs no more steps, or nobody waits for them."""
+        return self.job.finish_reason is not None or self.left.done()
+
+
+class Batch:
+    """Rows that step together. Shorter ones are padded, so their lengths must not be too different: a batch
+    takes at most twice the memory of its rows.
+
+    Attributes:
+        rows: those that are in; changed by `turn`, on the model's thread.
+        coming: those that enter with the next turn.
+    """
+
+    def __init__(self, model: PreTrainedModel, store: PrefixStore) -> None:
+        self.rows: list[Row] = []
+        self.coming: list[Row] = []
+        self._model = model
+        self._store = store
+        self._memory = DynamicCache()
+
+    def fits(self, row: Row) -> bool:
+        lengths = [other.length for other in (row, *self.rows, *self.coming)]
+        return max(lengths) <= max(2 * min(lengths), _SHORT)
+
+    def turn(self, going: Sequence[Row], coming: Sequence[Row]) -> list[int]:
+        """Let rows go, with memory of their own, and others come; then one token for each, in the order of
+        `rows`."""
+        if going:
+            self._release(going)
+        if coming:
+            self._admit(coming)
+        return self._step() if self.rows else []
+
+    def _release(self, going: Sequence[Row]) -> None:
+        longest = self._longest()
+        for row in going:
+            row.memory = select(self._memory, [self.rows.index(row)], longest - row.length)
+            self._store.trim(row.memory)
+        stay = [number for number, row in enumerate(self.rows) if row not in going]
+        self.rows = [self.rows[number] for number in stay]
+        memory = self._memory
+        self._memory = select(memory, stay, longest - self._longest()) if stay else DynamicCache()
+
+    def _admit(self, coming: Sequence[Row]) -> None:
+        memories = [row.memory for row in coming]
+        self._memory = stack([self._memory, *memories] if self.rows else memories, padded=True)
+        self.rows = [*self.rows, *coming]
+        for row in coming:
+            row.memory = DynamicCache()  # the batch has a copy
+
+    def _longest(self) -> int:
+        return max((row.length for row in self.rows), default=0)
+
+    def _step(self) -> list[int]:
+        longest = self._longest()
+        latest = [row.job.generated[-1] for row in self.rows]
+        padding = [longest - row.length for row in self.rows]
+        logits = decode(self._model, self._memory, latest, longest, padding=padding)
+        for number, row in enumerate(self.rows):
+            row.length += 1
+            if row.length % self._store.page_size == 0 and self._store.bridge.has_states:
+                row.states = save_states(self._memory, row.length, row=number)
+        if (longest + 1) % self._store.page_size == 0:
+            self._store.trim(self._memory, more_pages=1)  # others are less than a page behind their own
+        return [row.job.sampler.choose(one) for row, one in zip(self.rows, logits, strict=True)]
 
 
 class Decoder:
-    """Lets sequences decode, each a step at a time, so that none waits for another's end."""
+    """Runs batches in turns, for as long as there are rows."""
 
-    def __init__(self, thread: ModelThread, model: PreTrainedModel, store: PrefixStore) -> None:
+    def __init__(
+        self, thread: ModelThread, model: PreTrainedModel, store: PrefixStore, *, batch_size: int
+    ) -> None:
+        """`batch_size`: rows that step together, at most."""
         self._thread = thread
         self._model = model
         self._store = store
+        self._batch_size = batch_size
+        self._coming: list[Row] = []
+        self._batches: list[Batch] = []
+        self._pump: asyncio.Task[None] | None = None
 
     async def run(self, row: Row) -> None:
-        """Until the sequence has come to its end, or was told to."""
-        job = row.job
-        job.decoding = True
-        while job.finish_reason is None:
-            job.take(await self._thread.run(partial(self._step, row)))
+        """Until the sequence has come to its end, or was told to; then `row.memory` is its own again.
 
-    def _step(self, row: Row) -> int:
-        logits = decode(self._model, row.memory, row.job.generated[-1:], row.computed)
-        if row.computed % self._store.page_size == 0:
-            self._store.trim(row.memory)
-            if self._store.bridge.has_states:
-                row.states = save_states(row.memory)
-        return row.job.sampler.choose(logits[0])
+        Raises:
+            Exception: what the model raised.
+        """
+        row.job.decoding = True
+        if row.over:
+            return
+        self._coming.append(row)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run_turns(), name="decoding")
+        await row.left
+
+    async def aclose(self) -> None:
+        """Stop; rows that are still in are cancelled."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+
+    async def _run_turns(self) -> None:
+        try:
+            while self._coming or self._batches:
+                self._find_batches()
+                for batch in self._batches:
+                    await self._turn(batch)
+                self._batches = [batch for batch in self._batches if batch.rows]
+        finally:
+            batches = [row for batch in self._batches for row in (*batch.rows, *batch.coming)]
+            for row in (*self._coming, *batches):
+                row.left.cancel()
+
+    def _find_batches(self) -> None:
+        """A batch for each that has come: the first that has room and suits it, or a new one."""
+        for row in self._coming:
+            batch = next((b for b in self._batches if self._has_room(b) and b.fits(row)), None)
+            if batch is None:
+                batch = Batch(self._model, self._store)
+                self._batches.append(batch)
+            batch.coming.append(row)
+        self._coming = []
+
+    def _has_room(self, batch: Batch) -> bool:
+        return len(batch.rows) + len(batch.coming) < self._batch_size
+
+    async def _turn(self, batch: Batch) -> None:
+        concerned = [*batch.rows, *batch.coming]
+        going = [row for row in batch.rows if row.over]
+        coming = [row for row in batch.coming if not row.over]
+        batch.coming = []
+        try:
+            tokens = await self._thread.run(partial(batch.turn, going, coming))
+        except Exception as error:  # noqa: BLE001  a task boundary: theirs who wait for these rows
+            batch.rows = []
+            for row in concerned:
+                _fail(row, error)
+            return
+        for row, token in zip(batch.rows, tokens, strict=True):
+            row.job.take(token)
+        for row in concerned:
+            if row not in batch.rows and not row.left.done():
+                row.left.set_result(None)
+
+
+def _fail(row: Row, error: Exception) -> None:
+    if not row.left.done():
+        row.left.set_exception(error)

@@ -48,15 +48,21 @@ def feeds_one_by_one(model: PreTrainedModel) -> bool:
 
 
 def decode(
-    model: PreTrainedModel, cache: DynamicCache, last_tokens: Sequence[int], length: int
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    last_tokens: Sequence[int],
+    length: int,
+    *,
+    padding: Sequence[int] = (),
 ) -> torch.Tensor:
-    """One decode step of a batch whose sequences all have `length` tokens in the cache.
+    """One decode step of a batch whose sequences end at the same place of the cache.
 
     Args:
         model: whose cache it is.
         cache: extended in place to `length + 1` tokens.
         last_tokens: the next token of each sequence.
-        length: tokens in the cache.
+        length: tokens in the cache, padding included.
+        padding: how many of them lie before each sequence and mean nothing; none by default.
 
     Returns:
         logits after these tokens, `[batch, vocabulary]`.
@@ -65,22 +71,25 @@ def decode(
         UsageError: the cache has another length.
     """
     ids = torch.tensor(last_tokens, dtype=torch.int64, device=model.device).unsqueeze(1)
-    return _forward(model, cache, ids, length)
+    return _forward(model, cache, ids, length, padding if any(padding) else ())
 
 
-def _forward(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, start: int) -> torch.Tensor:
+def _forward(
+    model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, start: int, padding: Sequence[int] = ()
+) -> torch.Tensor:
     """Logits after the last of `ids` `[batch, n]`, which follow `start` cached tokens."""
     held = cache.get_seq_length()
     if held != start:
         raise UsageError(f"the cache holds {held} tokens, not {start}")
     batch, stop = len(ids), start + ids.shape[1]
+    before = torch.tensor(padding or [0] * batch, device=ids.device).unsqueeze(1)
     with torch.no_grad():  # inference mode would mark the cache's tensors, and generate could not update them
         output = model(
             input_ids=ids,
             # Bamba restarts its positions at 0 in every forward that is not told them.
-            position_ids=torch.arange(start, stop, device=ids.device).expand(batch, -1),
+            position_ids=torch.arange(start, stop, device=ids.device).expand(batch, -1) - before,
             # A mask inferred from the padding token's id would drop that token from a prompt.
-            attention_mask=torch.ones(batch, stop, dtype=torch.int64, device=ids.device),
+            attention_mask=(torch.arange(stop, device=ids.device).expand(batch, -1) >= before).long(),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -28,6 +29,24 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import token_array
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardSizes:
+    """Tokens of one prompt, and sequences that decode, that are computed at once.
+
+    Raises:
+        ConfigError: nothing would be.
+    """
+
+    prefill_chunk: int
+    decode_batch: int
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk {self.prefill_chunk} must be 1 token at least")
+        if self.decode_batch < 1:
+            raise ConfigError(f"decode_batch {self.decode_batch} must be 1 sequence at least")
+
+
 class PrefixCachedModel:
     """Generates text with a model that computes no prefix twice.
 
@@ -48,7 +67,7 @@ class PrefixCachedModel:
         thread: ModelThread,
         tokenizer: PreTrainedTokenizerBase | None,
         limits: Limits,
-        prefill_chunk: int,
+        sizes: ForwardSizes,
     ) -> None:
         bridge = CacheBridge(model.config, cache)
         size = cache.spec.page_size
@@ -57,9 +76,11 @@ class PrefixCachedModel:
         self._model = model
         self._tokenizer = tokenizer
         self._thread = thread
-        self._store = PrefixStore(thread, model.config, bridge, size, _piece(cache, bridge, prefill_chunk))
+        self._store = PrefixStore(
+            thread, model.config, bridge, size, _piece(cache, bridge, sizes.prefill_chunk)
+        )
         self._admission = Admission(self.capacity_tokens, limits)
-        self._decoder = Decoder(thread, model, self._store)
+        self._decoder = Decoder(thread, model, self._store, batch_size=sizes.decode_batch)
         self._turn = asyncio.Lock()
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._ends = end_tokens(model, tokenizer)
@@ -79,6 +100,7 @@ class PrefixCachedModel:
         max_running: int = 32,
         max_waiting: int = 256,
         prefill_chunk: int = 512,
+        decode_batch: int = 32,
     ) -> AsyncIterator[Self]:
         """A model that serves for the duration of an `async with`; leaving it cancels what runs.
 
@@ -91,6 +113,7 @@ class PrefixCachedModel:
             max_running: requests that are prefilled or decode.
             max_waiting: requests that wait for room; more are refused.
             prefill_chunk: tokens of a prompt that are computed at once, before others have their turn.
+            decode_batch: sequences that decode in one forward; 1 computes each by itself.
 
         Raises:
             UnsupportedModelError: a layer of the model has no pool.
@@ -98,14 +121,14 @@ class PrefixCachedModel:
             CapacityError, StorageError: as of `HybridCache.open`.
         """
         config = config or CacheConfig(device=str(model.device))
-        _check(model, config, prefill_chunk)
-        limits = Limits(max_running, max_waiting)
+        _check(model, config)
+        limits, sizes = Limits(max_running, max_waiting), ForwardSizes(prefill_chunk, decode_batch)
         dtype = str(model.dtype).removeprefix("torch.")
         spec = ModelSpec.from_config(model.config, page_size=page_size, dtype=dtype)
         async with AsyncExitStack() as stack:
             cache = await stack.enter_async_context(HybridCache.open(spec, config, storage=storage))
             thread = stack.enter_context(ModelThread(model.device))
-            served = cls(model, cache, thread, tokenizer, limits, prefill_chunk)
+            served = cls(model, cache, thread, tokenizer, limits, sizes)
             try:
                 yield served
             finally:
@@ -189,6 +212,7 @@ class PrefixCachedModel:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        await self._decoder.aclose()
 
     # Serving
 
@@ -237,7 +261,7 @@ class PrefixCachedModel:
         async with self._request(job) as request:
             keeps_state = self._store.bridge.has_states and request.keeps_output
             states = row.states if keeps_state else None
-            stop = row.computed if states is None else states.tokens
+            stop = row.length if states is None else states.tokens
             if self._store.whole(stop) <= len(job.prompt):
                 return
             prefix = CachedPrefix(self._store, request)
@@ -246,13 +270,11 @@ class PrefixCachedModel:
             await prefix.publish(stop, final=True)
 
 
-def _check(model: PreTrainedModel, config: CacheConfig, prefill_chunk: int) -> None:
+def _check(model: PreTrainedModel, config: CacheConfig) -> None:
     """
     Raises:
         ConfigError: the model would not run as it is, or not beside the cache.
     """
-    if prefill_chunk < 1:
-        raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")
     if model.training:
         raise ConfigError("the model is in training mode, where dropout is random: call model.eval()")
     if torch.device(config.device).type != model.device.type:

@@ -46,9 +46,9 @@ class PrefixStore:
         """`tokens` down to whole pages."""
         return tokens - tokens % self.page_size
 
-    def trim(self, memory: DynamicCache) -> None:
+    def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
         """Drop what no later forward and no later publication reads; on the model's thread."""
-        trim_windows(memory, self.page_size, pages=self.bridge.window_pages)
+        trim_windows(memory, self.page_size, pages=self.bridge.window_pages + more_pages)
 
 
 class CachedPrefix:

@@ -161,14 +161,15 @@ class SavedStates:
     layers: Mapping[int, StateMemory]
 
 
-def save_states(cache: DynamicCache, *, row: int = 0) -> SavedStates:
-    """Copies of the states of now; for a decode loop that does not know yet where it will end."""
+def save_states(cache: DynamicCache, tokens: int, *, row: int = 0) -> SavedStates:
+    """Copies of the states of now, of a sequence that has `tokens` tokens; for a decode loop that does not
+    know yet where it will end."""
     layers = {
         index: StateMemory(*({n: held.clone() for n, held in kind.items()} for kind in states_of(layer, row)))
         for index, layer in enumerate(cache.layers)
         if isinstance(layer, LinearAttentionLayer)
     }
-    return SavedStates(cache.get_seq_length(), layers)
+    return SavedStates(tokens, layers)
 
 
 def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
