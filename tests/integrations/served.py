@@ -12,9 +12,11 @@ from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.generation import Generation
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.integrations.transformers.snapshot import new_cache
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from integrations.zoo import PAGE, tiny_config, tiny_model, tiny_spec
 
+PATIENT = PoolLimits()
 WAIT = PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE)
 
 
@@ -25,11 +27,14 @@ async def serving(
     slots: int = 64,
     device_slots: dict[str, int] | None = None,
     storage: StorageBackend | None = None,
+    storage_limits: PoolLimits = PATIENT,
     **options: int,
 ) -> AsyncIterator[PrefixCachedModel]:
     """One of the zoo's models; afterwards every page must be accounted for, and none held."""
     sizes = {pool.name: slots for pool in tiny_spec(name).owners} | (device_slots or {})
-    config = CacheConfig(device_slots=sizes, prefetch=WAIT, weight_version="test")
+    config = CacheConfig(
+        device_slots=sizes, prefetch=WAIT, weight_version="test", storage_limits=storage_limits
+    )
     async with PrefixCachedModel.open(
         tiny_model(name), config=config, page_size=PAGE, storage=storage, **options
     ) as served:

@@ -11,7 +11,7 @@ from asynchicache.errors import BusyError, CapacityError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many requests are in at once, and how many may wait in line.
+    """How many requests are in at once, how many of them decode together, and how many wait in line.
 
     Raises:
         ConfigError: nobody could ever be in, or a line of a negative length.
@@ -19,10 +19,13 @@ class Limits:
 
     max_running: int
     max_waiting: int
+    decode_batch: int
 
     def __post_init__(self) -> None:
         if self.max_running < 1:
             raise ConfigError(f"max_running {self.max_running} must be 1 at least")
+        if self.decode_batch < 1:
+            raise ConfigError(f"decode_batch {self.decode_batch} must be 1 at least")
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting {self.max_waiting} must be 0 at least")
 

@@ -1,0 +1,71 @@
+"""Sequences of different lengths in one batch: what each would compute by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from asynchicache import UsageError
+from asynchicache.integrations.transformers.batches import select, stack
+from asynchicache.integrations.transformers.forward import decode, prefill
+from asynchicache.integrations.transformers.snapshot import new_cache, trim_windows
+from integrations.zoo import ALL, PAGE, differences, random_tokens, tiny_config, tiny_model
+
+LENGTHS = (70, 37, 11, 53)
+DEFAULT = ("qwen3_5", "lfm3", "llama4", "glm5_next")
+"""States, windows, chunks, an index of pools of tokens."""
+
+
+def filled(name: str, length: int, seed: int) -> DynamicCache:
+    memory = new_cache(tiny_config(name))
+    prefill(tiny_model(name), memory, random_tokens(length, seed=seed), 0, length)
+    trim_windows(memory, PAGE, pages=3)
+    return memory
+
+
+def check_batch(name: str, steps: int) -> None:
+    """Half way the longest sequence leaves, and another comes."""
+    model = tiny_model(name)
+    single = {number: filled(name, length, number) for number, length in enumerate(LENGTHS)}
+    batch, rows = stack([filled(name, n, i) for i, n in enumerate(LENGTHS)], padded=True), [0, 1, 2, 3]
+    for step in range(steps):
+        if step == steps // 2:
+            lengths = [single[row].get_seq_length() for row in rows]
+            rows, single[4] = [1, 2, 3, 4], filled(name, 20, 4)
+            batch = stack([select(batch, rows[:3], max(lengths) - max(lengths[1:])), single[4]], padded=True)
+        lengths = [single[row].get_seq_length() for row in rows]
+        tokens = [(17 * step + 5 * row) % 256 for row in rows]
+        padding = [max(lengths) - length for length in lengths]
+        together = decode(model, batch, tokens, max(lengths), padding=padding)
+        alone = [
+            decode(model, single[row], [token], length)
+            for row, token, length in zip(rows, tokens, lengths, strict=True)
+        ]
+        torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_padded_batch(name: str) -> None:
+    check_batch(name, 6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ALL)
+def test_a_padded_batch_of_every_model(name: str) -> None:
+    check_batch(name, 32)
+
+
+@pytest.mark.parametrize("name", ["lfm3", "qwen4_exp"])
+def test_a_sequence_taken_out_is_what_went_in(name: str) -> None:
+    originals = [filled(name, length, number) for number, length in enumerate(LENGTHS)]
+    batch = stack(originals, padded=True)
+    for number, (original, length) in enumerate(zip(originals, LENGTHS, strict=True)):
+        taken = select(batch, [number], max(LENGTHS) - length)
+        assert taken.get_seq_length() == length
+        assert differences(taken, original) == []
+
+
+def test_lengths_differ_only_where_padding_is_meant() -> None:
+    with pytest.raises(UsageError, match=r"lengths \[11, 37\]"):
+        stack([filled("llama", 37, 0), filled("llama", 11, 1)])
