@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "scripts" / "conformance-requirements.txt"
 SUITES = ROOT / "tests" / "conformance"
-SEAMS = ROOT / "tests" / "data" / "seams"
+RECORDS = ROOT / "tests" / "data"
 FOLDER = ROOT / ".conformance"
 SECONDS = 900
 """Most that one engine may take: importing one takes up to half a minute, its tests about a minute."""
@@ -130,7 +130,7 @@ def environment(folder: Path, engine: Engine) -> dict[str, str]:
     """Of the engine's process: where its wheel is, and our package from the source tree."""
     return os.environ | {
         "ASYNCHICACHE_ENGINE_WHEEL": str(folder / engine.title),
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", SUITES, SUITES / engine.name, ROOT / "tests"))),
         "PYTHONDONTWRITEBYTECODE": "",
     }
 
@@ -169,11 +169,20 @@ def read_report(engine: Engine, report: Path, seconds: float, *, whole: bool) ->
     return Result(engine, tests - failed - skipped, failed or int(not whole), skipped, seconds)
 
 
-def record_seams(folder: Path, engine: Engine) -> None:
-    """Write down the signatures of what we plug into, for tests that have no engine."""
-    command = [python_of(folder), SUITES / "seams.py", engine.name]
-    done = subprocess.run(command, env=environment(folder, engine), check=True, stdout=subprocess.PIPE)
-    target = SEAMS / f"{engine.title}.json"
+def record(folder: Path, engine: Engine) -> None:
+    """Write down the engine's signatures, and its calls in a scenario, for tests that have no engine."""
+    write_output(folder, engine, SUITES / "seams.py", RECORDS / "seams" / f"{engine.title}.json")
+    scenario = SUITES / engine.name / "scenario.py"
+    if scenario.exists():
+        write_output(folder, engine, scenario, RECORDS / "calls" / f"{engine.title}.json")
+
+
+def write_output(folder: Path, engine: Engine, script: Path, target: Path) -> None:
+    """What a script prints in the engine's environment, as a file."""
+    command = [python_of(folder), script, engine.name]
+    done = subprocess.run(
+        command, env=environment(folder, engine), cwd=folder, check=True, stdout=subprocess.PIPE
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(done.stdout)
     print(f"wrote {target.relative_to(ROOT)}")
@@ -196,9 +205,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         "engines", nargs="*", metavar="ENGINE", help=f"some of {names}; all of them by default"
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where wheels and packages go")
-    parser.add_argument(
-        "--record", action="store_true", help="write the seams' signatures to tests/data/seams"
-    )
+    parser.add_argument("--record", action="store_true", help="write signatures and calls to tests/data")
     options, more = parser.parse_known_args(arguments)
     unknown = set(options.engines) - set(names)
     if unknown:
@@ -220,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unpack(folder, engine)
     if options.record:
         for engine in chosen:
-            record_seams(folder, engine)
+            record(folder, engine)
         return 0
     results = [run_suite(folder, engine, more) for engine in chosen]
     print(table([("engine", "version", "tests", "took", ""), *(result.row() for result in results)]))

@@ -77,7 +77,7 @@ def test_an_unknown_engine_is_refused_by_name(
 def test_every_engine_has_tests_and_a_record_of_its_seam(runner: ModuleType) -> None:
     for engine in runner.ENGINES:
         assert list((runner.SUITES / engine.name).glob("test_*.py")), engine
-        assert (runner.SEAMS / f"{engine.title}.json").exists(), engine
+        assert (runner.RECORDS / "seams" / f"{engine.title}.json").exists(), engine
 
 
 def test_the_environment_is_pinned(runner: ModuleType) -> None:

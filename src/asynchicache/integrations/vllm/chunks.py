@@ -1,0 +1,165 @@
+"""Chunks of all KV cache groups in storage: one pool a group, over the rows of vLLM's primary tier.
+
+Confined to the loop of the tier's bridge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+from asynchicache.errors import CacheError
+from asynchicache.integrations.page_memory import PageMemory
+from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
+from asynchicache.integrations.page_store import PageStore
+from asynchicache.integrations.vllm.hints import GROUP_BYTES
+from asynchicache.integrations.vllm.options import TierOptions, group_identity, group_pool
+from asynchicache.types import Outcome
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_THERE = frozenset({Outcome.STORED, Outcome.EXISTS})
+
+
+class Moved(NamedTuple):
+    """What became of a job's chunks, in the order of its keys.
+
+    Attributes:
+        outcomes: one a key.
+        seconds: how long it took.
+    """
+
+    outcomes: list[Outcome]
+    seconds: float
+
+
+def group_of(key: bytes) -> int:
+    """The number of a chunk's KV cache group."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+class ChunkStore:
+    """See `open`.
+
+    Attributes:
+        statistics: by pool, as of the last call; may be read from any thread.
+    """
+
+    def __init__(self, store: PageStore, pools: Mapping[int, PagePool]) -> None:
+        self._store: PageStore | None = store
+        self._pools = pools
+        self.statistics: dict[str, PagePoolStatistics] = store.statistics()
+
+    @classmethod
+    async def open(cls, options: TierOptions, config: Any, rows: memoryview) -> Self:
+        """
+        Args:
+            options: the tier's.
+            config: vLLM's `OffloadingConfig`.
+            rows: `[chunks, bytes]` of the primary tier.
+
+        Raises:
+            ConfigError: there is no such backend, or its options do not fit.
+            StorageError: it cannot be used.
+        """
+        store = await PageStore.open(options)
+        try:
+            memory = PageMemory.of_view(rows)
+            pools = {
+                group.group_id: await store.open_pool(
+                    group_pool(group.group_id), memory, group_identity(config, group, options)
+                )
+                for group in config.groups
+            }
+        except BaseException:
+            await store.aclose()
+            raise
+        return cls(store, pools)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each chunk is there; what cannot be found out is not."""
+        return await self._by_group(
+            keys, lambda pool, places: pool.exists(_pick(keys, places)), default=False
+        )
+
+    async def load(self, keys: Sequence[bytes], rows: Sequence[int]) -> Moved:
+        """Read chunk `i` into row `rows[i]`."""
+        return await self._move(
+            keys, lambda pool, places: pool.get(_pick(keys, places), _pick(rows, places)), Outcome.FAILED
+        )
+
+    async def save(self, keys: Sequence[bytes], rows: Sequence[int]) -> Moved:
+        """Store row `rows[i]` as chunk `i`, unless it is there."""
+
+        async def put(pool: PagePool, places: list[int]) -> list[Outcome]:
+            there = await pool.exists(_pick(keys, places))
+            outcomes = dict(zip(places, [Outcome.EXISTS] * len(places), strict=True))
+            new = [place for place, known in zip(places, there, strict=True) if not known]
+            stored = await pool.put(_pick(keys, new), _pick(rows, new)) if new else []
+            outcomes.update(zip(new, stored, strict=True))
+            return list(outcomes.values())
+
+        return await self._move(keys, put, Outcome.FAILED)
+
+    async def aclose(self) -> bool:
+        """Wait for running calls, with a limit, close the storage and let go of the rows; twice is harmless.
+
+        Returns:
+            False if a call did not end and may still touch the rows.
+        """
+        store, self._store, self._pools = self._store, None, {}
+        if store is None:
+            return True
+        await store.aclose()
+        self.statistics = store.statistics()
+        return not any(pool.storage.running for pool in self.statistics.values() if not pool.staged)
+
+    async def _move(
+        self,
+        keys: Sequence[bytes],
+        call: Callable[[PagePool, list[int]], Awaitable[list[Outcome]]],
+        bad: Outcome,
+    ) -> Moved:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        outcomes = await self._by_group(keys, call, default=bad)
+        return Moved(outcomes, clock() - started)
+
+    async def _by_group(
+        self, keys: Sequence[bytes], call: Callable[[PagePool, list[int]], Awaitable[list[T]]], *, default: T
+    ) -> list[T]:
+        """Ask every group's pool for its part of the keys; `default` where there is none, or it failed.
+
+        All calls have ended when this returns: vLLM's rows are lent to them.
+        """
+        places: dict[int, list[int]] = {}
+        for place, key in enumerate(keys):
+            places.setdefault(group_of(key), []).append(place)
+        asked = {group: found for group, found in places.items() if group in self._pools}
+        calls = [call(self._pools[group], found) for group, found in asked.items()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        if self._store is not None:
+            self.statistics = self._store.statistics()
+        result = [default] * len(keys)
+        for found, answer in zip(asked.values(), answers, strict=True):
+            if isinstance(answer, CacheError):
+                logger.warning("%d chunks: %s", len(found), answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                for place, value in zip(found, answer, strict=True):
+                    result[place] = value
+        return result
+
+
+def is_there(outcome: Outcome) -> bool:
+    """Whether a chunk is in storage after a `save` that ended so."""
+    return outcome in _THERE
+
+
+def _pick(items: Sequence[T], places: Sequence[int]) -> list[T]:
+    return [items[place] for place in places]

@@ -1,0 +1,101 @@
+"""What a request may ask of the tier: through `kv_transfer_params`, and through vLLM's `kv_hints` envelope.
+
+A hint is advice: one that is unknown or malformed is counted and left out, and never fails a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PARAMETER = "asynchicache"
+"""The key of our options in a request's `kv_transfer_params`."""
+
+GROUP_BYTES = 4
+"""A chunk's key is its block hash and the number of its group, big-endian."""
+
+_FLAGS = ("no_store", "no_load")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What one request asked for.
+
+    Attributes:
+        no_store: its chunks are not stored.
+        no_load: nothing is read for it; every lookup is a miss.
+        prefetch: keys of chunks that will be asked for, by this request or by a later one.
+        ignored: parts that mean nothing to us.
+    """
+
+    no_store: bool = False
+    no_load: bool = False
+    prefetch: tuple[bytes, ...] = ()
+    ignored: int = 0
+
+
+def read_hints(parameters: Any, envelope: Any, groups: Collection[int]) -> RequestHints:
+    """
+    Args:
+        parameters: the request's `kv_transfer_params`, or None.
+        envelope: its `kv_hints`: an object with `actions`, each with `action_type` and `payload`; or None.
+        groups: numbers of the groups that chunks may be of.
+    """
+    asked = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
+    found = [_from_options(asked, groups)] if asked is not None else []
+    actions = getattr(envelope, "actions", None)
+    for action in actions if isinstance(actions, list | tuple) else ():
+        kind, payload = getattr(action, "action_type", None), getattr(action, "payload", None)
+        found.append(_from_action(kind, payload, groups))
+    return RequestHints(
+        no_store=any(hint.no_store for hint in found),
+        no_load=any(hint.no_load for hint in found),
+        prefetch=tuple(dict.fromkeys(key for hint in found for key in hint.prefetch)),
+        ignored=sum(hint.ignored for hint in found),
+    )
+
+
+def _from_options(asked: Any, groups: Collection[int]) -> RequestHints:
+    if not isinstance(asked, Mapping):
+        return _ignored(f"{PARAMETER} {asked!r} must be an object")
+    known = {name: value for name, value in asked.items() if name in _FLAGS and isinstance(value, bool)}
+    prefetch = asked.get("prefetch")
+    keys = _keys(prefetch, groups) if prefetch is not None else ()
+    strange = len(asked) - len(known) - (bool(keys) if prefetch is not None else 0)
+    if strange:
+        logger.debug("hints %r: %d of them mean nothing here", asked, strange)
+    return RequestHints(**known, prefetch=keys, ignored=strange)
+
+
+def _from_action(kind: Any, payload: Any, groups: Collection[int]) -> RequestHints:
+    if kind in _FLAGS:
+        return RequestHints(no_store=kind == "no_store", no_load=kind == "no_load")
+    keys = _keys(payload, groups) if kind == "prefetch" else ()
+    return RequestHints(prefetch=keys) if keys else _ignored(f"action {kind!r} with payload {payload!r}")
+
+
+def _keys(payload: Any, groups: Collection[int]) -> tuple[bytes, ...]:
+    """Keys of `{"block_hashes": [hex, ...], "groups": [0, ...]}`, all groups by default; none if bad."""
+    if not isinstance(payload, Mapping):
+        return ()
+    hashes, wanted = payload.get("block_hashes"), payload.get("groups", sorted(groups))
+    if not isinstance(hashes, list) or not isinstance(wanted, list):
+        return ()
+    if not all(isinstance(group, int) and group in groups for group in wanted):
+        return ()
+    try:
+        digests = [bytes.fromhex(text) for text in hashes]
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        digest + group.to_bytes(GROUP_BYTES, "big") for digest in digests for group in wanted if digest
+    )
+
+
+def _ignored(what: str) -> RequestHints:
+    logger.debug("a hint means nothing here: %s", what)
+    return RequestHints(ignored=1)

@@ -1,0 +1,90 @@
+"""vLLM's own classes where it is installed, and their doubles where it is not: the only door to vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asynchicache.errors import ConfigError
+
+SUPPORTED = "0.33"
+"""The minor version whose seam the tier is written for, and tested against."""
+
+if TYPE_CHECKING:
+    from asynchicache.integrations.vllm.words import (
+        JobResult,
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingConnectorStats,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        OffloadingGaugeMetadata,
+        OffloadingMetricMetadata,
+        ReqContext,
+        RequestOffloadingContext,
+        ScheduleEndContext,
+        SecondaryTierManager,
+        TransferJob,
+    )
+else:
+    try:
+        import vllm
+    except ModuleNotFoundError:
+        vllm = None
+    if vllm is None:
+        from asynchicache.integrations.vllm.words import (
+            JobResult,
+            Locality,
+            LookupResult,
+            Medium,
+            OffloadingConnectorStats,
+            OffloadingCounterMetadata,
+            OffloadingEvent,
+            OffloadingGaugeMetadata,
+            OffloadingMetricMetadata,
+            ReqContext,
+            RequestOffloadingContext,
+            ScheduleEndContext,
+            SecondaryTierManager,
+            TransferJob,
+        )
+    else:
+        try:
+            from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+                OffloadingConnectorStats,
+            )
+            from vllm.v1.kv_offload.base import (
+                Locality,
+                LookupResult,
+                Medium,
+                OffloadingCounterMetadata,
+                OffloadingEvent,
+                OffloadingGaugeMetadata,
+                OffloadingMetricMetadata,
+                ReqContext,
+                RequestOffloadingContext,
+                ScheduleEndContext,
+            )
+            from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+        except ImportError as error:
+            raise ConfigError(
+                f"vLLM {getattr(vllm, '__version__', '(no version)')} lacks what the tier plugs into "
+                f"({error}); this release supports vLLM {SUPPORTED}: pip install 'vllm=={SUPPORTED}.*'"
+            ) from error
+
+__all__ = [
+    "JobResult",
+    "Locality",
+    "LookupResult",
+    "Medium",
+    "OffloadingConnectorStats",
+    "OffloadingCounterMetadata",
+    "OffloadingEvent",
+    "OffloadingGaugeMetadata",
+    "OffloadingMetricMetadata",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "ScheduleEndContext",
+    "SecondaryTierManager",
+    "TransferJob",
+]

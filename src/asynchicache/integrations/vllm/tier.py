@@ -1,0 +1,297 @@
+"""A secondary tier for vLLM: any of our storage backends behind `TieringOffloadingManager`.
+
+vLLM calls from its scheduler's thread, which may never wait: every call here hands work to a loop in
+another thread, or takes what that has finished (vllm/v1/kv_offload/tiering/base.py in vLLM 0.33).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Coroutine, Iterable, Mapping
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+from asynchicache.errors import CacheError, ClosedError
+from asynchicache.integrations.bridge import LoopBridge
+from asynchicache.integrations.jobs import Job, JobState
+from asynchicache.integrations.vllm.chunks import ChunkStore, Moved, is_there
+from asynchicache.integrations.vllm.hints import RequestHints, read_hints
+from asynchicache.integrations.vllm.lookups import Lookups
+from asynchicache.integrations.vllm.metrics import DEFINITIONS, TierCounters
+from asynchicache.integrations.vllm.options import TierOptions
+from asynchicache.integrations.vllm.seam import (
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingConnectorStats,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    SecondaryTierManager,
+    TransferJob,
+)
+from asynchicache.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+_NO_HINTS = RequestHints()
+_CLOSINGS = 4  # steps of closing a pool that each take up to `PoolLimits.closing`
+_LOST = frozenset({Outcome.MISS, Outcome.CORRUPT})
+
+
+class _Kind(Enum):
+    LOOKUP = "lookup"
+    LOAD = "load"
+    SAVE = "save"
+
+
+class _Work(NamedTuple):
+    """What a job of the bridge does: its tag."""
+
+    kind: _Kind
+    keys: list[bytes]
+    job_id: int = -1
+
+
+class AsynchicacheTier(SecondaryTierManager):
+    """Chunks of KV and states in storage.
+
+    Named in `secondary_tiers` of vLLM's `kv_connector_extra_config`; see docs/howto/vllm.md. Every
+    failure of storage is a miss or a store that did not happen: nothing raises once it is open.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            offloading_spec: vLLM's; its `config` says of which model and groups the chunks are.
+            primary_kv_view: rows of the primary tier, `[chunks, bytes]`.
+            tier_type: the tier's name in metrics.
+            backpressure_detector: vLLM's, which is told how stores fare; or None.
+            options: see `TierOptions`.
+
+        Raises:
+            ConfigError: an option is unknown, missing, or does not fit; names it.
+            StorageError: the storage cannot be used.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        chosen = TierOptions.of(options)
+        config = offloading_spec.config
+        self.locality = Locality[chosen.locality] if chosen.locality is not None else None
+        self._options = chosen
+        self._groups = frozenset(group.group_id for group in config.groups)
+        self._row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        self._lookups = Lookups()
+        self._counters = TierCounters(tier_type)
+        self._events: list[OffloadingEvent] | None = (
+            [] if chosen.enable_kv_events and config.enable_kv_cache_events else None
+        )
+        self._results: list[JobResult] = []
+        self._news = True  # the bridge has not been asked in this step
+        self._bridge = LoopBridge(name="asynchicache-vllm", max_bytes=chosen.store_bytes)
+        try:
+            self._chunks = self._bridge.call(ChunkStore.open(chosen, config, primary_kv_view))
+        except BaseException:
+            self._bridge.close(0)
+            raise
+
+    # Lookups.
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """HIT or MISS, or RETRY while storage is being asked: the scheduler comes back in a later step."""
+        if self._hints(req_context).no_load:
+            return LookupResult.MISS
+        if self._news:
+            self._take_finished()
+            self._news = False
+        present = self._lookups.ask(key, req_context.req_id)
+        if present is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if present else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Put the step's questions to storage, all together."""
+        self._take_finished()
+        self._news = True
+        self._ask_storage()
+
+    def _ask_storage(self) -> None:
+        keys = self._lookups.take_new()
+        if keys:
+            self._submit(_Work(_Kind.LOOKUP, keys), self._chunks.exists(keys))
+
+    # Requests.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Read the request's hints; what it wants prefetched is looked up before it asks."""
+        hints = read_hints(
+            req_context.kv_transfer_params, getattr(req_context, "kv_hints", None), self._groups
+        )
+        if hints != _NO_HINTS:
+            req_context.set_state(hints)
+            taken = hints.no_load + hints.no_store + bool(hints.prefetch)
+            self._counters.hinted("taken", taken)
+            self._counters.hinted("ignored", hints.ignored)
+        for key in hints.prefetch:
+            self._lookups.ask(key, req_context.req_id)
+        self._ask_storage()
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.forget(req_context.req_id)
+
+    def _hints(self, req_context: ReqContext) -> RequestHints:
+        return req_context.get_state(RequestHints) or _NO_HINTS
+
+    # Jobs.
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Read chunks into rows of the primary tier."""
+        keys = list(job_metadata.keys)
+        rows = job_metadata.chunk_ids.tolist()
+        self._submit(_Work(_Kind.LOAD, keys, job_metadata.job_id), self._chunks.load(keys, rows))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store rows of the primary tier; shed if more than `store_bytes` are under way."""
+        keys = list(job_metadata.keys)
+        if self._hints(job_metadata.req_context).no_store:
+            self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+            return
+        rows = job_metadata.chunk_ids.tolist()
+        work = _Work(_Kind.SAVE, keys, job_metadata.job_id)
+        self._submit(work, self._chunks.save(keys, rows), nbytes=len(keys) * self._row_bytes)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Loads and stores that have ended since the last call."""
+        self._take_finished()
+        results, self._results = self._results, []
+        return results
+
+    def drain_jobs(self) -> None:
+        """Wait until no call touches the primary tier's rows; deadlines of storage calls bound it."""
+        self._bridge.drain()
+
+    def _submit(self, work: _Work, coro: Coroutine[Any, Any, Any], *, nbytes: int = 0) -> None:
+        try:
+            self._bridge.submit(coro, nbytes=nbytes, tag=work, wait=False)
+        except ClosedError as error:
+            logger.warning("%s of %d chunks: %s", work.kind.value, len(work.keys), error)
+            self._fail(work)
+
+    def _take_finished(self) -> None:
+        for job in self._bridge.finished():
+            self._end(job)
+
+    def _end(self, job: Job[Any]) -> None:
+        work: _Work = job.tag  # type: ignore[assignment]  # as we submitted it
+        if job.state is not JobState.DONE:
+            if job.state is JobState.SHED:
+                self._counters.shed(job.nbytes)
+            else:
+                logger.warning("%s of %d chunks: %s", work.kind.value, len(work.keys), job.exception())
+            self._fail(work)
+        elif work.kind is _Kind.LOOKUP:
+            self._lookups.answer(work.keys, job.result())
+        elif work.kind is _Kind.LOAD:
+            self._loaded(work, job.result())
+        else:
+            self._saved(work, job.result())
+
+    def _fail(self, work: _Work) -> None:
+        """Nothing is known of the chunks, and nothing was moved."""
+        if work.kind is not _Kind.SAVE:
+            self._lookups.learn(work.keys, present=False)
+        if work.kind is not _Kind.LOOKUP:
+            self._results.append(JobResult(work.job_id, success=False))
+
+    def _loaded(self, work: _Work, moved: Moved) -> None:
+        """vLLM keeps what arrived; the rest must not be found again, or it would be asked for without end."""
+        by_key = dict(zip(work.keys, moved.outcomes, strict=True))
+        arrived = [key for key, outcome in by_key.items() if outcome is Outcome.HIT]
+        lost = [key for key, outcome in by_key.items() if outcome in _LOST]
+        self._lookups.learn([key for key in by_key if by_key[key] is not Outcome.HIT], present=False)
+        self._tell(lost, removed=True)
+        whole = len(arrived) == len(by_key)
+        self._results.append(
+            JobResult(
+                work.job_id,
+                success=whole,
+                successful_keys=None if whole or not arrived else arrived,
+                transfer_time=moved.seconds,
+                transfer_bytes=len(arrived) * self._row_bytes,
+            )
+        )
+
+    def _saved(self, work: _Work, moved: Moved) -> None:
+        by_key = dict(zip(work.keys, moved.outcomes, strict=True))
+        there = [key for key, outcome in by_key.items() if is_there(outcome)]
+        stored = [key for key, outcome in by_key.items() if outcome is Outcome.STORED]
+        self._lookups.learn(there, present=True)
+        self._tell(stored, removed=False)
+        self._results.append(
+            JobResult(
+                work.job_id,
+                success=len(there) == len(by_key),
+                transfer_time=moved.seconds,
+                transfer_bytes=len(stored) * self._row_bytes,
+            )
+        )
+
+    # Events, metrics, the end.
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks stored, and chunks found lost or damaged, since the last call."""
+        events, self._events = self._events or [], None if self._events is None else []
+        return events
+
+    def _tell(self, keys: Collection[bytes], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            medium = Medium.STORAGE
+            self._events.append(OffloadingEvent(list(keys), medium, removed, locality=self.locality))
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The tier's metrics, for vLLM's registry."""
+        return dict(DEFINITIONS)
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """What was counted since the last call."""
+        return self._counters.report(self._chunks.statistics)
+
+    @classmethod
+    def config_info_keys(cls, tier_config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Labels of the tier's series of `vllm:kv_offload_config_info`."""
+        return ("asynchicache_storage",)
+
+    def config_info(self) -> dict[str, str]:
+        return {"asynchicache_storage": self._options.storage}
+
+    def shutdown(self) -> None:
+        """Wait for what is under way, with a limit, and close the storage; twice is harmless.
+
+        Raises:
+            CacheError: a call did not end, and may still touch the primary tier's rows: vLLM then keeps them.
+        """
+        if self._bridge.closed:
+            return
+        patience = self._options.close_seconds
+        self._bridge.drain(patience)
+        rows_are_free = False
+        try:
+            closing = patience + _CLOSINGS * self._options.storage_limits.closing
+            rows_are_free = self._bridge.call(self._chunks.aclose(), deadline_s=closing)
+        finally:
+            ended = self._bridge.close(patience)
+        if not (rows_are_free and ended):
+            raise CacheError(f"tier {self.tier_type!r}: a storage call did not end, and may still use rows")

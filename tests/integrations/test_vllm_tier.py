@@ -1,0 +1,293 @@
+"""The tier for vLLM where vLLM is not: its recorded calls are played again, and everything is compared.
+
+`make conformance` records them from vLLM's own manager, and drives the tier by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import shake_128
+from mmap import mmap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asynchicache.config import open_backend
+from asynchicache.errors import CacheError, ConfigError
+from asynchicache.integrations import page_store
+from asynchicache.integrations.vllm import words
+from asynchicache.integrations.vllm.tier import AsynchicacheTier
+from asynchicache.ports import Port
+from asynchicache.testing.faults import FaultRates, Faulty
+from conformance.seams import accepts
+
+DATA = Path(__file__).parents[1] / "data"
+CALLS: list[dict[str, Any]] = json.loads((DATA / "calls" / "vllm-0.33.0.json").read_text())
+SEAM: dict[str, dict[str, Any]] = json.loads((DATA / "seams" / "vllm-0.33.0.json").read_text())
+BASE = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
+CHUNK_BYTES = 8192
+ROWS = 10
+Open = Callable[..., AsynchicacheTier]
+
+
+def offloading_spec(groups: int = 3, *, events: bool = False) -> SimpleNamespace:
+    """The part of vLLM's `OffloadingSpec` that the tier reads."""
+    parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=False)
+    config = SimpleNamespace(
+        groups=[
+            SimpleNamespace(group_id=number, tokens_per_block=16, layer_names=(f"layers.{number}",))
+            for number in range(groups)
+        ],
+        model=SimpleNamespace(name="org/tiny", dtype="bfloat16"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=parallel,
+        replicated_layout=False,
+        canonical_layout=False,
+        kv_cache_layout=None,
+        enable_kv_cache_events=events,
+    )
+    return SimpleNamespace(config=config)
+
+
+@pytest.fixture
+def rows() -> np.ndarray:
+    """The primary tier's rows, on a page of memory as vLLM's are."""
+    return np.frombuffer(mmap(-1, ROWS * CHUNK_BYTES), np.int8).reshape(ROWS, CHUNK_BYTES)
+
+
+@pytest.fixture
+def open_tier(rows: np.ndarray) -> Iterator[Open]:
+    opened: list[AsynchicacheTier] = []
+
+    def make(**options: Any) -> AsynchicacheTier:
+        spec = offloading_spec(events=bool(options.get("enable_kv_events")))
+        given = {"storage": "memory", "weight_version": "w1", **options}
+        opened.append(AsynchicacheTier(spec, memoryview(rows), "AsynchicacheTier", None, **given))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.shutdown()
+
+
+def content(key: bytes) -> np.ndarray:
+    """What the chunk with this key holds."""
+    return np.frombuffer(shake_128(b"content" + key).digest(CHUNK_BYTES), np.int8)
+
+
+class Player:
+    """vLLM's part: makes recorded calls, and compares answers and bytes."""
+
+    def __init__(self, tier: AsynchicacheTier, rows: np.ndarray) -> None:
+        self._tier = tier
+        self._rows = rows
+        self._requests: dict[str, words.ReqContext] = {}
+        self._jobs: dict[int, words.TransferJob] = {}
+
+    def play(self, call: Mapping[str, Any]) -> object:
+        """Make one call; what it answers, in the record's form."""
+        return getattr(self, f"_{call['call']}")(call)
+
+    def _on_new_request(self, call: Mapping[str, Any]) -> None:
+        context = words.ReqContext(call["request"], call["parameters"])
+        self._requests[call["request"]] = context
+        assert self._tier.on_new_request(context).policy is words.OffloadPolicy.CHUNK_LEVEL
+
+    def _on_request_finished(self, call: Mapping[str, Any]) -> None:
+        self._tier.on_request_finished(self._requests[call["request"]])
+
+    def _lookup(self, call: Mapping[str, Any]) -> str:
+        return self._tier.lookup(bytes.fromhex(call["key"]), self._requests[call["request"]]).name
+
+    def _on_schedule_end(self, call: Mapping[str, Any]) -> None:
+        self._tier.on_schedule_end(words.ScheduleEndContext((), ()))
+
+    def _drain_jobs(self, call: Mapping[str, Any]) -> None:
+        self._tier.drain_jobs()
+
+    def _submit_store(self, call: Mapping[str, Any]) -> None:
+        job = self._job(call)
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            self._rows[row] = content(key)
+        self._tier.submit_store(job)
+
+    def _submit_load(self, call: Mapping[str, Any]) -> None:
+        job = self._job(call)
+        self._rows[job.chunk_ids] = 0
+        self._tier.submit_load(job)
+
+    def _get_finished_jobs(self, call: Mapping[str, Any]) -> list[list[object]]:
+        results = sorted(self._tier.get_finished_jobs(), key=lambda result: result.job_id)
+        for result in results:
+            job = self._jobs[result.job_id]
+            for key, row in zip(job.keys, job.chunk_ids, strict=True) if job.is_promotion else ():
+                assert np.array_equal(self._rows[row], content(key)), f"job {job.job_id}: row {row}"
+        return [[result.job_id, result.success, result.transfer_bytes] for result in results]
+
+    def _job(self, call: Mapping[str, Any]) -> words.TransferJob:
+        keys = [bytes.fromhex(key) for key in call["keys"]]
+        chunk_ids = np.array(call["rows"], np.int32)
+        job = words.TransferJob(
+            call["job"], keys, chunk_ids, call["promotion"], self._requests[call["request"]]
+        )
+        self._jobs[job.job_id] = job
+        return job
+
+
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_every_recorded_call_is_answered_as_it_was(
+    open_tier: Open, rows: np.ndarray, tmp_path: Path, storage: str
+) -> None:
+    options = {"path": str(tmp_path)} if storage == "file" else {}
+    player = Player(open_tier(storage=storage, storage_options=options), rows)
+
+    for number, call in enumerate(CALLS):
+        assert player.play(call) == call.get("answer"), f"call {number}: {call}"
+
+
+def test_the_record_holds_every_kind_of_answer() -> None:
+    answers = {call["answer"] for call in CALLS if call["call"] == "lookup"}
+
+    assert answers == {"RETRY", "MISS", "HIT"}
+    assert {call["promotion"] for call in CALLS if "promotion" in call} == {True, False}
+    assert {key[-8:] for call in CALLS for key in call.get("keys", ())} == {
+        "00000000",
+        "00000001",
+        "00000002",
+    }
+
+
+def job(number: int, *keys: bytes, row: int = 0, load: bool = False) -> words.TransferJob:
+    chunk_ids = np.arange(row, row + len(keys), dtype=np.int32)
+    return words.TransferJob(number, list(keys), chunk_ids, load, words.ReqContext("r"))
+
+
+def key(name: str, group: int = 0) -> bytes:
+    return shake_128(name.encode()).digest(32) + group.to_bytes(4, "big")
+
+
+def test_a_load_that_fails_in_part_names_what_arrived(open_tier: Open, rows: np.ndarray) -> None:
+    tier = open_tier(enable_kv_events=True)
+    rows[0] = content(key("there"))
+    tier.submit_store(job(0, key("there")))
+    tier.drain_jobs()
+    tier.submit_load(job(1, key("gone"), key("there"), key("no such group", 9), row=1, load=True))
+    tier.drain_jobs()
+
+    stored, loaded = tier.get_finished_jobs()
+
+    assert (stored.success, stored.transfer_bytes) == (True, CHUNK_BYTES)
+    assert (loaded.success, loaded.successful_keys) == (False, [key("there")])
+    assert np.array_equal(rows[2], content(key("there")))
+    told = [(event.keys, event.removed) for event in tier.take_events()]
+    assert told == [([key("there")], False), ([key("gone")], True)]
+    assert list(tier.take_events()) == []
+
+
+def test_after_shutting_down_every_job_fails_and_nothing_raises(open_tier: Open) -> None:
+    tier = open_tier()
+    context = words.ReqContext("r")
+    tier.shutdown()
+
+    assert tier.lookup(key("a"), context) is words.LookupResult.RETRY
+    tier.on_schedule_end(words.ScheduleEndContext((), ()))
+    assert tier.lookup(key("a"), context) is words.LookupResult.MISS
+    tier.submit_store(job(0, key("a")))
+    tier.submit_load(job(1, key("a"), load=True))
+    tier.drain_jobs()
+    assert [(one.job_id, one.success) for one in tier.get_finished_jobs()] == [(0, False), (1, False)]
+    tier.on_request_finished(context)
+    tier.get_stats()
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_a_read_that_never_ends_keeps_the_rows_from_being_unmapped(
+    open_tier: Open, rows: np.ndarray, monkeypatch: pytest.MonkeyPatch, zero_copy: bool
+) -> None:
+    """In place it may still write to them, and vLLM must be told; a staged one cannot, and ends in time."""
+    monkeypatch.setattr(page_store, "open_backend", hanging_backend)
+    patience = {"deadline": 0.05, "closing": 0.05}
+    tier = open_tier(zero_copy=zero_copy, storage_limits=patience, close_seconds=0.2)
+    tier.submit_load(job(0, key("a"), load=True))
+
+    if zero_copy:
+        with pytest.raises(CacheError, match="may still use rows"):
+            tier.shutdown()
+    else:
+        tier.drain_jobs()
+        assert [result.success for result in tier.get_finished_jobs()] == [False]
+        tier.shutdown()
+
+
+def hanging_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:
+    """Reads of it never end."""
+    return Faulty(open_backend(name, options, port), FaultRates(hang=1, calls=("get",)), port.random)
+
+
+def test_metrics_count_by_group_and_come_as_differences(open_tier: Open) -> None:
+    tier = open_tier()
+    tier.submit_store(job(0, key("a"), key("b", 1)))
+    tier.drain_jobs()
+
+    chunks = tier.get_stats().data["data"]["asynchicache_tier_chunks"]
+
+    assert chunks["AsynchicacheTier", "group0", "put", "stored"] == 1
+    assert chunks["AsynchicacheTier", "group1", "put", "stored"] == 1
+    assert "asynchicache_tier_chunks" not in tier.get_stats().data["data"]
+    declared = AsynchicacheTier.build_metric_definitions({})
+    assert set(tier.get_stats().data["data"]) <= set(declared)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_version": ""}, "weight_version is empty"),
+        ({"storage": "tape"}, "'tape' is none of the backends found"),
+        ({"storage": 5}, "storage"),
+        ({"storage_optons": {}}, "storage_optons"),
+        ({"storage_limits": {"dead_line": 1}}, "dead_line"),
+        ({"locality": "NEAR"}, "locality 'NEAR' must be one of"),
+        ({"store_bytes": 0}, "store_bytes 0 must be above 0"),
+        ({"close_seconds": -1}, "close_seconds -1"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(open_tier: Open, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_tier(**options)
+
+
+def test_weights_must_be_named(rows: np.ndarray) -> None:
+    with pytest.raises(ConfigError, match="weight_version"):
+        AsynchicacheTier(offloading_spec(), memoryview(rows), "AsynchicacheTier", storage="memory")
+
+
+@pytest.mark.parametrize("method", sorted(set(SEAM[BASE]["methods"]) - {"serve_external_requests"}))
+def test_the_tier_can_be_called_in_every_way_that_vllm_may(method: str) -> None:
+    if method not in SEAM[BASE]["abstract"] and not hasattr(AsynchicacheTier, method):
+        pytest.skip("vLLM's base class does it, and the tier leaves it so")
+
+    assert accepts(getattr(AsynchicacheTier, method), SEAM[BASE]["methods"][method])
+    assert method in vars(AsynchicacheTier) or method not in SEAM[BASE]["abstract"]
+
+
+@pytest.mark.parametrize(
+    "name", ["TransferJob", "JobResult", "ReqContext", "OffloadingEvent", "RequestOffloadingContext"]
+)
+def test_our_words_are_those_of_vllm(name: str) -> None:
+    recorded = next(what for path, what in SEAM.items() if path.endswith(f":{name}"))
+    ours = [field for field in words.__dict__[name].__dataclass_fields__ if not field.startswith("_")]
+    theirs = [field.rstrip("=") for field in recorded["fields"] if not field.startswith("_")]
+
+    assert [field for field in theirs if field in ours] == ours
+
+
+@pytest.mark.parametrize("name", ["LookupResult", "OffloadPolicy", "Medium", "Locality"])
+def test_our_enumerations_are_those_of_vllm(name: str) -> None:
+    recorded = SEAM[f"vllm.v1.kv_offload.base:{name}"]["members"]
+
+    assert {member.name: str(member.value) for member in words.__dict__[name]} == recorded
