@@ -20,8 +20,10 @@ from asynchicache.controller.planner import Planner
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.stored import Attachment, StoredPools
+from asynchicache.controller.subscriptions import EventSubscription
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.events import PagesStored
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.balance import starving
@@ -38,7 +40,13 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.transfer.opening import CopyOptions, allocate_memories, growing_pools, open_engine
+from asynchicache.transfer.opening import (
+    CopyOptions,
+    allocate_memories,
+    close_transfers,
+    growing_pools,
+    open_engine,
+)
 from asynchicache.types import token_array
 
 T = TypeVar("T")
@@ -197,6 +205,29 @@ class HybridCache:
         self._controller.check_open()
         return await self._controller.storer.clear()
 
+    def events(self, *, limit: int = 10_000) -> EventSubscription:
+        """What becomes of pages from now on, as an async iterator; it costs nothing while nobody listens.
+
+        Args:
+            limit: events that may wait; beyond it the oldest are dropped, counted and reported.
+
+        Raises:
+            ConfigError: the limit is below 1.
+            ClosedError: the cache is closed.
+        """
+        self._controller.check_open()
+        return self._controller.events.subscribe(limit)
+
+    async def snapshot(self) -> list[PagesStored]:
+        """What is in each tier now, for those who begin to listen: parents come before their children.
+
+        Subscribe first: events that were told meanwhile may repeat what the snapshot says, and following
+        them leads to the same end. Pages that are in storage only are not in it. Linear in the tree; the
+        digests that it needs are computed in turns with other tasks.
+        """
+        self._controller.check_open()
+        return await self._controller.events.snapshot()
+
     def verify(self) -> list[str]:
         """Broken invariants in words, empty when all is well; linear in the slots, changes nothing."""
         return self._controller.planner.books.verify()
@@ -250,7 +281,7 @@ async def _open_rooms(
     reactor = CompletionReactor(port)
     copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
     engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    stack.push_async_callback(_close_transfers, engine, reactor, kept, config.close_seconds)
+    stack.push_async_callback(close_transfers, engine, reactor, kept, config.close_seconds)
     planner = _planner(spec, slots, config)
     stored = StoredPools(planner.books)
     stack.push_async_callback(stored.aclose)
@@ -352,19 +383,6 @@ def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, s
         salt=config.salt,
     )
     return fingerprint, shard
-
-
-async def _close_transfers(
-    engine: TransferEngine, reactor: CompletionReactor, kept: ExitStack, seconds: float
-) -> None:
-    """Memory that a copy may still write to is never given back: it is leaked, deliberately, and so is
-    the device, because closing it would wait for the copy."""
-    idle = kept.pop_all()  # not closed either if this is cancelled
-    await engine.aclose(seconds)
-    if await reactor.aclose(seconds):
-        _log.error("closed with copies in flight; the device and the host memory are leaked")
-    else:
-        idle.close()
 
 
 async def _shielded(closing: Coroutine[object, object, T]) -> T:

@@ -22,6 +22,7 @@ from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.controller.served import Served
 from asynchicache.controller.stored import StoredPools
 from asynchicache.controller.storing import Storer
+from asynchicache.controller.subscriptions import EventHub
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import CapacityError, ClosedError, RequestStateError
 from asynchicache.histograms import Histogram
@@ -41,6 +42,7 @@ class HybridCacheController:
     Attributes:
         planner: what decides.
         namespaces: what the seeds of digests stand for.
+        events: who is told what becomes of pages.
         served: what requests were given.
         room_waits: how long `admit` and `reserve` took: waits for others to give back slots.
         closing: requests are refused; what is under way goes on.
@@ -68,6 +70,7 @@ class HybridCacheController:
         """
         self.planner = planner
         self.namespaces = Namespaces(planner.books.tree.roots)
+        self.events = EventHub(planner, self.namespaces)
         self.served = Served()
         self.room_waits = Histogram()
         self._failure: BaseException | None = None
@@ -353,6 +356,7 @@ class HybridCacheController:
         """Let nothing follow on what is still under way; who waits for it is told."""
         self._stopped = True
         self._progress.set()
+        self.events.close()
 
     async def idle(self) -> None:
         """Until no copy, write or read is under way."""

@@ -313,5 +313,9 @@ class Planner:
 
     def flush(self) -> None:
         """Forget everything that nobody holds, in both tiers."""
+        watcher, self._tree.watcher = self._tree.watcher, None  # one word instead of one a page
         for at, free in enumerate(self.books.free):
             self.books.evict(at, free.capacity, dirty=True)
+        self._tree.watcher = watcher
+        if watcher is not None:
+            watcher.cleared(Tier.DEVICE, Tier.HOST)

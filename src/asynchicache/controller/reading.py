@@ -304,7 +304,7 @@ class Reader:
         result = self._tree.insert_host(node, query.tokens, taken)
         read.slots[FULL] = result.duplicates + rest
         for fresh in result.fresh if query.forgotten == self._writer.forgotten else ():
-            fresh.stored |= 1 << FULL
+            self._mark_stored(fresh, FULL)
         for window in self._tree.windows:
             self._tree.cut_window(result.node, window.number)
         for aux in self._tree.components:
@@ -341,14 +341,19 @@ class Reader:
             taken = self._tree.take_state(node, aux.number, Tier.HOST, pages.slots[0])
             refused = {} if taken else {pages.first: pages.slots[0]}
         if not refused and query.forgotten == self._writer.forgotten:
-            self._mark_stored(node, aux.number, pages.first)
+            self._mark_run_stored(node, aux.number, pages.first)
         return list(refused.values())
 
-    def _mark_stored(self, node: Node, number: int, first: int) -> None:
-        """What was read need not be written again."""
+    def _mark_run_stored(self, node: Node, number: int, first: int) -> None:
         while node.end > first and node.parent is not None:
-            node.stored |= 1 << number
+            self._mark_stored(node, number)
             node = node.parent
+
+    def _mark_stored(self, node: Node, number: int) -> None:
+        """What was read need not be written again."""
+        node.stored |= 1 << number
+        if self._tree.watcher is not None:
+            self._tree.watcher.stored(node, number)
 
     def _release(self, read: Read, outcomes: Outcomes) -> None:
         """Give back what is left, but for slots that a late read may still write to."""

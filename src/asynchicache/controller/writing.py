@@ -174,6 +174,11 @@ class Writer:
         """The nodes that a write to storage is under way for."""
         return {node for work in self._under_way for mark in work.marks for node in mark.nodes()}
 
+    def under_way(self) -> set[tuple[Node, int]]:
+        """Nodes and components that a write to storage is under way for."""
+        marks = [mark for work in self._under_way for mark in work.marks]
+        return {(node, mark.component) for mark in marks for node in mark.nodes()}
+
     def is_stored(self, node: Node) -> bool:
         """Whether everything that the path to `node` has in memory is in storage as well; of windows,
         what a prefix that ends there needs."""
@@ -195,6 +200,8 @@ class Writer:
         self.forgotten += 1
         for node in self._tree.nodes():
             node.stored = 0
+        if self._tree.watcher is not None:
+            self._tree.watcher.cleared(Tier.STORAGE)
 
     def wrote(self, work: Store, *, stored: bool, late: bool = False) -> None:
         """A write to storage was answered; what is not there may be tried again.
@@ -205,9 +212,14 @@ class Writer:
             late: the engine may still read the slots; `finish` is called when it does not.
         """
         self._under_way.discard(work)
-        for mark in work.marks if not stored else ():
-            for node in mark.nodes():
-                node.stored &= ~(1 << mark.component)
+        if not stored:
+            for mark in work.marks:
+                for node in mark.nodes():
+                    node.stored &= ~(1 << mark.component)
+        elif (watcher := self._tree.watcher) is not None:
+            for mark in work.marks:
+                for node in reversed(mark.nodes()):
+                    watcher.stored(node, mark.component)
         if not late:
             self.finish(work)
 

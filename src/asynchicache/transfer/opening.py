@@ -1,9 +1,11 @@
-"""Opens what copies need: the memory of a model's pools, its growth in the background, an engine."""
+"""Opens and closes what copies need: the memory of pools, its growth in the background, an engine."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.paths import CopyPath
+
+_log = logging.getLogger(__name__)
 
 
 class CopyOptions(NamedTuple):
@@ -121,3 +125,16 @@ async def open_engine(
         copy_path=options.path,
         audit=audit,
     )
+
+
+async def close_transfers(
+    engine: TransferEngine, reactor: CompletionReactor, kept: ExitStack, seconds: float
+) -> None:
+    """Memory that a copy may still write to is never given back: it is leaked, deliberately, and so is
+    the device, because closing it would wait for the copy."""
+    idle = kept.pop_all()  # not closed either if this is cancelled
+    await engine.aclose(seconds)
+    if await reactor.aclose(seconds):
+        _log.error("closed with copies in flight; the device and the host memory are leaked")
+    else:
+        idle.close()

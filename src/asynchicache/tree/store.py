@@ -7,11 +7,32 @@ structure through `grow`, `split`, `trim` and `remove`: the books are kept there
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
 
 from asynchicache.tree.components import Component, WindowComponent, component
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, Pins, place
 from asynchicache.tree.policies import EvictionQueue, lru, policy
 from asynchicache.types import TOKEN_BYTES, Coverage, Tier
+
+
+class SlotWatcher(Protocol):
+    """Is told what nodes have, as it changes; it must not change the tree."""
+
+    def arrived(self, node: Node, at: int) -> None:
+        """The bytes of a place may be read from now on."""
+        ...
+
+    def left(self, node: Node, at: int, pages: int) -> None:
+        """The last `pages` pages of a place are about to go, or its state."""
+        ...
+
+    def stored(self, node: Node, number: int) -> None:
+        """A component is known to be in storage."""
+        ...
+
+    def cleared(self, *tiers: Tier) -> None:
+        """These tiers were emptied without a word a page; what the tree has in them now stays."""
+        ...
 
 
 class NodeStore:
@@ -24,6 +45,7 @@ class NodeStore:
         queues: by `place`: who may give up slots there.
         roots: by namespace seed, for as long as something stands on them.
         version: changes whenever a match may no longer hold; one of another version is stale.
+        watcher: told of slots that come and go; None, and then at no cost, if nobody listens.
     """
 
     def __init__(
@@ -59,6 +81,7 @@ class NodeStore:
         self.counts_hits = eviction in ("lfu", "slru")
         self.roots: dict[bytes, Node] = {}
         self.version = 0
+        self.watcher: SlotWatcher | None = None
         self.clock = 0
         self._serial = 0
 
@@ -165,6 +188,8 @@ class NodeStore:
         Like `split` and `remove` of the second half, without making it first.
         """
         slots = node.held(at)
+        if self.watcher is not None:
+            self.watcher.left(node, at, pages)
         node.pages -= pages
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
@@ -211,15 +236,21 @@ class NodeStore:
             parent.host_children += 1
             self.refresh(parent, FULL_HOST)
         self.refresh(node, at)
+        if self.watcher is not None and residency == RESIDENT:
+            self.watcher.arrived(node, at)
 
     def settle(self, node: Node, at: int) -> None:
         """The bytes of a place have arrived."""
         node.residency[at] = RESIDENT
         self.refresh(node, at)
+        if self.watcher is not None:
+            self.watcher.arrived(node, at)
 
     def vacate(self, node: Node, at: int) -> list[int]:
         """Empty a place of a node; returns its slots, which the caller owns now."""
         slots = node.held(at)
+        if self.watcher is not None and node.residency[at] == RESIDENT:
+            self.watcher.left(node, at, node.pages)
         self.version += 1
         node.slots[at] = None
         node.residency[at] = ABSENT

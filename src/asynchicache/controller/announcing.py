@@ -1,0 +1,88 @@
+"""Turns changes of the tree's slots into events. Pure: it decides nothing, and nothing runs but when told."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterator
+
+from asynchicache.controller.namespaces import Namespaces
+from asynchicache.events import CacheEvent, PagesRemoved, PagesStored, TiersCleared
+from asynchicache.specs import PoolSpec
+from asynchicache.tree.node import RESIDENT, TIERS, Node, place
+from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.types import TOKEN_BYTES, Tier
+
+
+class Announcer:
+    """Tells what a tree gains and loses; the `watcher` of the tree while somebody listens."""
+
+    def __init__(
+        self,
+        tree: UnifiedRadixTree,
+        owners: tuple[PoolSpec, ...],
+        namespaces: Namespaces,
+        tell: Callable[[CacheEvent], None],
+    ) -> None:
+        """
+        Args:
+            tree: whose nodes are described.
+            owners: the pool of each component.
+            namespaces: what the tree's roots stand for.
+            tell: takes the events.
+        """
+        self._tree = tree
+        self._owners = owners
+        self._namespaces = namespaces
+        self._tell = tell
+
+    def arrived(self, node: Node, at: int) -> None:
+        self._tell(self.describe(node, at // TIERS, Tier(at % TIERS)))
+
+    def left(self, node: Node, at: int, pages: int) -> None:
+        number = at // TIERS
+        count = pages if self._owners[number].per_token else 1
+        digests = tuple(self._tree.digests(node)[-count:])
+        self._tell(PagesRemoved(self._owners[number].name, Tier(at % TIERS), digests))
+
+    def stored(self, node: Node, number: int) -> None:
+        self._tell(self.describe(node, number, Tier.STORAGE))
+
+    def cleared(self, *tiers: Tier) -> None:
+        self._tell(TiersCleared(tiers))
+        for node in self._tree.nodes():
+            for event in self.present(node):
+                if event.tier in tiers:
+                    self._tell(event)
+
+    def present(
+        self, node: Node, under_way: Container[tuple[Node, int]] = frozenset()
+    ) -> Iterator[PagesStored]:
+        """What a node has, tier by tier; `under_way`: what is being written to storage, and not there yet."""
+        for number in range(self._tree.width):
+            for tier in (Tier.DEVICE, Tier.HOST):
+                if node.residency[place(number, tier)] == RESIDENT:
+                    yield self.describe(node, number, tier)
+            if node.stored >> number & 1 and (node, number) not in under_way:
+                yield self.describe(node, number, Tier.STORAGE)
+
+    def describe(self, node: Node, number: int, tier: Tier) -> PagesStored:
+        """The pages of a node, or the last one for a state."""
+        pool, size = self._owners[number], self._tree.page_size
+        count = node.pages if pool.per_token else 1
+        digests = self._tree.digests(node)
+        tokens = array("q", node.key[-count * size * TOKEN_BYTES :])
+        parent = digests[-count - 1] if count < node.pages else self._before(node)
+        namespace = self._namespaces.named(_seed(node))
+        return PagesStored(pool.name, tier, tuple(digests[-count:]), parent, tokens, size, *namespace)
+
+    def _before(self, node: Node) -> bytes | None:
+        """Digest of the page before a node; the root's is a seed, and no page's."""
+        parent = node.parent
+        return self._tree.digests(parent)[-1] if parent is not None and parent.pages else None
+
+
+def _seed(node: Node) -> bytes:
+    while node.parent is not None:
+        node = node.parent
+    assert node.digests is not None, "roots have their seed"
+    return node.digests[0]

@@ -1,0 +1,140 @@
+"""Who listens to a cache's events: a bounded queue each, and the tree watched only while there is one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Self
+from weakref import WeakSet
+
+from asynchicache.controller.announcing import Announcer
+from asynchicache.controller.namespaces import Namespaces
+from asynchicache.controller.planner import Planner
+from asynchicache.errors import ConfigError
+from asynchicache.events import CacheEvent, EventsDropped, PagesStored
+
+_NODES_A_TURN = 256
+"""Nodes whose digests a snapshot computes before others have their turn."""
+
+
+class EventSubscription:
+    """Events of one cache from now on, as an async iterator; ends when the cache closes.
+
+    Confined to the cache's loop. Close it, or leave it as a context manager, to be told no more; one that
+    nobody holds any more is forgotten. When more than `limit` events wait, the oldest are dropped, counted,
+    and reported in their place by an `EventsDropped`.
+
+    Attributes:
+        dropped: events that were lost since the start.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.dropped = 0
+        self._limit = limit
+        self._queue: deque[CacheEvent] = deque()
+        self._lost = 0
+        self._news = asyncio.Event()
+        self._closed = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it is told of events."""
+        return not self._closed
+
+    def put(self, event: CacheEvent) -> None:
+        """For the cache: tell this listener."""
+        if self._closed:
+            return
+        if len(self._queue) == self._limit:
+            self._queue.popleft()
+            self._lost += 1
+            self.dropped += 1
+        self._queue.append(event)
+        self._news.set()
+
+    def take(self) -> list[CacheEvent]:
+        """Every event that waits, without waiting for one."""
+        events: list[CacheEvent] = [EventsDropped(self._lost)] if self._lost else []
+        events += self._queue
+        self._queue.clear()
+        self._lost = 0
+        return events
+
+    async def wait(self) -> bool:
+        """Until there is something to `take`; False if there never will be."""
+        while not self._queue and not self._closed:
+            self._news.clear()
+            await self._news.wait()
+        return bool(self._queue)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> CacheEvent:
+        if not await self.wait():
+            raise StopAsyncIteration
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            return EventsDropped(lost)
+        return self._queue.popleft()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Be told no more; what waits may still be read. Twice is harmless."""
+        self._closed = True
+        self._news.set()
+
+
+class EventHub:
+    """The listeners of one cache."""
+
+    def __init__(self, planner: Planner, namespaces: Namespaces) -> None:
+        books = planner.books
+        self._tree = books.tree
+        self._writer = planner.writer
+        self._announcer = Announcer(books.tree, books.spec.owners, namespaces, self._tell)
+        self._subscriptions: WeakSet[EventSubscription] = WeakSet()
+
+    def subscribe(self, limit: int) -> EventSubscription:
+        """
+        Raises:
+            ConfigError: the limit is below 1.
+        """
+        if limit < 1:
+            raise ConfigError(f"limit {limit} of waiting events must be 1 or more")
+        subscription = EventSubscription(limit)
+        self._subscriptions.add(subscription)
+        self._tree.watcher = self._announcer
+        return subscription
+
+    def _tell(self, event: CacheEvent) -> None:
+        heard = False
+        for subscription in self._subscriptions:
+            heard |= subscription.open
+            subscription.put(event)
+        if not heard:
+            self._tree.watcher = None
+
+    async def snapshot(self) -> list[PagesStored]:
+        """What is there now, parents before their children.
+
+        Digests that nobody asked for yet are computed first, in turns with other tasks; what is then read
+        is the state of one moment. Linear in the tree.
+        """
+        for turn, node in enumerate(list(self._tree.nodes())):
+            if node.digests is None and node.parent is not None:
+                self._tree.digests(node)
+            if turn % _NODES_A_TURN == _NODES_A_TURN - 1:
+                await asyncio.sleep(0)
+        under_way = self._writer.under_way()
+        return [event for node in self._tree.nodes() for event in self._announcer.present(node, under_way)]
+
+    def close(self) -> None:
+        """Nothing more will happen."""
+        for subscription in self._subscriptions:
+            subscription.close()
