@@ -23,6 +23,7 @@ __all__ = [
     "TransferError",
     "UnsupportedModelError",
     "UsageError",
+    "WireFormatError",
 ]
 
 
@@ -82,6 +83,10 @@ class DeadlockError(CacheError, RuntimeError):
 
 class AuditError(TransferError):
     """Told of a transfer that brought other bytes to the device than had left it."""
+
+
+class WireFormatError(CacheError, ValueError):
+    """Raised when bytes that came over a network are not what their format allows; says where."""
 
 
 # The storage's fault.

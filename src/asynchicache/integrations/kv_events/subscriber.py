@@ -1,0 +1,295 @@
+"""Follows a publisher of KV events, ours or an engine's: gaps are seen, replayed, or mended by a snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import Enum
+from typing import NamedTuple, Self
+
+import zmq
+import zmq.asyncio
+
+from asynchicache.errors import ConfigError, WireFormatError
+from asynchicache.integrations.kv_events.decoding import MAX_PAYLOAD_BYTES, decode
+from asynchicache.integrations.kv_events.wire import (
+    END_OF_REPLY,
+    SEQUENCE_BYTES,
+    SNAPSHOT_REQUEST,
+    AllBlocksCleared,
+    EventBatch,
+)
+
+_Socket = zmq.asyncio.Socket
+
+_log = logging.getLogger(__name__)
+
+_MAX_REPLY_BYTES = 1 << 30
+"""Of a replay or snapshot in all; a snapshot of a million pages of 16 tokens has a tenth of it."""
+
+
+class Origin(Enum):
+    """How an update came."""
+
+    LIVE = "live"  # as it was published
+    REPLAY = "replay"  # it was missed, and asked for
+    SNAPSHOT = "snapshot"  # what is there now; it begins with AllBlocksCleared
+    LOST = "lost"  # some are missing for good: what is known is void, and what follows adds to nothing
+
+
+class Update(NamedTuple):
+    """One thing to follow, in order.
+
+    Attributes:
+        origin: how it came.
+        sequence: the batch's number; of a snapshot, that of the first batch behind it.
+        batch: the events; where some are lost, one that clears everything.
+    """
+
+    origin: Origin
+    sequence: int
+    batch: EventBatch
+
+
+_NOTHING = EventBatch(0.0, [AllBlocksCleared()])
+
+
+class KvEventSubscriber:
+    """Updates of one publisher, as an async iterator that ends when it is closed; made by `open`.
+
+    Whoever applies them in order knows what is there. Where batches are missing they are asked for; if the
+    publisher has them no more, or was started anew, it is asked for a snapshot; if it has none either, as
+    the engines', an update of origin `LOST` clears everything, and what follows is added to that.
+
+    Attributes:
+        gaps: how often batches were missing, or the publisher was another one.
+        replayed, snapshots: batches that were asked for, and snapshots.
+        rejected: messages that were no batches.
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, sub: _Socket, replay_endpoint: str | None, patience: float
+    ) -> None:
+        self.gaps = self.replayed = self.snapshots = self.rejected = 0
+        self._context = context
+        self._sub = sub
+        self._replay_endpoint = replay_endpoint
+        self._patience = patience
+        self._ready: deque[Update] = deque()
+        self._expected: int | None = None
+        self._last_live = -1
+        self._epoch: str | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "", patience: float = 2.0
+    ) -> AsyncIterator[KvEventSubscriber]:
+        """Follow a publisher for the duration of an `async with`.
+
+        Args:
+            endpoint: of its PUB socket.
+            replay_endpoint: of its ROUTER socket; without one, every gap is a loss.
+            topic: what its messages' topics begin with.
+            patience: seconds to wait for each part of a replay or snapshot.
+
+        Raises:
+            ConfigError: an endpoint is malformed. One that nobody answers at is none: publishers come and go.
+        """
+        context = zmq.asyncio.Context()
+        try:
+            sub = context.socket(zmq.SUB)
+            sub.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+            sub.setsockopt(zmq.RCVHWM, 100_000)
+            sub.subscribe(topic)
+            _connect(sub, endpoint)
+            subscriber = cls(context, sub, replay_endpoint, patience)
+            if replay_endpoint is not None:
+                await subscriber._join()
+            yield subscriber
+        finally:
+            context.destroy(linger=0)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Update:
+        while not self._ready:
+            try:
+                frames = await self._sub.recv_multipart()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self._sub.closed or (task is not None and task.cancelling()):
+                    raise
+                raise StopAsyncIteration from None  # it was the socket's end that cancelled the wait
+            await self._receive(frames)
+        return self._ready.popleft()
+
+    def take(self) -> list[Update]:
+        """Every update that is ready, without waiting for one."""
+        updates = list(self._ready)
+        self._ready.clear()
+        return updates
+
+    async def catch_up(self) -> None:
+        """Ask for what the publisher has sent and nobody has received yet.
+
+        A gap shows with the next message only; where messages are rare, call this from time to time.
+        """
+        if self._expected is None:
+            await self._join()
+        else:
+            await self._mend(self._expected)
+
+    async def _join(self) -> None:
+        """Learn what happened before: by a snapshot, or from as far back as there are replays."""
+        if not await self._take_snapshot():
+            await self._take_rest()
+
+    async def _receive(self, frames: list[bytes]) -> None:
+        """One live message."""
+        try:
+            sequence, batch = _read(frames)
+        except WireFormatError as error:
+            self.rejected += 1
+            _log.warning("a message of KV events was rejected: %s", error)
+            await self._restart()
+            return
+        restarted = sequence <= self._last_live or self._is_foreign(batch)
+        self._last_live = sequence
+        if restarted:
+            _log.warning("the publisher of KV events was started anew")
+            await self._restart()
+        elif self._expected is not None and sequence > self._expected:
+            await self._mend(self._expected, sequence)
+        self._accept(Origin.LIVE, sequence, batch)
+
+    def _is_foreign(self, batch: EventBatch) -> bool:
+        """Whether a batch is of another publisher than those before."""
+        return self._epoch is not None and batch.epoch != self._epoch
+
+    async def _restart(self) -> None:
+        """What is known means nothing any more."""
+        self.gaps += 1
+        self._expected = self._epoch = None
+        if not await self._take_snapshot():
+            self._lose()
+            await self._take_rest()
+
+    async def _mend(self, first: int, end: int | None = None) -> None:
+        """Bring the batches `first` to `end`: replayed, or by a snapshot; or say that they are lost."""
+        self.gaps += end is not None
+        if not await self._take_replay(first, end) and not await self._take_snapshot():
+            self._lose()
+
+    def _accept(self, origin: Origin, sequence: int, batch: EventBatch) -> None:
+        """Pass on what is not known already."""
+        if self._expected is not None and sequence < self._expected:
+            return
+        self._expected = sequence + 1
+        self._epoch = batch.epoch
+        self.replayed += origin is Origin.REPLAY
+        self._ready.append(Update(origin, sequence, batch))
+
+    def _lose(self) -> None:
+        self._ready.append(Update(Origin.LOST, self._last_live, _NOTHING))
+        self._expected = None
+
+    # Replays and snapshots
+
+    async def _take_replay(self, first: int, end: int | None = None) -> bool:
+        """Ask for what came from a number on; whether nothing is missing then, up to `end` if given."""
+        batches = await self._ask(_frame(first))
+        if batches is None or any(self._is_foreign(batch) for _, batch in batches):
+            return False
+        numbers = [sequence for sequence, _ in batches]
+        if numbers != list(range(first, first + len(numbers))) or (
+            end is not None and first + len(numbers) < end
+        ):
+            return False
+        for sequence, batch in batches:
+            self._accept(Origin.REPLAY, sequence, batch)
+        return True
+
+    async def _take_rest(self) -> None:
+        """Begin with whatever can be replayed; if that is not everything, it adds to nothing."""
+        batches = await self._ask(_frame(0))
+        if batches is None:
+            return
+        self._expected = batches[0][0] if batches else 0
+        if self._expected:
+            self._ready.append(Update(Origin.LOST, self._expected, _NOTHING))
+        for sequence, batch in batches:
+            self._accept(Origin.REPLAY, sequence, batch)
+
+    async def _take_snapshot(self) -> bool:
+        """Ask for what is there now; False if nobody says, as the engines do not."""
+        batches = await self._ask(SNAPSHOT_REQUEST)
+        if not batches:
+            return False
+        self.snapshots += 1
+        self._ready.clear()  # what was not taken yet is in it
+        self._ready += [Update(Origin.SNAPSHOT, sequence, batch) for sequence, batch in batches]
+        self._expected, last = batches[-1]
+        self._epoch = last.epoch
+        self._last_live = self._expected - 1
+        return True
+
+    async def _ask(self, request: bytes) -> list[tuple[int, EventBatch]] | None:
+        """The batches of a reply; None if it did not come, not to its end, or with something else in it."""
+        if self._replay_endpoint is None:
+            return None
+        socket = self._context.socket(zmq.DEALER)  # a new one: it has no late parts of another reply
+        try:
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+            _connect(socket, self._replay_endpoint)
+            await socket.send_multipart([b"", request])
+            return await self._collect(socket)
+        except (TimeoutError, WireFormatError) as error:
+            _log.warning("%s gave no reply: %r", self._replay_endpoint, error)
+            return None
+        finally:
+            socket.close(linger=0)
+
+    async def _collect(self, socket: _Socket) -> list[tuple[int, EventBatch]]:
+        """
+        Raises:
+            TimeoutError: a part did not come in time.
+            WireFormatError: a part is no batch, or there are too many.
+        """
+        batches: list[tuple[int, EventBatch]] = []
+        left = _MAX_REPLY_BYTES
+        while left > 0:
+            async with asyncio.timeout(self._patience):
+                frames = (await socket.recv_multipart())[1:]  # behind the empty one
+            if len(frames) == 2:
+                frames = [b"", *frames]  # engines before vLLM #45177 send no topic
+            if len(frames) == 3 and frames[1] == END_OF_REPLY:
+                return batches
+            batches.append(_read(frames))
+            left -= len(frames[2])
+        raise WireFormatError(f"a reply of more than {_MAX_REPLY_BYTES} bytes")
+
+
+def _frame(sequence: int) -> bytes:
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+def _read(frames: list[bytes]) -> tuple[int, EventBatch]:
+    """
+    Raises:
+        WireFormatError: these are not topic, sequence number and batch.
+    """
+    if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+        raise WireFormatError(f"{len(frames)} frames are not topic, sequence number and batch")
+    return int.from_bytes(frames[1], "big"), decode(frames[2])
+
+
+def _connect(socket: _Socket, endpoint: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"KV events cannot be followed at {endpoint!r}: {error}") from error
