@@ -45,7 +45,8 @@ class Update(NamedTuple):
 
     Attributes:
         origin: how it came.
-        sequence: the batch's number; of a snapshot, that of the first batch behind it.
+        sequence: the batch's number; where there is none, of a snapshot or a loss, that of the first batch
+            behind it, or -1 if that is not known.
         batch: the events; where some are lost, one that clears everything.
     """
 
@@ -141,8 +142,8 @@ class KvEventSubscriber:
         """
         if self._expected is None:
             await self._join()
-        else:
-            await self._mend(self._expected)
+        else:  # with the last batch that is known: a publisher that does not have it is another one
+            await self._mend(max(self._expected - 1, 0), self._expected)
 
     async def _join(self) -> None:
         """Learn what happened before: by a snapshot, or from as far back as there are replays."""
@@ -156,14 +157,15 @@ class KvEventSubscriber:
         except WireFormatError as error:
             self.rejected += 1
             _log.warning("a message of KV events was rejected: %s", error)
-            await self._restart()
+            await self._restart(-1)
             return
         restarted = sequence <= self._last_live or self._is_foreign(batch)
         self._last_live = sequence
         if restarted:
             _log.warning("the publisher of KV events was started anew")
-            await self._restart()
+            await self._restart(sequence)
         elif self._expected is not None and sequence > self._expected:
+            self.gaps += 1
             await self._mend(self._expected, sequence)
         self._accept(Origin.LIVE, sequence, batch)
 
@@ -171,19 +173,18 @@ class KvEventSubscriber:
         """Whether a batch is of another publisher than those before."""
         return self._epoch is not None and batch.epoch != self._epoch
 
-    async def _restart(self) -> None:
+    async def _restart(self, sequence: int) -> None:
         """What is known means nothing any more."""
         self.gaps += 1
         self._expected = self._epoch = None
         if not await self._take_snapshot():
-            self._lose()
+            self._lose(sequence)
             await self._take_rest()
 
-    async def _mend(self, first: int, end: int | None = None) -> None:
-        """Bring the batches `first` to `end`: replayed, or by a snapshot; or say that they are lost."""
-        self.gaps += end is not None
+    async def _mend(self, first: int, end: int) -> None:
+        """Bring what came from `first` on, up to `end` at least, or a snapshot, or say that it is lost."""
         if not await self._take_replay(first, end) and not await self._take_snapshot():
-            self._lose()
+            self._lose(end)
 
     def _accept(self, origin: Origin, sequence: int, batch: EventBatch) -> None:
         """Pass on what is not known already."""
@@ -194,21 +195,19 @@ class KvEventSubscriber:
         self.replayed += origin is Origin.REPLAY
         self._ready.append(Update(origin, sequence, batch))
 
-    def _lose(self) -> None:
-        self._ready.append(Update(Origin.LOST, self._last_live, _NOTHING))
+    def _lose(self, sequence: int) -> None:
+        self._ready.append(Update(Origin.LOST, sequence, _NOTHING))
         self._expected = None
 
     # Replays and snapshots
 
-    async def _take_replay(self, first: int, end: int | None = None) -> bool:
-        """Ask for what came from a number on; whether nothing is missing then, up to `end` if given."""
+    async def _take_replay(self, first: int, end: int) -> bool:
+        """Ask for what came from a number on; whether nothing is missing then, up to `end` at least."""
         batches = await self._ask(_frame(first))
         if batches is None or any(self._is_foreign(batch) for _, batch in batches):
             return False
         numbers = [sequence for sequence, _ in batches]
-        if numbers != list(range(first, first + len(numbers))) or (
-            end is not None and first + len(numbers) < end
-        ):
+        if numbers != list(range(first, first + len(numbers))) or first + len(numbers) < end:
             return False
         for sequence, batch in batches:
             self._accept(Origin.REPLAY, sequence, batch)
@@ -221,7 +220,7 @@ class KvEventSubscriber:
             return
         self._expected = batches[0][0] if batches else 0
         if self._expected:
-            self._ready.append(Update(Origin.LOST, self._expected, _NOTHING))
+            self._ready.append(Update(Origin.LOST, batches[0][0], _NOTHING))
         for sequence, batch in batches:
             self._accept(Origin.REPLAY, sequence, batch)
 
