@@ -116,7 +116,7 @@ class PageMemory:
         self.pages = pages
         self.page_bytes = sum(part.nbytes for part in parts)
         self._parts = [part.rows(pages) for part in parts]
-        self._whole = len(parts) > 1 and not self._back_to_back()
+        self._whole = len(parts) > 1 and not self._back_to_back(parts)
         self.units = 1 if self._whole else len(parts)
         self.unit_bytes = self.page_bytes // self.units
         self._first = parts[0]
@@ -153,6 +153,32 @@ class PageMemory:
         cuts = [PagePart(memory, part * pages * nbytes, nbytes, nbytes) for part in range(parts)]
         return cls(cuts, pages, owner=tensor)
 
+    @classmethod
+    def at_addresses(
+        cls, parts: Sequence[tuple[int, int, int]], pages: int, *, owner: object = None
+    ) -> PageMemory:
+        """Pages in this process's memory.
+
+        Args:
+            parts: address in page 0, distance to the next page, and bytes of each part.
+            pages: how many.
+            owner: what keeps the memory alive.
+
+        Raises:
+            ConfigError: no memory can be there, or pages overlap.
+        """
+        ends = [address + pages * stride for address, stride, _ in parts]
+        if [address for address, _, _ in parts[1:]] == ends[:-1]:  # back to back: one run
+            start, last = parts[0][0], parts[-1]
+            run = memory_at(start, last[0] + (pages - 1) * last[1] + last[2] - start)
+            cuts = [PagePart(run, address - start, stride, nbytes) for address, stride, nbytes in parts]
+        else:
+            cuts = [
+                PagePart(memory_at(address, (pages - 1) * stride + nbytes), 0, stride, nbytes)
+                for address, stride, nbytes in parts
+            ]
+        return cls(cuts, pages, owner=owner)
+
     def in_place(self) -> memoryview | None:
         """All units as one run of memory, unit `part * pages + page`, if storage can use them in place:
         each is aligned and fills its blocks. Else None.
@@ -183,12 +209,13 @@ class PageMemory:
     def _dense(self, part: int) -> bool:
         return self.pages == 1 or self._parts[part].strides[0] == self._parts[part].shape[1]
 
-    def _back_to_back(self) -> bool:
+    def _back_to_back(self, parts: Sequence[PagePart]) -> bool:
         first = self._parts[0]
         nbytes = first.shape[1]
         return (
             len(self._parts) <= _MOST_STORED_PARTS
             and nbytes % ALIGNMENT == 0
+            and all(part.memory is parts[0].memory for part in parts)
             and all(
                 part.shape == first.shape
                 and self._dense(number)

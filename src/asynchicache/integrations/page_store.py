@@ -5,6 +5,7 @@ A call ends only when its pages are the caller's again, also after a deadline or
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -203,6 +204,12 @@ class PageStore:
         count = max(2, self.config.staging_bytes // memory.unit_bytes)
         return StagedSlots(name, memory.unit_bytes, min(count, memory.pages * memory.units))
 
+    async def close_pool(self, name: str) -> None:
+        """Close one pool, whose memory is no longer used then; nothing if it is not open."""
+        pool = self._pools.pop(name, None)
+        if pool is not None:
+            await pool.aclose()
+
     async def clear(self) -> int:
         """Forget every page of the open pools, of these weights and shards; how many units there were.
 
@@ -219,8 +226,7 @@ class PageStore:
     async def aclose(self) -> None:
         """Wait for running calls, with a limit, and close everything; twice is harmless."""
         self._closed = True
-        for pool in self._pools.values():
-            await pool.aclose()
+        await asyncio.gather(*(pool.aclose() for pool in self._pools.values()))
         await self._stack.aclose()
 
     def __repr__(self) -> str:

@@ -1,0 +1,98 @@
+"""SGLang's generic path: pages that come and go as flat tensors, one copy more than in place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asynchicache.errors import UsageError
+from asynchicache.integrations.bridge import LoopBridge
+from asynchicache.integrations.page_memory import Bytes, PageMemory
+from asynchicache.integrations.page_pool import PagePool
+from asynchicache.pools.slabs import Slab
+from asynchicache.types import Outcome
+
+SCRATCH_PAGES = 128
+"""Of each direction: what SGLang hands over in one call."""
+
+_STORED = (Outcome.STORED, Outcome.EXISTS)
+
+
+def scratch_memory(page_bytes: int) -> PageMemory:
+    """Room for a batch of reads, then for a batch of writes."""
+    slab = Slab(2 * SCRATCH_PAGES * page_bytes)
+    view = slab.memory.cast("B", (2 * SCRATCH_PAGES, page_bytes))
+    return PageMemory.of_view(view, owner=slab)
+
+
+class FlatPages:
+    """A pool whose pages are copied from and to tensors; methods block, one call a direction at a time.
+
+    Args:
+        bridge: runs the pool's loop.
+        pool: over `scratch_memory`.
+    """
+
+    def __init__(self, bridge: LoopBridge, pool: PagePool) -> None:
+        self.pool = pool
+        self.page_bytes = pool.memory.page_bytes
+        self._bridge = bridge
+        self._reads, self._writes = threading.Lock(), threading.Lock()
+
+    def get(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
+        """Fill `targets[i]` with page `keys[i]`; which of them are.
+
+        Raises:
+            UsageError: a target is no contiguous host tensor of a page's size.
+        """
+        with self._reads:
+            return self._in_batches(keys, targets, self._get)
+
+    def put(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> list[bool]:
+        """Store `values[i]` as page `keys[i]`; which of them are stored.
+
+        Raises:
+            UsageError: as `get`.
+        """
+        with self._writes:
+            return self._in_batches(keys, values, self._put)
+
+    def _in_batches(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], move: _Move) -> list[bool]:
+        done: list[bool] = []
+        for start in range(0, len(keys), SCRATCH_PAGES):
+            views = [self._view(tensor) for tensor in tensors[start : start + SCRATCH_PAGES]]
+            done += move(keys[start : start + SCRATCH_PAGES], views)
+        return done
+
+    def _get(self, keys: Sequence[str], views: Sequence[Bytes]) -> list[bool]:
+        nbytes = len(keys) * self.page_bytes
+        outcomes = self._bridge.call(self.pool.get(keys, range(len(keys))), nbytes=nbytes)
+        for page, (view, outcome) in enumerate(zip(views, outcomes, strict=True)):
+            if outcome is Outcome.HIT:
+                np.copyto(view, self.pool.memory.unit(page)[0])
+        return [outcome is Outcome.HIT for outcome in outcomes]
+
+    def _put(self, keys: Sequence[str], views: Sequence[Bytes]) -> list[bool]:
+        pages = range(SCRATCH_PAGES, SCRATCH_PAGES + len(keys))
+        for page, view in zip(pages, views, strict=True):
+            np.copyto(self.pool.memory.unit(page)[0], view)
+        nbytes = len(keys) * self.page_bytes
+        outcomes = self._bridge.call(self.pool.put(keys, pages), nbytes=nbytes)
+        return [outcome in _STORED for outcome in outcomes]
+
+    def _view(self, tensor: Any) -> Bytes:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise UsageError(
+                f"a page is given as {type(tensor).__name__}; a contiguous host tensor is needed"
+            )
+        view: Bytes = tensor.detach().view(torch.uint8).reshape(-1).numpy()
+        if view.nbytes != self.page_bytes:
+            raise UsageError(f"a page of {view.nbytes} bytes; this pool's have {self.page_bytes}")
+        return view
+
+
+_Move = Callable[[Sequence[str], Sequence[Bytes]], list[bool]]

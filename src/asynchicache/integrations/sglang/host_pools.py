@@ -1,0 +1,70 @@
+"""SGLang's host pools as pages of bytes: where each part lies is asked of the pool itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asynchicache.errors import ConfigError
+from asynchicache.integrations.page_memory import PageMemory
+
+_FIX = "start SGLang with --hicache-mem-layout page_first_direct and --hicache-io-backend direct"
+
+
+def host_pages(name: str, pool: Any) -> PageMemory:
+    """The pages of a `HostKVCache`.
+
+    The pool is asked, by `get_page_buffer_meta`, for the addresses of its first two pages and of its
+    last one; the others lie at the same distances. So every layout that SGLang can address works:
+    page_first, page_first_direct, page_head and layer_first, of whichever kind of pool.
+
+    Args:
+        name: of the pool.
+        pool: kept alive as long as the pages are used.
+
+    Raises:
+        ConfigError: the pool cannot tell where its pages lie, or they lie at uneven distances; says
+            which flag helps.
+    """
+    count = int(pool.page_num)
+    wanted = sorted({0, min(1, count - 1), count - 1})
+    pointers, sizes = _buffers(name, pool, wanted)
+    parts = len(pointers) // len(wanted)
+    first, last = pointers[:parts], pointers[-parts:]
+    second = pointers[parts : 2 * parts] if count > 1 else first
+    strides = [b - a for a, b in zip(first, second, strict=True)] if count > 1 else list(sizes[:parts])
+    expected = [a + (count - 1) * stride for a, stride in zip(first, strides, strict=True)]
+    if last != expected:
+        raise ConfigError(f"pool {name!r}: pages of layout {pool.layout!r} are not evenly spaced; {_FIX}")
+    places = list(zip(first, strides, sizes[:parts], strict=True))
+    return PageMemory.at_addresses(places, count, owner=pool)
+
+
+def _buffers(name: str, pool: Any, pages: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Addresses and sizes of all parts of `pages`, page by page."""
+    size = pool.page_size
+    indices = torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
+    try:
+        pointers, sizes = pool.get_page_buffer_meta(indices)
+    except (AttributeError, AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"pool {name!r}: layout {getattr(pool, 'layout', None)!r} of {type(pool).__name__} cannot be "
+            f"moved in place ({error or type(error).__name__}); {_FIX}"
+        ) from error
+    return [int(pointer) for pointer in pointers], [int(nbytes) for nbytes in sizes]
+
+
+def pool_layout(pool: Any) -> str:
+    """What two processes must agree on to read each other's pages, beside dtype and sizes."""
+    layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"
+    tag = getattr(pool, "storage_format_tag", None) or ""
+    return f"{pool.layout}:{pool.page_size}:{layers}:{tag}"
+
+
+def page_numbers(pool: Any, host_indices: torch.Tensor | None, keys: int) -> list[int] | None:
+    """The pages that token indices stand for, None if they are not one page a key."""
+    if host_indices is None or host_indices.numel() != keys * pool.page_size:
+        return None
+    return [index // pool.page_size for index in host_indices[:: pool.page_size].tolist()]

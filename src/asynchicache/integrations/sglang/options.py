@@ -1,0 +1,128 @@
+"""The JSON after `--hicache-storage-backend-extra-config`, and whose pages a rank's pages are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from asynchicache.errors import ConfigError
+from asynchicache.integrations.page_store import PageStoreConfig
+from asynchicache.storage.limits import PoolLimits
+
+_FLAG = "--hicache-storage-backend-extra-config"
+_EXAMPLE = (
+    '{"backend_name": "asynchicache", "module_path": "asynchicache.integrations.sglang.storage", '
+    '"class_name": "AsynchicacheStorage", "interface_v1": 1, "weight_version": "...", '
+    '"storage": "file", "storage_options": {"path": "..."}}'
+)
+_OF_ONE_PROCESS = frozenset({"file", "memory"})
+
+
+class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options beside those of `PageStoreConfig`.
+
+    Attributes:
+        weight_version: names the weights, so that pages of others are never taken for theirs.
+        storage_limits: patience with the backend. Default: 3 s a call and for closing, since SGLang gives
+            up on a backend that takes 10 s to detach.
+        salt: keeps this deployment's pages apart from others' in the same storage. Default: empty.
+        max_bytes: bytes of pages under way; more wait. Default: 1 GiB.
+        interface_v1: read by SGLang: 1 lets it hand over pages in place; else it copies each page
+            once more. Default: 0.
+        backend_name, module_path, class_name: read by SGLang: how it finds this backend.
+    """
+
+    weight_version: str
+    storage_limits: PoolLimits = PoolLimits(deadline=3.0, closing=3.0)
+    salt: str = ""
+    max_bytes: int = 1 << 30
+    interface_v1: int = 0
+    backend_name: str = ""
+    module_path: str = ""
+    class_name: str = ""
+
+    def __post_init__(self) -> None:
+        PageStoreConfig.__post_init__(self)
+        if not self.weight_version:
+            raise ConfigError("weight_version is empty; name the weights, for example by a commit hash")
+        if self.max_bytes < 1:
+            raise ConfigError(f"max_bytes {self.max_bytes} must be above 0")
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> Self:
+        """
+        Raises:
+            ConfigError: the JSON is not what it must be; says what is wrong and shows what would do.
+        """
+        given = dict(options)
+        if isinstance(given.get("interface_v1"), bool):
+            given["interface_v1"] = int(bool(given["interface_v1"]))
+        try:
+            return super().of(given)
+        except ConfigError as error:
+            raise ConfigError(f"{_FLAG}: {error}; the least that is needed: {_EXAMPLE}") from error
+
+    def for_rank(self, rank: RankIdentity) -> Self:
+        """The same, with a folder of its own for each rank where the storage is one process's.
+
+        Raises:
+            ConfigError: ranks must share pages that only one of them could see.
+        """
+        if self.storage not in _OF_ONE_PROCESS or rank.ranks == 1:
+            return self
+        if rank.replicated and rank.tp_size > 1:
+            raise ConfigError(
+                f"storage {self.storage!r} is one process's own, but with MLA rank 0 writes the pages of "
+                f"all {rank.tp_size} ranks; use hf3fs, redis, mooncake or object"
+            )
+        changes: dict[str, Any] = {}
+        if "path" in self.storage_options:
+            path = Path(str(self.storage_options["path"]), f"rank-{rank.folder}")
+            changes["storage_options"] = self.storage_options | {"path": str(path)}
+        return type(self)(**({name: getattr(self, name) for name in self.__struct_fields__} | changes))
+
+
+class RankIdentity:
+    """One process of a sharded model, from SGLang's `HiCacheStorageConfig`.
+
+    Attributes:
+        model: its name.
+        replicated: MLA: every tensor-parallel rank holds the same KV, and one of them writes it.
+        writer: this rank writes replicated pages.
+        tp_size: tensor-parallel ranks.
+        ranks: processes that hold different pages, or copies.
+        folder: a name for this process's own storage.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """
+        Raises:
+            ConfigError: a way to shard that this backend does not know; names the flag.
+        """
+        if not config.model_name:
+            raise ConfigError("SGLang gave no model name; set --served-model-name or --model-path")
+        if getattr(config, "dcp_size", 1) > 1:
+            raise ConfigError("decode context parallelism works with SGLang's file and mooncake storage only")
+        if getattr(config, "should_split_heads", False):
+            raise ConfigError("tp_lcm_size splits pages by heads, which is not supported; remove it")
+        self.model: str = config.model_name
+        self.replicated = bool(config.is_mla_model)
+        self.writer = not self.replicated or config.tp_rank == 0
+        self.tp_size: int = config.tp_size
+        self._tp = (config.tp_rank, config.tp_size)
+        self._others = {
+            "pp": (config.pp_rank, config.pp_size),
+            "cp": (config.attn_cp_rank, config.attn_cp_size),
+        }
+        self.ranks = config.tp_size * config.pp_size * config.attn_cp_size
+        self.folder = f"dp{config.dp_rank}-tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}"
+
+    def shard(self, *, replicated: bool) -> str:
+        """Which part of a page this rank has; empty if it has the whole.
+
+        Args:
+            replicated: all tensor-parallel ranks hold the same.
+        """
+        parts = self._others if replicated else {"tp": self._tp} | self._others
+        return "-".join(f"{name}{rank}/{size}" for name, (rank, size) in parts.items() if size > 1)

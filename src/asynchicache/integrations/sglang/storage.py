@@ -1,0 +1,335 @@
+"""SGLang's HiCache over any backend of ours: `HiCacheStorage`, loaded by `--hicache-storage-backend dynamic`.
+
+Its calls block, as SGLang's threads expect, while the pages of one call move side by side on a loop of
+ours. What fails is a miss, and never raises into SGLang once the backend is attached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+import torch
+
+from asynchicache.errors import CacheError
+from asynchicache.integrations.bridge import LoopBridge
+from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
+from asynchicache.integrations.page_store import PageIdentity, PageStore
+from asynchicache.integrations.sglang.flat_pages import FlatPages, scratch_memory
+from asynchicache.integrations.sglang.host_pools import host_pages, page_numbers, pool_layout
+from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
+from asynchicache.integrations.sglang.prefixes import prefix_hits
+from asynchicache.integrations.sglang.seam import HiCacheStorage, PoolTransferResult, StorageMetrics
+from asynchicache.types import ALL_PAGES, Coverage, Outcome, trailing_pages
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_ANCHOR = "kv"
+_FLAT = "kv_flat"
+_ALWAYS_SHARDED = frozenset({"mamba"})  # its states are split by heads even where KV is replicated (MLA)
+_GOOD = frozenset({Outcome.HIT, Outcome.STORED, Outcome.EXISTS})
+_CLOSE_SECONDS = 5.0
+
+
+class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
+    """One rank's storage. SGLang calls it from several threads.
+
+    Pages handed over in place (`interface_v1`, and every pool but the first of a hybrid model) are read
+    and written where they lie, if they lie aligned. See `docs/howto/sglang.md` for keys and options.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """
+        Args:
+            storage_config: SGLang's `HiCacheStorageConfig`; its `extra_config` are the options.
+            kwargs: nothing that is needed.
+
+        Raises:
+            ConfigError: options or ranks that do not fit; names the fix.
+            StorageError: the storage cannot be used.
+        """
+        self._rank = RankIdentity(storage_config)
+        self._options = SGLangOptions.of(storage_config.extra_config or {}).for_rank(self._rank)
+        self._metered = bool(getattr(storage_config, "enable_storage_metrics", False))
+        self._metrics, self._metrics_lock = StorageMetrics(), threading.Lock()
+        self._pools: dict[str, tuple[Any, PagePool]] = {}
+        self._flat: FlatPages | None = None
+        self._flat_lock = threading.Lock()
+        self._bridge = LoopBridge(name="asynchicache-sglang", max_bytes=self._options.max_bytes)
+        try:
+            self._store = self._bridge.call(PageStore.open(self._options))
+        except CacheError:
+            self._bridge.close()
+            raise
+
+    # Pools.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of attention pages.
+
+        Raises:
+            ConfigError: its layout cannot be moved in place; names the flag that helps.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        if self._options.interface_v1:
+            self._register(_ANCHOR, mem_pool_host)
+        else:
+            self._flat_pages()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A further pool of a hybrid model, or the first once more.
+
+        Raises:
+            ConfigError: as `register_mem_pool_host`.
+        """
+        name = _text(host_pool_name)
+        if name != _ANCHOR or self._options.interface_v1:
+            self._register(name, host_pool)
+
+    def _register(self, name: str, host_pool: Any) -> None:
+        known = self._pools.get(name)
+        if known is not None and known[0] is host_pool:
+            return
+        if known is not None:  # a pool that was made anew
+            self._bridge.call(self._store.close_pool(name))
+        identity = self._identity(name, str(host_pool.dtype), pool_layout(host_pool))
+        opening = self._store.open_pool(
+            name, host_pages(name, host_pool), identity, writes=self._writes(name)
+        )
+        self._pools[name] = host_pool, self._bridge.call(opening)
+
+    def _replicated(self, name: str) -> bool:
+        return self._rank.replicated and name not in _ALWAYS_SHARDED
+
+    def _writes(self, name: str) -> bool:
+        return self._rank.writer or not self._replicated(name)
+
+    def _identity(self, name: str, dtype: str, layout: str) -> PageIdentity:
+        return PageIdentity(
+            engine="sglang",
+            model=self._rank.model,
+            weight_version=self._options.weight_version,
+            dtype=dtype,
+            layout=layout,
+            shard=self._rank.shard(replicated=self._replicated(name)),
+            salt=self._options.salt,
+        )
+
+    def _flat_pages(self, sample: Any = None) -> FlatPages | None:
+        """The pool of the generic path, opened when the first page shows how large pages are."""
+        with self._flat_lock:
+            host = getattr(self, "mem_pool_host", None)
+            if self._flat is None and (host is not None or sample is not None):
+                page = host.get_dummy_flat_data_page() if host is not None else sample
+                layout = pool_layout(host) if host is not None else "flat"
+                identity = self._identity(_FLAT, str(page.dtype), f"flat:{layout}")
+                memory = scratch_memory(page.numel() * page.element_size())
+                opening = self._store.open_pool(_FLAT, memory, identity, writes=self._writes(_FLAT))
+                self._flat = FlatPages(self._bridge, self._bridge.call(opening))
+            return self._flat
+
+    # In place: `interface_v1`.
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of the first pages are there, one after another."""
+        there = self._call(self._exists(_ANCHOR, keys), [False] * len(keys))
+        return there.index(False) if False in there else len(there)
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into the pool of attention pages; which of them are there now."""
+        return self._moved(_ANCHOR, keys, host_indices, write=False)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Store pages of the pool of attention pages; which of them are in storage now."""
+        return self._moved(_ANCHOR, keys, host_indices, write=True)
+
+    # Hybrid models: every pool in one call.
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
+    ) -> Any:
+        """Which prefixes of `keys` all pools can restore.
+
+        Returns:
+            `PoolTransferResult`, with every such length in `restorable_prefix_pages`.
+        """
+        wanted = {_text(each.name): each for each in pool_transfers or ()}
+        coverages = {name: _coverage(each) for name, each in wanted.items()}
+        names = [name for name, coverage in coverages.items() if coverage is not None]
+        there = self._call(self._exist_all(keys, names), [[False] * len(keys)] * (len(names) + 1))
+        others = {
+            name: (coverage, pages)
+            for name, pages in zip(names, there[1:], strict=True)
+            if (coverage := coverages[name]) is not None
+        }
+        found = prefix_hits(_ANCHOR, there[0], others)
+        return PoolTransferResult(found.longest, found.by_pool, found.lengths)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Read the pages of several pools; for each pool which of its pages are there now."""
+        return self._moved_all(transfers, write=False)
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Store pages of several pools; for each pool which of its pages are in storage now."""
+        return self._moved_all(transfers, write=True)
+
+    async def _exist_all(self, keys: list[str], names: Sequence[str]) -> list[list[bool]]:
+        return await asyncio.gather(*(self._exists(name, keys) for name in (_ANCHOR, *names)))
+
+    async def _exists(self, name: str, keys: list[str]) -> list[bool]:
+        pool = self._pool(name)
+        return [False] * len(keys) if pool is None else await pool.exists(keys)
+
+    def _pool(self, name: str) -> PagePool | None:
+        if name == _ANCHOR and not self._options.interface_v1:
+            return self._flat.pool if self._flat is not None else None
+        known = self._pools.get(name)
+        if known is None:
+            logger.error("pool %r was never registered; its pages are not cached", name)
+        return known[1] if known is not None else None
+
+    def _moved_all(self, transfers: Sequence[Any], *, write: bool) -> dict[str, list[bool]]:
+        """One call moves the pages of all pools side by side."""
+        works = [self._prepare(_text(each.name), each.keys, each.host_indices, write) for each in transfers]
+        failed = [[False] * len(each.keys or ()) for each in transfers]
+        nbytes = sum(nbytes for _, nbytes in works)
+        moved = self._call(_together([work for work, _ in works]), failed, nbytes)
+        return {each.name: pages for each, pages in zip(transfers, moved, strict=True)}
+
+    def _moved(self, name: str, keys: list[str], host_indices: torch.Tensor, *, write: bool) -> list[bool]:
+        started = time.perf_counter()
+        work, nbytes = self._prepare(name, keys, host_indices, write)
+        moved = self._call(work, [False] * len(keys), nbytes)
+        self._meter(sum(moved), nbytes, time.perf_counter() - started, write=write)
+        return moved
+
+    def _prepare(
+        self, name: str, keys: list[str] | None, host_indices: torch.Tensor | None, write: bool
+    ) -> tuple[Coroutine[Any, Any, list[bool]], int]:
+        """What moves the pages of one pool, and how many bytes that are."""
+        keys = keys or []
+        known = self._pools.get(name)
+        pages = page_numbers(known[0], host_indices, len(keys)) if known is not None else None
+        if known is None or pages is None:
+            logger.error("pool %r: %d keys, but no such pool or not as many pages", name, len(keys))
+            return _nothing(len(keys)), 0
+        pool = known[1]
+        move = pool.put(keys, pages) if write else pool.get(keys, pages)
+        return _good(move), len(keys) * pool.memory.page_bytes
+
+    # Pages as flat tensors.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """Fill `target_location` with a page and return it; None if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Fill tensors with pages; each that was filled, None for the others."""
+        targets = list(target_locations or [])
+        flat = self._flat_pages(targets[0] if targets else None)
+        if flat is None or len(targets) != len(keys):
+            return [None] * len(keys)
+        try:
+            there = flat.get(keys, targets)
+        except (CacheError, CancelledError, TimeoutError) as error:
+            logger.warning("reading %d pages failed: %s", len(keys), error)
+            return [None] * len(keys)
+        return [target if hit else None for target, hit in zip(targets, there, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page; whether it is in storage now."""
+        return self.batch_set([key], [value if value is not None else target_location])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store pages; whether all of them are in storage now."""
+        pages = list(values if values is not None else target_locations or [])
+        flat = self._flat_pages(pages[0] if pages else None)
+        if flat is None or len(pages) != len(keys):
+            return False
+        try:
+            return all(flat.put(keys, pages))
+        except (CacheError, CancelledError, TimeoutError) as error:
+            logger.warning("writing %d pages failed: %s", len(keys), error)
+            return False
+
+    def exists(self, key: str) -> bool:
+        """Whether a page that was given as a tensor is there."""
+        flat = self._flat_pages()
+        return flat is not None and self._call(flat.pool.exists([key]), [False])[0]
+
+    # The rest.
+
+    def clear(self) -> bool:
+        """Forget every page of this model, these weights and this rank; False if that failed."""
+        return self._call(self._store.clear(), -1) >= 0
+
+    def get_stats(self) -> Any:
+        """Pages and GB/s of each call since the last one, as SGLang's metrics want them."""
+        with self._metrics_lock:
+            metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
+    def statistics(self) -> dict[str, PagePoolStatistics]:
+        """What became of every page so far, by pool."""
+        return self._store.statistics()
+
+    def close(self) -> None:
+        """Wait for running calls, with a limit, and close the storage; twice is harmless."""
+        if not self._bridge.closed:
+            self._call(self._store.aclose(), None)
+            self._bridge.close(_CLOSE_SECONDS)
+
+    def _call(self, work: Coroutine[Any, Any, T], otherwise: T, nbytes: int = 0) -> T:
+        """What `work` comes to, or `otherwise`: SGLang takes no errors from its cache."""
+        try:
+            return self._bridge.call(work, nbytes=nbytes)
+        except (CacheError, CancelledError, TimeoutError) as error:
+            logger.warning("a call to storage failed: %s", error)
+            return otherwise
+
+    def _meter(self, pages: int, nbytes: int, seconds: float, *, write: bool) -> None:
+        if not self._metered or not nbytes:
+            return
+        with self._metrics_lock:
+            names = ("backup_pgs", "backup_bandwidth") if write else ("prefetch_pgs", "prefetch_bandwidth")
+            getattr(self._metrics, names[0]).append(pages)
+            getattr(self._metrics, names[1]).append(nbytes / 1e9 / max(seconds, 1e-9))
+
+
+def _text(name: Any) -> str:
+    """A `PoolName`, which is a string too, or a plain one."""
+    return str(getattr(name, "value", name))
+
+
+def _coverage(transfer: Any) -> Coverage | None:
+    """What a prefix needs of a pool; None for a pool that never holds back the others."""
+    policy = _text(transfer.hit_policy)
+    if policy == "all_pages":
+        return ALL_PAGES
+    if policy == "trailing_pages":
+        return trailing_pages(max(1, len(transfer.keys or ())))
+    logger.warning(
+        "pool %s has hit policy %s, which is not supported; it is not asked for", _text(transfer.name), policy
+    )
+    return None
+
+
+async def _good(move: Coroutine[Any, Any, list[Outcome]]) -> list[bool]:
+    return [outcome in _GOOD for outcome in await move]
+
+
+async def _nothing(count: int) -> list[bool]:
+    return [False] * count
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, list[bool]]]) -> list[list[bool]]:
+    return await asyncio.gather(*works)
