@@ -340,6 +340,30 @@ async def test_a_late_read_never_lands_in_pages_that_were_given_back() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_server_that_hangs_for_ever_does_not_hold_up_its_callers() -> None:
+    backend, memory = GatedBackend(), one_part()
+    options = replace_config(gated(zero_copy=False, deadline=0.01, closing=0.01), staging_bytes=1)
+    async with opened(options, memory, backend=backend) as pool:
+        backend.close_gate()
+        keys = [str(page) for page in range(PAGES)]
+        assert await pool.get(keys, range(PAGES)) == [Outcome.TIMEOUT] * PAGES, "there are two slots"
+        assert await pool.put(["k"], [0]) == [Outcome.REJECTED]
+        assert await pool.get(["k"], [0]) == [Outcome.TIMEOUT]
+
+
+@pytest.mark.asyncio
+async def test_pages_can_be_forgotten_one_by_one(tmp_path: Path) -> None:
+    memory = keys_and_values()
+    async with opened(config("file", tmp_path), memory) as pool:
+        await pool.put(["a", "b"], [0, 1])
+        assert await pool.delete(["a", "never"]) == [Outcome.HIT, Outcome.MISS]
+        assert await pool.exists(["a", "b"]) == [False, True]
+    async with opened(config("file", tmp_path), memory, writes=False) as pool:
+        assert await pool.delete(["b"]) == [Outcome.MISS]
+        assert await pool.exists(["b"]) == [True]
+
+
+@pytest.mark.asyncio
 async def test_staging_slots_come_back_after_late_calls() -> None:
     backend, memory = GatedBackend(), one_part()
     options = replace_config(gated(zero_copy=False, deadline=0.01, failures=1000), staging_bytes=1)

@@ -154,6 +154,14 @@ class PagePool:
             return [Outcome.EXISTS] * len(keys)  # or will: another rank writes them
         return await self._to_the_end(self._move(flights, self._writing, self._write))
 
+    async def delete(self, keys: Sequence[PageKey]) -> list[Outcome]:
+        """Forget pages: HIT if one was there, MISS if not, FAILED or TIMEOUT."""
+        self._check_open()
+        if not self._writes:
+            return [Outcome.MISS] * len(keys)
+        batch = await self._guard.delete([key for name in keys for key in self._object_keys(name)])
+        return self._by_page(batch.outcomes)
+
     async def clear(self) -> int:
         """Forget every page; how many units there were.
 
@@ -244,6 +252,9 @@ class PagePool:
                 Outcome.EXISTS if outcome is Outcome.STORED and leader is not flight else outcome
                 for outcome, leader, flight in zip(units, leaders, flights, strict=True)
             ]
+        return self._by_page(units)
+
+    def _by_page(self, units: Sequence[Outcome]) -> list[Outcome]:
         step = self.memory.units
         return [min(units[at : at + step], key=_ORDER.index) for at in range(0, len(units), step)]
 
@@ -259,7 +270,8 @@ class PagePool:
 
     async def _read(self, flights: list[_Flight]) -> None:
         if isinstance(self._slots, StagedSlots):
-            await self._in_chunks(flights, self._slots, self._read_staged)
+            late = await self._in_chunks(flights, self._slots, self._read_staged)
+            self._settle_all(late, Batch([Outcome.TIMEOUT] * len(late)), self._reading)
         elif flights:
             units = [flight.unit for flight in flights]
             batch = await self._ask(self._guard.get, flights, units)
@@ -268,7 +280,8 @@ class PagePool:
 
     async def _write(self, flights: list[_Flight]) -> None:
         if isinstance(self._slots, StagedSlots):
-            await self._in_chunks(flights, self._slots, self._write_staged)
+            shed = await self._in_chunks(flights, self._slots, self._write_staged)
+            self._settle_all(shed, Batch([Outcome.REJECTED] * len(shed)), self._writing)
         elif flights:
             units = [flight.unit for flight in flights]
             batch = await self._ask(self._guard.put, flights, units)
@@ -281,18 +294,21 @@ class PagePool:
         except ClosedError:  # it was closed meanwhile
             return Batch([Outcome.FAILED] * len(flights))
 
-    async def _in_chunks(self, flights: list[_Flight], staging: StagedSlots, move: _Chunk) -> None:
-        """Units through staging slots, so many at once as there is room for."""
+    async def _in_chunks(self, flights: list[_Flight], staging: StagedSlots, move: _Chunk) -> list[_Flight]:
+        """Units through staging slots, so many at once as there is room for; those that got none in time."""
         step = max(1, _CHUNK_BYTES // self._binding.slot_bytes)
         chunks: list[asyncio.Task[None]] = []
         while flights:
             slots = await staging.take(min(step, len(flights)))
+            if not slots:
+                break
             chunk, flights = flights[: len(slots)], flights[len(slots) :]
             chunks.append(asyncio.ensure_future(move(chunk, slots, staging)))
         if chunks:
             await asyncio.wait(chunks)
         for chunk_ended in chunks:
             chunk_ended.result()
+        return flights
 
     async def _read_staged(self, flights: list[_Flight], slots: list[int], staging: StagedSlots) -> None:
         batch = await self._ask(self._guard.get, flights, slots)

@@ -63,25 +63,30 @@ class StagedSlots(HostPool):
         name: of the pool.
         nbytes: bytes of a page.
         slots: how many.
+        patience: seconds that `take` waits: a server that hangs keeps the slots of its calls.
 
     Raises:
         CapacityError: the system has no room for them.
     """
 
-    def __init__(self, name: str, nbytes: int, slots: int) -> None:
+    def __init__(self, name: str, nbytes: int, slots: int, patience: float) -> None:
         super().__init__(opaque_pool(name, nbytes), 1, slots, pin=False)
+        self._patience = patience
         self._free = list(range(slots))
         self._line = asyncio.Lock()
         self._freed = asyncio.Event()
 
     async def take(self, most: int) -> list[int]:
-        """Up to `most` free slots, one at least; waits for it."""
-        async with self._line:
-            while not self._free:
-                self._freed.clear()
-                await self._freed.wait()
-            taken, self._free = self._free[:most], self._free[most:]
-            return taken
+        """Up to `most` free slots; waits until there is one, and gives none if there is none in time."""
+        try:
+            async with asyncio.timeout(self._patience), self._line:
+                while not self._free:
+                    self._freed.clear()
+                    await self._freed.wait()
+                taken, self._free = self._free[:most], self._free[most:]
+                return taken
+        except TimeoutError:
+            return []
 
     def give(self, slots: Iterable[int]) -> None:
         self._free.extend(slots)

@@ -202,7 +202,8 @@ class PageStore:
         if self.config.in_place:
             logger.warning("pool %s: pages are staged, one copy more: %s", name, memory.obstacle())
         count = max(2, self.config.staging_bytes // memory.unit_bytes)
-        return StagedSlots(name, memory.unit_bytes, min(count, memory.pages * memory.units))
+        slots = min(count, memory.pages * memory.units)
+        return StagedSlots(name, memory.unit_bytes, slots, self.config.storage_limits.deadline)
 
     async def close_pool(self, name: str) -> None:
         """Close one pool, whose memory is no longer used then; nothing if it is not open."""
