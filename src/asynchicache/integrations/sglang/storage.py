@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -126,7 +126,8 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         """The pool of the generic path, opened when the first page shows how large pages are."""
         with self._flat_lock:
             host = getattr(self, "mem_pool_host", None)
-            if self._flat is None and (host is not None or sample is not None):
+            known = host is not None or sample is not None
+            if self._flat is None and known and not self._bridge.closed:
                 page = host.get_dummy_flat_data_page() if host is not None else sample
                 layout = pool_layout(host) if host is not None else "flat"
                 identity = self._identity(_FLAT, str(page.dtype), f"flat:{layout}")
@@ -197,32 +198,29 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _moved_all(self, transfers: Sequence[Any], *, write: bool) -> dict[str, list[bool]]:
         """One call moves the pages of all pools side by side."""
-        works = [self._prepare(_text(each.name), each.keys, each.host_indices, write) for each in transfers]
-        failed = [[False] * len(each.keys or ()) for each in transfers]
-        nbytes = sum(nbytes for _, nbytes in works)
-        moved = self._call(_together([work for work, _ in works]), failed, nbytes)
+        moves = [self._move(_text(each.name), each.keys, each.host_indices, write) for each in transfers]
+        failed = [[False] * len(move.keys) for move in moves]
+        moved = self._call(_move_all(moves), failed, sum(move.nbytes for move in moves))
         return {each.name: pages for each, pages in zip(transfers, moved, strict=True)}
 
     def _moved(self, name: str, keys: list[str], host_indices: torch.Tensor, *, write: bool) -> list[bool]:
         started = time.perf_counter()
-        work, nbytes = self._prepare(name, keys, host_indices, write)
-        moved = self._call(work, [False] * len(keys), nbytes)
-        self._meter(sum(moved), nbytes, time.perf_counter() - started, write=write)
+        move = self._move(name, keys, host_indices, write)
+        (moved,) = self._call(_move_all([move]), [[False] * len(keys)], move.nbytes)
+        self._meter(sum(moved), move.nbytes, time.perf_counter() - started, write=write)
         return moved
 
-    def _prepare(
+    def _move(
         self, name: str, keys: list[str] | None, host_indices: torch.Tensor | None, write: bool
-    ) -> tuple[Coroutine[Any, Any, list[bool]], int]:
-        """What moves the pages of one pool, and how many bytes that are."""
+    ) -> _Move:
+        """What is to be moved; of no pool if indices and keys do not fit together."""
         keys = keys or []
         known = self._pools.get(name)
         pages = page_numbers(known[0], host_indices, len(keys)) if known is not None else None
         if known is None or pages is None:
             logger.error("pool %r: %d keys, but no such pool or not as many pages", name, len(keys))
-            return _nothing(len(keys)), 0
-        pool = known[1]
-        move = pool.put(keys, pages) if write else pool.get(keys, pages)
-        return _good(move), len(keys) * pool.memory.page_bytes
+            return _Move(None, keys, [], write)
+        return _Move(known[1], keys, pages, write)
 
     # Pages as flat tensors.
 
@@ -323,13 +321,25 @@ def _coverage(transfer: Any) -> Coverage | None:
     return None
 
 
-async def _good(move: Coroutine[Any, Any, list[Outcome]]) -> list[bool]:
-    return [outcome in _GOOD for outcome in await move]
+class _Move(NamedTuple):
+    """Pages of one pool, to storage or from it."""
+
+    pool: PagePool | None
+    keys: list[str]
+    pages: list[int]
+    write: bool
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.pool.memory.page_bytes if self.pool is not None else 0
+
+    async def run(self) -> list[bool]:
+        """Which pages have arrived."""
+        if self.pool is None:
+            return [False] * len(self.keys)
+        call = self.pool.put if self.write else self.pool.get
+        return [outcome in _GOOD for outcome in await call(self.keys, self.pages)]
 
 
-async def _nothing(count: int) -> list[bool]:
-    return [False] * count
-
-
-async def _together(works: Sequence[Coroutine[Any, Any, list[bool]]]) -> list[list[bool]]:
-    return await asyncio.gather(*works)
+async def _move_all(moves: Sequence[_Move]) -> list[list[bool]]:
+    return await asyncio.gather(*(move.run() for move in moves))
