@@ -91,7 +91,9 @@ def stand_in_for_kernels() -> None:
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
-def publish(extra: dict[str, Any], storage: str, layout: str, page_size: int) -> ServerArgs:
+def publish(
+    extra: dict[str, Any], storage: str, layout: str, page_size: int, host_ratio: float
+) -> ServerArgs:
     """SGLang's configuration, which is the process's."""
     arguments = ServerArgs(
         model_path="dummy",
@@ -100,7 +102,7 @@ def publish(extra: dict[str, Any], storage: str, layout: str, page_size: int) ->
         device="cpu",
         page_size=page_size,
         enable_hierarchical_cache=True,
-        hicache_ratio=2.0,
+        hicache_ratio=host_ratio,
         hicache_mem_layout=layout,
         hicache_io_backend="direct",
         hicache_write_policy="write_through",
@@ -129,6 +131,7 @@ class Tree:
         extra: options of the storage.
         storage: SGLang's name of the backend.
         tokens: that the device holds.
+        host_ratio: host memory by device memory.
     """
 
     def __init__(
@@ -141,8 +144,9 @@ class Tree:
         layout: str = "page_first_direct",
         page_size: int = 4,
         tokens: int = 256,
+        host_ratio: float = 2.0,
     ) -> None:
-        arguments = publish(extra, storage, layout, page_size)
+        arguments = publish(extra, storage, layout, page_size, host_ratio)
         self.page_size = page_size
         self.kind = kind
         make = {"full": self._full, "mla": self._mla, "full+mamba": self._mamba, "full+swa": self._swa}[kind]
