@@ -62,7 +62,9 @@ def measure(tree: Tree, turn: int) -> Round:
 
 def line(name: str, rounds: list[Round]) -> str:
     put, get, put_cpu, get_cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
-    return f"{name:28} put {put:6.0f} MB/s ({put_cpu:.2f} s of CPU)   get {get:6.0f} MB/s ({get_cpu:.2f} s of CPU)"
+    ways = (("put", put, put_cpu), ("get", get, get_cpu))
+    cells = (f"{way} {rate:6.0f} MB/s ({cpu:.2f} s of CPU)" for way, rate, cpu in ways)
+    return f"{name:28}" + "   ".join(cells)
 
 
 def test_pages_to_storage_and_back(
