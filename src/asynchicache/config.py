@@ -156,24 +156,35 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
     @classmethod
-    def load(cls, path: Path | None = None, environ: Mapping[str, str] | None = None) -> CacheConfig:
-        """Options from a TOML file, then from the environment: `ASYNCHICACHE_HOST_RATIO=3`.
+    def load(
+        cls,
+        path: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        values: Mapping[str, object] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> CacheConfig:
+        """Options from a TOML or JSON file, then from the environment: `ASYNCHICACHE_HOST_RATIO=3`.
 
         Values of the environment are TOML where they are not plain words: numbers, `true`, or a table
-        such as `{kv = 1024}`.
+        such as `{kv = 1024}`. A file is JSON if its name ends so.
+
+        Args:
+            path: of the file.
+            environ: the process's environment if None.
+            values: options that come before file and environment.
+            defaults: options where nothing else names them.
 
         Raises:
             ConfigError: an unknown option, or a value that does not fit; names it.
         """
-        values: dict[str, object] = {}
         try:
-            if path is not None:
-                values = msgspec.toml.decode(path.read_bytes())
+            merged = dict(defaults or {}) | ({} if path is None else _read(path))
             for name, text in (os.environ if environ is None else environ).items():
                 if name.startswith(ENVIRONMENT_PREFIX) and _is_option(name):
-                    values[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = parse_value(text)
-            _check_tables(values)
-            return msgspec.convert(values, cls, strict=False)
+                    merged[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = parse_value(text)
+            merged |= values or {}
+            _check_tables(merged)
+            return msgspec.convert(merged, cls, strict=False)
         except (msgspec.MsgspecError, OSError) as error:
             raise ConfigError(f"the configuration does not fit: {error}") from error
 
@@ -186,6 +197,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             host_ratio=self.host_ratio,
             pages_per_state=self.pages_per_state,
         )
+
+
+def _read(path: Path) -> dict[str, object]:
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
+    return decode(path.read_bytes(), type=dict[str, object])
 
 
 def _check_tables(values: Mapping[str, object]) -> None:

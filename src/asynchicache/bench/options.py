@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
+from asynchicache.config import parse_value
 from asynchicache.errors import ConfigError
 
 T = TypeVar("T", bool, int, float, str, tuple[str, ...])
@@ -77,3 +78,17 @@ def check_minimums(options: Options) -> None:
         value = getattr(options, setting.name)
         if setting.minimum is not None and not setting.minimum <= value < math.inf:
             raise ConfigError(f"{setting.flag} {value}: must be a number, at least {setting.minimum}")
+
+
+def named_values(flag: str, pairs: Sequence[str]) -> Mapping[str, object]:
+    """What a flag that is given as `name=value`, again and again, says; values are TOML where they are not
+    plain words.
+
+    Raises:
+        ConfigError: one has no name or no value.
+    """
+    parted = [text.partition("=") for text in pairs]
+    for text, (name, _, value) in zip(pairs, parted, strict=True):
+        if not name or not value:
+            raise ConfigError(f"{flag} {text}: must be name=value")
+    return {name: parse_value(value) for name, _, value in parted}

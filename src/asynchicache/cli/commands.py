@@ -23,7 +23,7 @@ from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.run import run_storage
 from asynchicache.bench.transfer import TransferOptions, run_transfer
-from asynchicache.cli import demo, doctor, stores
+from asynchicache.cli import demo, doctor, serve, stores
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.errors import ConfigError
 
@@ -243,6 +243,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "a trace through the cache's decisions: what would it hit with these pools, sizes and policies",
         ReplayOptions,
         _replay,
+    ),
+    Command[serve.ServeOptions](
+        ("serve",),
+        "an OpenAI-shaped server: a transformers model behind the cache",
+        serve.ServeOptions,
+        serve.run,
     ),
     Command[DoctorOptions](
         ("doctor",),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asynchicache.bench import options as flags
-from asynchicache.config import parse_value
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import ALIGNMENT
 
@@ -47,8 +46,4 @@ class StorageBenchOptions:
         Raises:
             ConfigError: one has no name or no value.
         """
-        pairs = [text.partition("=") for text in self.option]
-        for text, (name, _, value) in zip(self.option, pairs, strict=True):
-            if not name or not value:
-                raise ConfigError(f"--option {text}: must be name=value")
-        return {name: parse_value(value) for name, _, value in pairs}
+        return flags.named_values("--option", self.option)

@@ -1,0 +1,257 @@
+"""What the server does for its endpoints: tokens of a prompt, a generation, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from starlette.types import Send
+
+from asynchicache.errors import BusyError, CacheError
+from asynchicache.integrations.serve.answering import Answer
+from asynchicache.integrations.serve.messages import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    token_ids,
+)
+from asynchicache.integrations.serve.problems import ApiError, overloaded, refusal, stopping
+from asynchicache.integrations.serve.replies import STREAM_END, Reply, Usage, server_sent
+from asynchicache.integrations.serve.tokenizers import Tokenizer
+from asynchicache.integrations.transformers.model import PrefixCachedModel
+from asynchicache.integrations.transformers.sampling import Sampling
+
+T = TypeVar("T")
+
+_LONGEST_WAIT = 60
+_PAST = 0.9  # weight of what was before in the mean time of service
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model as clients see it.
+
+    Attributes:
+        name: which requests may give.
+        tokenizer: between text and token ids.
+        vocabulary: ids are below it.
+        stop_ids: tokens that end an answer.
+        context: tokens that a prompt and its answer may have together.
+        answer_tokens: how many are generated if a chat does not say.
+        temperature, top_p: of requests that do not say.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int
+    stop_ids: frozenset[int]
+    context: int
+    answer_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of requests since the server started.
+
+    Attributes:
+        answered, cancelled, failed: requests that were answered; whose client left; that the server failed.
+        refused: by HTTP status.
+        prompt_tokens, cached_tokens, completion_tokens: of the answered ones.
+    """
+
+    answered: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.answered += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.completion_tokens += usage.completion_tokens
+
+    def refuse(self, error: ApiError) -> None:
+        if error.status >= 500:
+            self.failed += 1
+        else:
+            self.refused[error.status] = self.refused.get(error.status, 0) + 1
+
+
+class Api:
+    """Answers requests with one model.
+
+    Args:
+        model: open; stays the caller's.
+        served: the model as clients see it.
+
+    Attributes:
+        counts: what became of requests.
+        stopping: set it to refuse what comes from now on.
+    """
+
+    def __init__(self, model: PrefixCachedModel, served: Served) -> None:
+        self.model = model
+        self.served = served
+        self.counts = Counts()
+        self.stopping = False
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._seconds = 1.0
+        self._busy = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def answer(self, request: GenerationRequest, reply_type: type[Reply], send: Send) -> None:
+        """Answer a request on its connection.
+
+        Raises:
+            ApiError: it is refused; nothing was sent yet.
+        """
+        with self._working():
+            self._check(request)
+            tokens = await self._tokens(request)
+            async with self._begin(request, tokens) as answer:
+                reply = self._reply(request, reply_type)
+                if request.stream:
+                    await _stream(answer, reply, send)
+                else:
+                    await _send_whole(answer, reply, send)
+                self.counts.add(answer.usage)
+
+    async def idle(self) -> None:
+        """Until no request is being answered."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        self._texts.shutdown(wait=False)
+
+    def _check(self, request: GenerationRequest) -> None:
+        if self.stopping:
+            raise stopping()
+        if request.model not in (None, self.served.name):
+            raise unknown_model(request.model, self.served.name)
+
+    async def _tokens(self, request: GenerationRequest) -> list[int]:
+        """Token ids of the prompt."""
+        tokenizer = self.served.tokenizer
+        if isinstance(request, ChatRequest):
+            return await self._in_thread(partial(tokenizer.encode_chat, request.conversation()))
+        if not isinstance(request, CompletionRequest):
+            raise TypeError(f"{type(request).__name__} has no prompt")
+        prompt = request.one_prompt()
+        if isinstance(prompt, list):
+            return token_ids(prompt, self.served.vocabulary)
+        return await self._in_thread(partial(tokenizer.encode, prompt))
+
+    def _begin(self, request: GenerationRequest, tokens: list[int]) -> Answer:
+        """Start to generate, or to wait for room."""
+        served = self.served
+        stop_ids = frozenset[int]() if request.ignore_eos else served.stop_ids
+        try:
+            generation = self.model.generate(
+                tokens,
+                max_new_tokens=self._new_tokens(request, len(tokens)),
+                sampling=self._sampling(request),
+                salt=request.cache_salt,
+                stop_token_ids=stop_ids,
+            )
+        except BusyError as error:
+            raise overloaded(f"{error}: try again later", self._retry_after()) from error
+        return Answer(generation, served.tokenizer.detokenizer(tokens), request.stops, stop_ids)
+
+    def _new_tokens(self, request: GenerationRequest, prompt: int) -> int:
+        """How many tokens may be generated behind a prompt."""
+        room = self.served.context - prompt
+        wanted = request.limit or min(self.served.answer_tokens, max(room, 1))
+        if wanted > room:
+            raise ApiError(
+                f"the prompt has {prompt} tokens and {wanted} are to be generated, but together they may have "
+                f"{self.served.context} here: shorten the prompt, or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    def _sampling(self, request: GenerationRequest) -> Sampling:
+        temperature = self.served.temperature if request.temperature is None else request.temperature
+        top_p = self.served.top_p if request.top_p is None else request.top_p
+        seed = None if request.seed is None else request.seed % 2**64  # OpenAI's may be negative
+        return Sampling(temperature=temperature, top_p=top_p, top_k=max(request.top_k or 0, 0), seed=seed)
+
+    def _reply(self, request: GenerationRequest, reply_type: type[Reply]) -> Reply:
+        return reply_type(uuid.uuid4().hex, int(time.time()), self.served.name, request.usage_wanted)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """Long texts take long: the loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, call)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        began = time.monotonic()
+        self._busy += 1
+        self._idle.clear()
+        try:
+            yield
+            self._seconds = _PAST * self._seconds + (1 - _PAST) * (time.monotonic() - began)
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self._idle.set()
+
+    def _retry_after(self) -> int:
+        """Seconds until one of those that are here now has been served, as things go."""
+        return min(math.ceil(self._seconds), _LONGEST_WAIT)
+
+
+def unknown_model(name: str | None, known: str) -> ApiError:
+    """A model that is not served here."""
+    message = f"model {name!r} is not served here: this server has {known!r} (GET /v1/models)"
+    return ApiError(message, status=404, param="model", code="model_not_found")
+
+
+async def _send_whole(answer: Answer, reply: Reply, send: Send) -> None:
+    async with aclosing(answer.pieces()) as pieces:
+        text = "".join([piece async for piece in pieces])
+    body = reply.whole(text, answer.finish_reason, answer.usage)
+    await _start(send, b"application/json", len(body))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(answer: Answer, reply: Reply, send: Send) -> None:
+    """Server-sent events; the status is sent with the first token, when little can go wrong any more."""
+    async with aclosing(answer.pieces()) as pieces:
+        first = await anext(pieces)
+        await _start(send, b"text/event-stream; charset=utf-8")
+        await _send_part(send, reply.opening() + (reply.piece(first) if first else b""))
+        try:
+            async for text in pieces:
+                if text:
+                    await _send_part(send, reply.piece(text))
+        except (CacheError, RuntimeError) as error:  # too late for a status
+            await send({"type": "http.response.body", "body": server_sent(refusal(error).body())})
+            raise
+    end = reply.closing(answer.finish_reason) + reply.used(answer.usage) + STREAM_END
+    await send({"type": "http.response.body", "body": end})
+
+
+async def _start(send: Send, kind: bytes, length: int | None = None) -> None:
+    headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_part(send: Send, data: bytes) -> None:
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

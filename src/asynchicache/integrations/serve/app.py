@@ -1,0 +1,129 @@
+"""The routes, as a Starlette application."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from asynchicache.errors import CacheError
+from asynchicache.integrations.serve.api import Api, unknown_model
+from asynchicache.integrations.serve.connections import read_body, while_connected
+from asynchicache.integrations.serve.messages import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    decode_request,
+)
+from asynchicache.integrations.serve.problems import ApiError, broken, refusal
+from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
+
+
+def build_app(api: Api, *, max_body_bytes: int) -> Starlette:
+    """The application.
+
+    Args:
+        api: what answers; stays the caller's.
+        max_body_bytes: longer bodies are refused.
+    """
+    pages = Pages(api)
+    completions = GenerationEndpoint(api, CompletionRequest, CompletionReply, max_body_bytes)
+    chat = GenerationEndpoint(api, ChatRequest, ChatReply, max_body_bytes)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", pages.models),
+            Route("/v1/models/{name:path}", pages.model),
+            Route("/health", pages.health),
+        ],
+        exception_handlers={
+            CacheError: pages.refused,
+            HTTPException: pages.no_route,
+            Exception: pages.failed,
+        },
+    )
+
+
+class GenerationEndpoint:
+    """An ASGI application that answers one kind of request, for as long as its client is there."""
+
+    def __init__(
+        self, api: Api, kind: type[GenerationRequest], reply_type: type[Reply], max_body_bytes: int
+    ) -> None:
+        self._api = api
+        self._kind = kind
+        self._reply_type = reply_type
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(Request(scope, receive), self._max_body_bytes)
+        request = decode_request(body, self._kind)
+        answered = await while_connected(receive, self._api.answer(request, self._reply_type, send))
+        if not answered:
+            self._api.counts.cancelled += 1
+
+
+class Pages:
+    """The other endpoints, and what is answered to errors."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._started = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._api.served.name:
+            raise unknown_model(name, self._api.served.name)
+        return JSONResponse(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken; storage that is down is told, and is no reason not to be well."""
+        api = self._api
+        storage = api.model.cache.statistics().storage
+        body = {
+            "status": "stopping" if api.stopping else "ok",
+            "model": api.served.name,
+            "running": api.model.running,
+            "waiting": api.model.waiting,
+            "storage": {pool: str(one.breaker) for pool, one in storage.items()},
+        }
+        return JSONResponse(body, 503 if api.stopping else 200)
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        answer = refusal(error)
+        self._api.counts.refuse(answer)
+        return answer.response()
+
+    async def no_route(self, request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        place = f"{request.method} {request.url.path}"
+        answer = ApiError(
+            f"{place} is not here: {'GET /v1/models' if status == 404 else 'another method'}", status=status
+        )
+        self._api.counts.refuse(answer)
+        return answer.response()
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """The error goes on to the log."""
+        answer = broken()
+        self._api.counts.refuse(answer)
+        return answer.response()
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._api.served.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "asynchicache",
+            "max_model_len": self._api.served.context,
+        }

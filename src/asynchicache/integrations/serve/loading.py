@@ -1,0 +1,145 @@
+"""The model that is served: a tiny one with random weights, or a checkpoint's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from asynchicache.errors import ConfigError
+from asynchicache.integrations.serve.tokenizers import ByteTokenizer, CheckpointTokenizer, Tokenizer
+from asynchicache.integrations.transformers.demo_model import build_demo_model
+
+TINY = "tiny"
+
+_BYTES = 256
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with what belongs to it.
+
+    Attributes:
+        name: what clients may call it.
+        model: in evaluation mode.
+        tokenizer: of its texts.
+        stop_ids: tokens that end a text.
+        context: positions that the model knows.
+        temperature, top_p: what its makers recommend, or OpenAI's defaults.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    context: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return int(_text_config(self.model).vocab_size)
+
+
+def load_tiny(seed: int) -> LoadedModel:
+    """The model of `asynchicache demo`: Qwen3.5 with random weights and a token a byte."""
+    model, config = build_demo_model(seed)
+    tokenizer = ByteTokenizer(config.vocab_size)
+    return LoadedModel(TINY, model, tokenizer, frozenset(), config.max_position_embeddings)
+
+
+def load_checkpoint(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    as_bytes: bool = False,
+    template: Path | None = None,
+) -> LoadedModel:
+    """A checkpoint as `save_pretrained` writes it. Nothing is downloaded.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of the weights, or `auto` for that of the file.
+        device: where the model computes.
+        as_bytes: a token a byte, instead of the checkpoint's tokenizer.
+        template: a file with the chat template to use instead of the tokenizer's.
+
+    Raises:
+        ConfigError: the folder has no such model or tokenizer, or they are not understood.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model {str(folder)!r} is no checkpoint: give a folder with config.json and weights, "
+            f"as save_pretrained writes them, or {TINY!r}"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model {str(folder)!r} cannot be loaded: {error}") from error
+    model = model.to(torch.device(device)).eval()
+    defaults = model.generation_config
+    return LoadedModel(
+        name=folder.resolve().name,
+        model=model,
+        tokenizer=_byte_tokenizer(model) if as_bytes else _tokenizer(folder, template),
+        stop_ids=_stop_ids(model),
+        context=int(getattr(_text_config(model), "max_position_embeddings", 0) or 1 << 20),
+        temperature=1.0 if defaults.temperature is None else float(defaults.temperature),
+        top_p=1.0 if defaults.top_p is None else float(defaults.top_p),
+    )
+
+
+def weight_version(folder: Path) -> str:
+    """A name for the weights in a folder: a digest of the names, sizes and times of its files.
+
+    To read them whole would take minutes for large models. A copy with other times is taken for other
+    weights, which costs misses, and never the other way round.
+    """
+    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
+
+
+def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
+    vocabulary = _text_config(model).vocab_size
+    if vocabulary < _BYTES:
+        raise ConfigError(f"--tokenizer bytes needs a vocabulary of {_BYTES}; the model's has {vocabulary}")
+    return ByteTokenizer(vocabulary)
+
+
+def _tokenizer(folder: Path, template: Path | None) -> CheckpointTokenizer:
+    try:
+        text = None if template is None else template.read_text("utf-8")
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"model {str(folder)!r}: its tokenizer cannot be loaded ({error}); save it beside the weights, "
+            "or serve with --tokenizer bytes"
+        ) from error
+    return CheckpointTokenizer(found, text)
+
+
+def _stop_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Where the model's texts end, as its generation config and its configuration say."""
+    configs = (model.generation_config, _text_config(model))
+    return frozenset(token for config in configs for token in _ids(getattr(config, "eos_token_id", None)))
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _ids(value: int | list[int] | None) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    else:
+        yield from value or ()

@@ -1,0 +1,285 @@
+"""Requests as clients send them: decoded, checked, and refused by name where they cannot be meant here.
+
+The shapes are those of OpenAI's completions and chat completions; `cache_salt`, `ignore_eos` and `top_k`
+are vLLM's extensions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from asynchicache.integrations.serve.problems import ApiError
+
+RequestT = TypeVar("RequestT", bound="GenerationRequest")
+
+MOST_STOPS = 16
+_COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint
+
+_UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "send as many requests instead: they share the cached prompt"),
+    "best_of": ((1,), "send as many requests, and choose"),
+    "echo": ((False,), "the prompt is known to the client"),
+    "suffix": (("",), "text is continued, not filled in"),
+    "logprobs": ((False,), "probabilities are not told"),
+    "top_logprobs": ((0,), "probabilities are not told"),
+    "presence_penalty": ((0,), "use temperature and top_p"),
+    "frequency_penalty": ((0,), "use temperature and top_p"),
+    "repetition_penalty": ((1,), "use temperature and top_p"),
+    "min_p": ((0,), "use top_p"),
+    "logit_bias": (({},), "tokens cannot be weighted"),
+    "min_tokens": ((0,), "ignore_eos generates up to max_tokens"),
+    "tools": (([],), "no tools are called"),
+    "tool_choice": (("none", "auto"), "no tools are called"),
+    "parallel_tool_calls": ((True, False), "no tools are called"),
+    "functions": (([],), "no functions are called"),
+    "function_call": (("none", "auto"), "no functions are called"),
+    "response_format": (({"type": "text"},), "outputs are text"),
+    "modalities": ((["text"],), "outputs are text"),
+    "audio": ((), "outputs are text"),
+    "prediction": ((), "leave it out"),
+    "reasoning_effort": ((), "leave it out"),
+    "web_search_options": ((), "leave it out"),
+}
+"""Fields that would change the answer, with the values that do not, and what to do instead."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)
+"""Fields that change nothing about an answer; clients may send them."""
+
+_PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a streamed answer.
+
+    Attributes:
+        include_usage: whether a last chunk tells what was used.
+    """
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What both endpoints take. A field that is null is one that was left out.
+
+    Attributes:
+        model: whose answer is wanted; this server's if left out.
+        temperature: 0 takes the likeliest token, 1 samples as the model says.
+        top_p: share of the probability that tokens are drawn from.
+        top_k: draw among so many of the likeliest tokens; 0 or -1: among all.
+        seed: of the sampling; the same request gets the same answer.
+        stop: strings that end the answer, and are not part of it.
+        ignore_eos: generate up to the limit, whatever the model says.
+        cache_salt: requests with different salts share nothing in the cache.
+    """
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most, or None for as many as the server gives."""
+        return None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | list[int | str | list[int]]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens or _COMPLETION_TOKENS
+
+    def one_prompt(self) -> str | list[int]:
+        """The prompt, as text or as token ids.
+
+        Raises:
+            ApiError: there is none, or there are several.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if not prompt:
+            raise ApiError("prompt is empty: send text, or token ids", param="prompt")
+        if isinstance(prompt, str):
+            return prompt
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) != len(prompt):
+            raise ApiError(
+                f"prompt holds {len(prompt)} prompts: send one text, or one list of token ids, a request",
+                param="prompt",
+            )
+        return ids
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation.
+
+    Attributes:
+        name: of the speaker; handed to nobody.
+        refusal, annotations, audio, tool_calls, function_call: what answers of this server are given
+            back with; anything but null or empty is refused.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: list[object] | None = None
+    audio: object = None
+    tool_calls: list[object] | None = None
+    function_call: object = None
+
+    def text(self, number: int) -> str:
+        """What was said.
+
+        Args:
+            number: of the message, for errors.
+
+        Raises:
+            ApiError: it is not text, or a tool was called.
+        """
+        place = f"messages[{number}]"
+        if self.tool_calls or self.function_call or self.audio:
+            raise ApiError(f"{place}: tools and audio are not supported here", param=place)
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None:
+            raise ApiError(f"{place}.content is missing: send text", param=f"{place}.content")
+        for index, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                where = f"{place}.content[{index}]"
+                raise ApiError(f"{where} of type {part.type!r} is not supported: send text", param=where)
+        return "".join(part.text or "" for part in self.content)
+
+
+class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as chat templates take them.
+
+        Raises:
+            ApiError: a message is not text.
+        """
+        return [
+            {"role": message.role, "content": message.text(number)}
+            for number, message in enumerate(self.messages)
+        ]
+
+
+def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
+    """A request of a kind.
+
+    Raises:
+        ApiError: it is no JSON, or has fields that are unknown, of a wrong type, or out of range.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        wanted = _checked(fields, kind)
+        request = msgspec.convert(wanted, kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _unfit(error) from error
+    if len(request.stops) > MOST_STOPS or not all(request.stops):
+        raise ApiError(f"stop must be up to {MOST_STOPS} strings, none of them empty", param="stop")
+    return request
+
+
+def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -> dict[str, object]:
+    """The values that `kind` takes; refuses those that would change the answer and cannot."""
+    wanted: dict[str, object] = {}
+    for name, raw in fields.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        value = msgspec.json.decode(raw)
+        if name in kind.__struct_fields__:
+            wanted[name] = value
+        elif name in _UNSUPPORTED:
+            _check_neutral(name, value)
+        else:
+            raise ApiError(f"{name} is not known: leave it out", param=name, code="unknown_parameter")
+    return wanted
+
+
+def _check_neutral(name: str, value: object) -> None:
+    neutral, instead = _UNSUPPORTED[name]
+    if value is None or any(_same(value, one) for one in neutral):
+        return
+    raise ApiError(f"{name} is not supported: leave it out; {instead}", param=name, code="unsupported_value")
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal, as JSON sees it: false is not 0."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _unfit(error: Exception) -> ApiError:
+    place = _PLACE.search(str(error))
+    if isinstance(error, msgspec.ValidationError) and place:
+        return ApiError(f"{place['path']}: {_PLACE.sub('', str(error))}", param=place["path"] or None)
+    if isinstance(error, msgspec.ValidationError):
+        missing = re.search(r"required field `(\w+)`", str(error))
+        return ApiError(f"the body does not fit: {error}", param=missing[1] if missing else None)
+    return ApiError(f"the body is no JSON object: {error}")
+
+
+def token_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ApiError: one is not of the model's vocabulary.
+    """
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise ApiError(
+                f"prompt: token {token} is not of this model: 0 to {vocabulary - 1}", param="prompt"
+            )
+    return list(ids)

@@ -1,0 +1,75 @@
+"""What a client is told when its request is not answered, in the shape of OpenAI's errors."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError, UsageError
+
+
+class ApiError(UsageError):
+    """Raised when a request is not answered: says why, and what to change.
+
+    Args:
+        message: for people; names the value and the rule.
+        status: of HTTP.
+        param: the field that is at fault, as a path: `messages[0].role`.
+        code: for programs, such as `context_length_exceeded`.
+        retry_after: seconds after which trying again may help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""
+        error = {"message": str(self), "type": self._type(), "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return Response(self.body(), self.status, headers, "application/json")
+
+    def _type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+def overloaded(message: str, retry_after: int) -> ApiError:
+    """Too many requests wait already."""
+    return ApiError(message, status=429, code="rate_limit_exceeded", retry_after=retry_after)
+
+
+def stopping() -> ApiError:
+    """The server is being shut down."""
+    return ApiError("the server is shutting down; try another", status=503, code="stopping", retry_after=1)
+
+
+def broken() -> ApiError:
+    """A fault of this server; the log says which."""
+    return ApiError("the server failed; its log says why", status=500, code="internal_error")
+
+
+def refusal(error: Exception) -> ApiError:
+    """The answer to an error of the library, or of the model."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, CapacityError):
+        return overloaded(f"there is no room for this request now: {error}", 1)
+    if isinstance(error, InvalidTokensError):
+        return ApiError(str(error), param="prompt")
+    return stopping() if isinstance(error, ClosedError) else broken()

@@ -1,0 +1,125 @@
+"""Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+Body: TypeAlias = dict[str, Any]
+
+STREAM_END = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer.
+
+    Attributes:
+        prompt_tokens: of the request; `cached_tokens` of them were not computed again.
+        completion_tokens: generated, also those of a stop string or an end of text that is not shown.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_json(self) -> Body:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer, in the shape of an endpoint.
+
+    Args:
+        number: makes the id.
+        created: seconds since the epoch.
+        model: its name.
+        usage_wanted: whether chunks have the field `usage`, null in all but the last.
+    """
+
+    number: str
+    created: int
+    model: str
+    usage_wanted: bool
+
+    PREFIX: ClassVar[str]
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        body = self._body(self.WHOLE, [self._choice(self._full(text), reason)])
+        return msgspec.json.encode(body | {"usage": usage.as_json()})
+
+    def opening(self) -> bytes:
+        """What a stream begins with, before any text; may be empty."""
+        return b""
+
+    def piece(self, text: str) -> bytes:
+        """A chunk of text."""
+        return self._chunk([self._choice(self._part(text), None)])
+
+    def closing(self, reason: FinishReason) -> bytes:
+        """The chunk that says why the answer ended."""
+        return self._chunk([self._choice(self._part(""), reason)])
+
+    def used(self, usage: Usage) -> bytes:
+        """The chunk after that, if usage is wanted."""
+        return self._chunk([], usage) if self.usage_wanted else b""
+
+    def _full(self, text: str) -> Body:
+        return {"text": text}
+
+    def _part(self, text: str) -> Body:
+        return {"text": text}
+
+    def _choice(self, content: Body, reason: FinishReason | None) -> Body:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+    def _chunk(self, choices: list[Body], usage: Usage | None = None) -> bytes:
+        body = self._body(self.CHUNK, choices)
+        if self.usage_wanted:
+            body["usage"] = None if usage is None else usage.as_json()
+        return server_sent(msgspec.json.encode(body))
+
+    def _body(self, kind: str, choices: list[Body]) -> Body:
+        name = f"{self.PREFIX}-{self.number}"
+        return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+class CompletionReply(Reply):
+    """Of `/v1/completions`."""
+
+    __slots__ = ()
+    PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
+
+
+class ChatReply(Reply):
+    """Of `/v1/chat/completions`."""
+
+    __slots__ = ()
+    PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self) -> bytes:
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return self._chunk([self._choice(delta, None)])
+
+    def _full(self, text: str) -> Body:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _part(self, text: str) -> Body:
+        return {"delta": {"content": text} if text else {}}
+
+
+def server_sent(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"

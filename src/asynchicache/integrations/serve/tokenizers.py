@@ -1,0 +1,188 @@
+"""Text to token ids and back, a token at a time: a checkpoint's tokenizer, or bytes where there is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from jinja2 import TemplateError
+
+from asynchicache.integrations.serve.problems import ApiError
+
+Conversation: TypeAlias = Sequence[Mapping[str, str]]
+"""Messages, each with `role` and `content`."""
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT = 5  # tokens of the prompt that are decoded with the first ones: they decide on a leading space
+_LONGEST = 8  # tokens of a character; what is no text after so many stays none
+
+
+class Detokenizer(Protocol):
+    """The text of one answer, as its tokens come."""
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty within a character."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when the answer ends."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the server asks of a tokenizer. Called from one thread at a time."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, conversation: Conversation) -> list[int]:
+        """A conversation, and the beginning of the assistant's next turn.
+
+        Raises:
+            ApiError: the template refuses it, or there is none.
+        """
+        ...
+
+    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        """For an answer to `prompt`."""
+        ...
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8, for models without a tokenizer.
+
+    Every sequence of tokens has a text of its own, and that text has these tokens: a conversation that
+    clients send back is the one that the model has seen, even if random weights wrote it. Bytes that are
+    no UTF-8, and tokens above 255, become characters of a private plane, U+F0000 and the token's id.
+
+    Args:
+        vocabulary: token ids of the model, 256 at least.
+    """
+
+    _ESCAPES = 0xF0000
+
+    def __init__(self, vocabulary: int) -> None:
+        self._escaped = re.compile(f"[{chr(self._ESCAPES)}-{chr(self._ESCAPES + vocabulary - 1)}]")
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        start = 0
+        for escape in self._escaped.finditer(text):
+            tokens += text[start : escape.start()].encode()
+            tokens.append(ord(escape[0]) - self._ESCAPES)
+            start = escape.end()
+        return tokens + list(text[start:].encode())
+
+    def encode_chat(self, conversation: Conversation) -> list[int]:
+        turns = [f"<|{message['role']}|>\n{message['content']}\n" for message in conversation]
+        return self.encode("".join(turns) + "<|assistant|>\n")
+
+    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        return _ByteDetokenizer(self._ESCAPES, self._escaped)
+
+
+class _ByteDetokenizer:
+    def __init__(self, escapes: int, escaped: re.Pattern[str]) -> None:
+        self._escapes = escapes
+        self._escaped = escaped
+        self._pending = bytearray()  # the beginning of one character
+
+    def push(self, token: int) -> str:
+        if token > 0xFF:
+            return self.finish() + chr(self._escapes + token)
+        self._pending.append(token)
+        text = ""
+        while self._pending:
+            try:
+                text += self._decoded()
+            except UnicodeDecodeError as error:
+                if error.reason == "unexpected end of data":
+                    break
+                text += self._escape(self._pending[:1])
+                del self._pending[0]
+        return text
+
+    def finish(self) -> str:
+        text = self._escape(self._pending)
+        self._pending.clear()
+        return text
+
+    def _decoded(self) -> str:
+        text = self._pending.decode()
+        # A character of the private plane that was spelt out: its bytes must not come back as one token.
+        text = self._escape(self._pending) if self._escaped.search(text) else text
+        self._pending.clear()
+        return text
+
+    def _escape(self, data: bytearray) -> str:
+        return "".join(chr(self._escapes + byte) for byte in data)
+
+
+class CheckpointTokenizer:
+    """The tokenizer that lies beside a checkpoint's weights.
+
+    Args:
+        tokenizer: a transformers `PreTrainedTokenizerBase`.
+        template: a Jinja chat template to use instead of its own.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template or tokenizer.chat_template
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def encode_chat(self, conversation: Conversation) -> list[int]:
+        if not self._template:
+            raise ApiError(
+                "this model's tokenizer has no chat template: use /v1/completions, "
+                "or start the server with --chat-template FILE",
+                param="messages",
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(conversation), chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ApiError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
+
+    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        return _SlidingDetokenizer(self._tokenizer, prompt[-_CONTEXT:])
+
+
+class _SlidingDetokenizer:
+    """Decodes the last tokens with and without the new one: the difference is what the new one adds.
+
+    Tokenizers join tokens in ways that depend on their neighbours, so a token has no text of its own. After
+    `decode_token` of Hugging Face's text-generation-inference.
+    """
+
+    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(context)
+        self._start, self._read = 0, len(context)
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._unread()
+        if not text or (text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _LONGEST):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        text = self._unread()
+        self._start = self._read = len(self._tokens)
+        return text
+
+    def _unread(self) -> str:
+        known = self._decode(self._tokens[self._start : self._read])
+        return self._decode(self._tokens[self._start :])[len(known) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

@@ -1,0 +1,161 @@
+"""Requests that mean something are understood; all others are refused with what to change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asynchicache.integrations.serve.messages import (
+    ChatRequest,
+    CompletionRequest,
+    decode_request,
+    token_ids,
+)
+from asynchicache.integrations.serve.problems import ApiError
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return decode_request(json.dumps(body).encode(), ChatRequest)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return decode_request(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
+
+
+def test_null_is_as_good_as_left_out() -> None:
+    nulls = ["model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"]
+    request = completion(**dict.fromkeys([*nulls, "n", "logprobs", "suffix", "cache_salt"]))
+    assert request == completion()
+    assert request.limit == 16
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    request = chat(
+        n=1,
+        logprobs=False,
+        presence_penalty=0,
+        tools=[],
+        response_format={"type": "text"},
+        user="u",
+        metadata={"a": "b"},
+    )
+    assert request == chat()
+
+
+def test_both_names_of_the_limit_are_known() -> None:
+    assert chat(max_tokens=3).limit == 3
+    assert chat(max_tokens=3, max_completion_tokens=4).limit == 4
+    assert chat().limit is None
+
+
+def test_messages_of_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(
+        messages=[
+            {"role": "developer", "content": parts},
+            {"role": "assistant", "content": "c", "tool_calls": None},
+        ]
+    )
+    assert request.conversation() == [
+        {"role": "developer", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "one"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2])])
+def test_one_prompt_has_four_shapes(prompt: Any, one: Any) -> None:
+    assert completion(prompt=prompt).one_prompt() == one
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"n": 2}, "n", "send as many requests"),
+        ({"n": True}, "n", "not supported"),
+        ({"echo": True}, "echo", "leave it out"),
+        ({"logprobs": 0}, "logprobs", "probabilities"),
+        ({"logprobs": 3}, "logprobs", "probabilities"),
+        ({"tools": [{"type": "function"}]}, "tools", "no tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "temperature"),
+        ({"temprature": 1}, "temprature", "not known"),
+        ({"temperature": 3}, "temperature", "<= 2"),
+        ({"temperature": "hot"}, "temperature", "got `str`"),
+        ({"top_p": 0}, "top_p", "> 0"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "int"),
+        ({"seed": 2**64}, "seed", "<="),
+        ({"stop": ["a", ""]}, "stop", "empty"),
+        ({"stop": ["a"] * 17}, "stop", "16"),
+        ({"cache_salt": ""}, "cache_salt", "length >= 1"),
+        ({"stream_options": {"include_usages": True}}, "stream_options", "include_usages"),
+        ({"prompt": 3}, "prompt", "int"),
+        ({"prompt": [1, 1.5]}, "prompt[1]", "float"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", "b"], [1, "a"], [[1], [2]]])
+def test_no_prompt_and_several_are_refused(prompt: Any) -> None:
+    with pytest.raises(ApiError, match="prompt"):
+        completion(prompt=prompt).one_prompt()
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "pirate", "content": "a"}], "messages[0].role"),
+        ([{"content": "a"}], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0]"),
+    ],
+)
+def test_messages_that_are_no_text_are_refused(messages: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=messages).conversation()
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": "\xff"}', b'{"prompt": "a"}}']
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="the body"):
+        decode_request(body, CompletionRequest)
+
+
+def test_a_deep_body_is_refused() -> None:
+    with pytest.raises(ApiError):
+        decode_request(b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", CompletionRequest)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ApiError, match="prompt") as caught:
+        decode_request(b"{}", CompletionRequest)
+    assert caught.value.param == "prompt"
+
+
+def test_tokens_of_other_vocabularies_are_refused() -> None:
+    assert token_ids([0, 255], 256) == [0, 255]
+    for ids in ([-1], [256], [1, 2**70]):
+        with pytest.raises(ApiError, match="0 to 255"):
+            token_ids(ids, 256)
+
+
+def test_the_error_has_openais_shape() -> None:
+    error = ApiError("no", status=429, param="p", code="c", retry_after=3)
+    assert json.loads(error.body()) == {
+        "error": {"message": "no", "type": "rate_limit_error", "param": "p", "code": "c"}
+    }
+    assert error.response().headers["retry-after"] == "3"

@@ -1,0 +1,118 @@
+"""Text that comes token by token is the text of all tokens, and nothing of it is shown too early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from integrations.serve.checkpoints import bpe_tokenizer
+
+from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.serve.stops import StopStrings
+from asynchicache.integrations.serve.tokenizers import ByteTokenizer, CheckpointTokenizer, Tokenizer
+
+BYTES = ByteTokenizer(512)
+TEXT = "naïve café, 東京 🙂‍↔️ and e\u0301\n"
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt)
+    return [*map(detokenizer.push, tokens), detokenizer.finish()]
+
+
+@given(st.lists(st.integers(0, 511)))
+def test_any_byte_tokens_come_back_from_their_text(tokens: list[int]) -> None:
+    text = "".join(pieces(BYTES, tokens))
+    assert BYTES.encode(text) == tokens
+    text.encode()  # no half surrogates: it can be sent as JSON
+
+
+@given(st.lists(st.sampled_from([0xF3, 0xB0, 0x80, 0x81, 0xE2, 0x82, 0xAC, 0x41, 300])))
+def test_broken_and_private_characters_come_back_too(tokens: list[int]) -> None:
+    assert BYTES.encode("".join(pieces(BYTES, tokens))) == tokens
+
+
+def test_a_character_is_shown_when_it_is_whole() -> None:
+    assert pieces(BYTES, list("aé🙂".encode())) == ["a", "", "é", "", "", "", "🙂", ""]
+
+
+def test_half_a_character_is_shown_at_the_end_only() -> None:
+    *early, late = pieces(BYTES, [0xF0, 0x9F])
+    assert early == ["", ""]
+    assert BYTES.encode(late) == [0xF0, 0x9F]
+
+
+def test_a_chat_begins_like_the_one_before() -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    first = BYTES.encode_chat(turns)
+    answer = [0xFF, 300, 65]
+    text = "".join(pieces(BYTES, answer))
+    turns += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    assert BYTES.encode_chat(turns)[: len(first) + 3] == first + answer
+
+
+def test_a_checkpoints_tokens_give_the_text_of_all_of_them(tmp_path: Path) -> None:
+    raw = bpe_tokenizer()
+    tokens = raw(TEXT)["input_ids"]
+    assert len(tokens) > len(TEXT) / 3
+    parts = pieces(CheckpointTokenizer(raw), tokens, tokens[:7])
+    assert "".join(parts) == TEXT
+    assert not any("\ufffd" in part for part in parts)
+
+
+def test_what_is_no_text_is_shown_after_a_while() -> None:
+    raw = bpe_tokenizer()
+    broken = raw.convert_tokens_to_ids("ð")  # the first of the four bytes of a smiley
+    parts = pieces(CheckpointTokenizer(raw), [broken] * 20)
+    assert "".join(parts) == "\ufffd" * 20
+    assert any(parts[:10])
+
+
+def test_a_template_is_used_and_its_refusal_is_told() -> None:
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}|{% endfor %}"
+    tokenizer = CheckpointTokenizer(bpe_tokenizer(), template)
+    assert "".join(pieces(tokenizer, tokenizer.encode_chat([{"role": "user", "content": "hi"}]))) == "hi|"
+    with pytest.raises(ApiError, match="no system"):
+        tokenizer.encode_chat([{"role": "system", "content": "be"}])
+
+
+def test_without_a_template_chats_are_refused() -> None:
+    with pytest.raises(ApiError, match="--chat-template"):
+        CheckpointTokenizer(bpe_tokenizer()).encode_chat([{"role": "user", "content": "hi"}])
+
+
+@given(st.text("ab|", max_size=30), st.lists(st.text("ab|", min_size=1, max_size=4), max_size=3), st.data())
+def test_stops_cut_where_the_first_begins(text: str, stops: list[str], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    matcher = StopStrings(stops)
+    bounds = [0, *cuts, len(text)]
+    shown = (
+        "".join(matcher.push(text[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)) + matcher.finish()
+    )
+
+    # In what order pieces come decides which of two stops is seen first; it is one of the earliest ends.
+    ends = {stop: at + len(stop) for stop in stops if (at := text.find(stop)) >= 0}
+    assert matcher.found == bool(ends)
+    if not ends:
+        assert shown == text
+    else:
+        assert text.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+        assert any(text.startswith(stop, len(shown)) for stop in stops)
+
+
+def test_nothing_of_a_stop_string_is_shown_early() -> None:
+    matcher = StopStrings(["STOP", "ST!"])
+    assert [matcher.push(part) for part in ("aS", "T", "Ab", "S", "T!", "more")] == [
+        "a",
+        "",
+        "STAb",
+        "",
+        "",
+        "",
+    ]
+    assert matcher.found
+    assert matcher.finish() == ""
