@@ -119,7 +119,7 @@ def run(options: ServeOptions, output: Output) -> Outcome:
         loaded = _load(options, settings.cache.device)
         where = server.address(listener)
         serving = server.serve(loaded, settings, listener, lambda _: _announce(output, where))
-        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             counts = runner.run(serving)
     return Outcome({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
 
@@ -132,8 +132,11 @@ def _defaults(options: ServeOptions, version: Callable[[Path], str]) -> Mapping[
 
 
 def _load(options: ServeOptions, device: str) -> LoadedModel:
+    from transformers.utils.logging import set_verbosity_error
+
     from asynchicache.integrations.serve import loading
 
+    set_verbosity_error()  # that fused kernels are missing on a CPU is no news here
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.model == TINY:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from integrations.zoo import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.tokenizers import ByteTokenizer
+from integrations.zoo import tiny_model
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"

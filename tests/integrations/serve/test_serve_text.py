@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from integrations.serve.checkpoints import bpe_tokenizer
 
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.stops import StopStrings
 from asynchicache.integrations.serve.tokenizers import ByteTokenizer, CheckpointTokenizer, Tokenizer
+from integrations.serve.checkpoints import bpe_tokenizer
 
 BYTES = ByteTokenizer(512)
 TEXT = "naïve café, 東京 🙂‍↔️ and e\u0301\n"
@@ -72,7 +73,8 @@ def test_what_is_no_text_is_shown_after_a_while() -> None:
 
 
 def test_a_template_is_used_and_its_refusal_is_told() -> None:
-    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}|{% endfor %}"
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = "{% for m in messages %}" + refusal + "{{ m.content }}|{% endfor %}"
     tokenizer = CheckpointTokenizer(bpe_tokenizer(), template)
     assert "".join(pieces(tokenizer, tokenizer.encode_chat([{"role": "user", "content": "hi"}]))) == "hi|"
     with pytest.raises(ApiError, match="no system"):
@@ -89,9 +91,7 @@ def test_stops_cut_where_the_first_begins(text: str, stops: list[str], data: st.
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
     matcher = StopStrings(stops)
     bounds = [0, *cuts, len(text)]
-    shown = (
-        "".join(matcher.push(text[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)) + matcher.finish()
-    )
+    shown = "".join(matcher.push(text[a:b]) for a, b in pairwise(bounds)) + matcher.finish()
 
     # In what order pieces come decides which of two stops is seen first; it is one of the earliest ends.
     ends = {stop: at + len(stop) for stop in stops if (at := text.find(stop)) >= 0}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 from asynchicache.integrations.serve.replies import FinishReason, Usage
 from asynchicache.integrations.serve.stops import StopStrings
 from asynchicache.integrations.serve.tokenizers import Detokenizer
-from asynchicache.integrations.transformers.model import Generation
+from asynchicache.integrations.transformers.generation import Generation
 
 
 class Answer:
@@ -38,7 +38,7 @@ class Answer:
     async def __aexit__(self, *error: object) -> None:
         await self._generation.aclose()
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncGenerator[str, None]:
         """Text as it comes, one piece a token; a piece may be empty.
 
         Raises:

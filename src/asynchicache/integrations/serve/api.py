@@ -177,8 +177,8 @@ class Api:
         wanted = request.limit or min(self.served.answer_tokens, max(room, 1))
         if wanted > room:
             raise ApiError(
-                f"the prompt has {prompt} tokens and {wanted} are to be generated, but together they may have "
-                f"{self.served.context} here: shorten the prompt, or lower max_tokens",
+                f"the prompt has {prompt} tokens and {wanted} are to be generated, together more than the "
+                f"{self.served.context} that there is room for: shorten the prompt, or lower max_tokens",
                 code="context_length_exceeded",
             )
         return wanted

@@ -129,7 +129,7 @@ class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=Tr
         Raises:
             ApiError: there is none, or there are several.
         """
-        prompt = self.prompt
+        prompt: str | Sequence[int | str | list[int]] = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         if not prompt:

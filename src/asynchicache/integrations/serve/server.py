@@ -82,7 +82,10 @@ def address(listener: socket.socket) -> str:
 
 
 async def serve(
-    loaded: LoadedModel, settings: ServeSettings, listener: socket.socket, ready: Callable[[Api], object]
+    loaded: LoadedModel,
+    settings: ServeSettings,
+    listener: socket.socket,
+    ready: Callable[[ApiServer], object],
 ) -> Counts:
     """Serve until SIGTERM, SIGINT or cancellation; then drain.
 
@@ -90,7 +93,7 @@ async def serve(
         loaded: the model.
         settings: how it is served.
         listener: bound; closed at the end.
-        ready: called with what answers, once requests are taken.
+        ready: called with the server, once requests are taken.
 
     Returns:
         what became of the requests.
@@ -110,7 +113,7 @@ async def serve(
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         )
-        server = _Server(config, api, ready)
+        server = ApiServer(config, api, ready)
         await server.serve(sockets=[listener])
         await api.idle()  # those that drained in vain were cancelled, and end now
         return api.counts
@@ -145,7 +148,7 @@ def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Serv
     room = min(loaded.context, capacity)
     if settings.max_context > room:
         raise ConfigError(
-            f"--max-context {settings.max_context}: the model has room for {loaded.context} tokens, the cache's "
+            f"--max-context {settings.max_context}: the model takes {loaded.context} tokens, the cache's "
             f"device for {capacity}: lower it, or raise device_bytes or device_slots"
         )
     return Served(
@@ -203,13 +206,13 @@ async def _drain(cache: HybridCache, seconds: float) -> None:
         _log.warning("not everything went to storage within %g s", seconds)
 
 
-class _Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """Stops by signal as uvicorn does, but comes back to close the cache: uvicorn would raise the signal
     again, and the process would die of it."""
 
-    def __init__(self, config: uvicorn.Config, api: Api, ready: Callable[[Api], object]) -> None:
+    def __init__(self, config: uvicorn.Config, api: Api, ready: Callable[[ApiServer], object]) -> None:
         super().__init__(config)
-        self._api = api
+        self.api = api
         self._ready = ready
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -220,21 +223,21 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready(self._api)
+        self._ready(self)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
         for number in _STOPPING:
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
             for number in _STOPPING:
                 loop.remove_signal_handler(number)
 
-    def _stop(self) -> None:
-        """The second signal does not wait for requests any more."""
-        self._api.stopping = True
+    def stop(self) -> None:
+        """Take no more requests, and end when those that are here are answered; at once if called again."""
+        self.api.stopping = True
         self.force_exit = self.should_exit
         self.should_exit = True

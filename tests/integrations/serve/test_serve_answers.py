@@ -1,0 +1,192 @@
+"""The real client gets what the model alone would say, and is told how much of it came from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from openai import NotFoundError
+
+from integrations.serve.checkpoints import tiny_loaded
+from integrations.serve.serving import PAGE, Running, as_text, running, uncached
+
+PROMPT = "A cache keeps what a model has computed, and brings it back before it is needed. "
+LOADED = tiny_loaded()
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def server() -> AsyncIterator[Running]:
+    async with running(LOADED) as one:
+        yield one
+        await one.idle()
+
+
+def expected(prompt: str, count: int) -> str:
+    return as_text(LOADED, uncached(LOADED, LOADED.tokenizer.encode(prompt), count))
+
+
+async def test_a_completion_is_the_models_own(server: Running) -> None:
+    answer = await server.openai.completions.create(
+        model="qwen3_5", prompt=PROMPT + "whole", max_tokens=9, temperature=0
+    )
+    assert answer.choices[0].text == expected(PROMPT + "whole", 9)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT) + 5, 9)
+    assert answer.usage.total_tokens == len(PROMPT) + 14
+
+
+async def test_a_stream_is_the_same_text_in_pieces(server: Running) -> None:
+    stream = await server.openai.completions.create(
+        model="qwen3_5",
+        prompt=PROMPT + "stream",
+        max_tokens=9,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) == expected(PROMPT + "stream", 9)
+    assert len(texts) > 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_a_conversation_resumes_where_its_last_turn_ended(server: Running) -> None:
+    messages: list[Any] = []
+    computed = 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"turn {turn}: {PROMPT}"})
+        prompt = LOADED.tokenizer.encode_chat(messages)
+        answer = await server.openai.chat.completions.create(
+            model="qwen3_5", messages=messages, max_completion_tokens=20, temperature=0
+        )
+        assert answer.choices[0].message.content == as_text(LOADED, uncached(LOADED, prompt, 20))
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == computed // PAGE * PAGE
+        messages.append(answer.choices[0].message.model_dump())
+        computed = len(prompt) + 20 - 1  # the last token was not fed to the model
+
+
+async def test_a_streamed_chat_begins_with_its_role(server: Running) -> None:
+    stream = await server.openai.chat.completions.create(
+        model="qwen3_5",
+        messages=[{"role": "user", "content": "role"}],
+        max_tokens=5,
+        temperature=0,
+        stream=True,
+    )
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert deltas[0].role == "assistant"
+    prompt = LOADED.tokenizer.encode_chat([{"role": "user", "content": "role"}])
+    assert "".join(delta.content or "" for delta in deltas) == as_text(LOADED, uncached(LOADED, prompt, 5))
+
+
+async def cached(server: Running, prompt: str, **extra: Any) -> int:
+    answer = await server.openai.completions.create(
+        model="qwen3_5", prompt=prompt, max_tokens=1, temperature=0, extra_body=extra
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+async def test_salts_share_nothing(server: Running) -> None:
+    prompt = "salted " + PROMPT
+    hit = len(prompt) // PAGE * PAGE
+    assert await cached(server, prompt, cache_salt="a") == 0
+    assert await cached(server, prompt, cache_salt="a") == hit
+    assert await cached(server, prompt, cache_salt="b") == 0
+    assert await cached(server, prompt) == 0
+    assert await cached(server, prompt) == hit
+
+
+async def test_a_stop_string_ends_the_answer_and_is_not_in_it(server: Running) -> None:
+    whole = expected(PROMPT, 30)
+    stop = whole[10:12]
+    answer = await server.openai.completions.create(
+        model="qwen3_5", prompt=PROMPT, max_tokens=30, temperature=0, stop=["never", stop]
+    )
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 30
+
+
+async def test_the_same_seed_draws_the_same_text(server: Running) -> None:
+    async def drawn(seed: int) -> str:
+        answer = await server.openai.completions.create(
+            model="qwen3_5", prompt=PROMPT, max_tokens=12, seed=seed, temperature=1.5, top_p=0.9
+        )
+        return answer.choices[0].text
+
+    assert await drawn(-7) == await drawn(-7)
+    assert await drawn(-7) != await drawn(8)
+
+
+async def test_tokens_are_a_prompt_too(server: Running) -> None:
+    ids = [255, 254, *range(40)]
+    answer = await server.openai.completions.create(model="qwen3_5", prompt=ids, max_tokens=6, temperature=0)
+    assert answer.choices[0].text == as_text(LOADED, uncached(LOADED, ids, 6))
+
+
+async def test_the_model_is_listed(server: Running) -> None:
+    models = [model.id async for model in server.openai.models.list()]
+    assert models == ["qwen3_5"]
+    assert (await server.openai.models.retrieve("qwen3_5")).id == "qwen3_5"
+    with pytest.raises(NotFoundError, match="qwen3_5"):
+        await server.openai.models.retrieve("gpt")
+
+
+async def test_health_tells_what_is_going_on(server: Running) -> None:
+    answer = await server.http.get("/health")
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["status"] == "ok"
+    assert body.keys() >= {"model", "running", "waiting", "storage"}
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "words"),
+    [
+        ("/v1/completions", b"{", JSON, 400, "no JSON object"),
+        ("/v1/completions", b'{"prompt": "a", "n": 2}', JSON, 400, "n is not supported"),
+        ("/v1/completions", b'{"prompt": [256]}', JSON, 400, "0 to 255"),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 5000}', JSON, 400, "2048"),
+        ("/v1/completions", b'{"prompt": "a", "model": "gpt"}', JSON, 404, "'qwen3_5'"),
+        ("/v1/chat/completions", b'{"messages": []}', JSON, 400, "messages"),
+        ("/v1/completions", b'{"prompt": "a"}', {"content-type": "text/plain"}, 415, "application/json"),
+        ("/v1/embeddings", b"{}", JSON, 404, "/v1/embeddings"),
+        ("/health", b"{}", JSON, 405, "POST /health"),
+    ],
+)
+async def test_what_is_not_answered_is_told_in_openais_shape(
+    server: Running, path: str, body: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    answer = await server.http.post(path, content=body, headers=headers)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert words in error["message"]
+
+
+async def test_a_long_body_is_refused_whether_announced_or_not() -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b" " * 100
+
+    async with running(LOADED, max_body_bytes=1000) as server:
+        for content in (b" " * 1001, parts()):
+            answer = await server.http.post("/v1/completions", content=content, headers=JSON)
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "request_too_large"

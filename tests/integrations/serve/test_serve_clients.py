@@ -1,0 +1,163 @@
+"""Clients that leave, that are too many, and that are there when the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from asynchicache.integrations.serve.connections import while_connected
+from integrations.serve.checkpoints import tiny_loaded
+from integrations.serve.serving import SMALL, Running, as_text, running, uncached
+
+LOADED = tiny_loaded()
+LONG = {"prompt": "a", "max_tokens": 1500, "temperature": 0, "stream": True}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hello " * 20, "max_tokens": 4, "temperature": 0, **fields}
+
+
+async def until(condition: Any) -> None:
+    """Other tasks go on until it holds."""
+    while not condition():  # noqa: ASYNC110 - it is another task's doing
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_who_leaves_while_tokens_come_frees_everything(streamed: bool) -> None:
+    async with running(LOADED) as server:
+        call = asyncio.create_task(server.http.post("/v1/completions", json=LONG | {"stream": streamed}))
+        await until(lambda: server.api.model.running)
+        call.cancel()
+        await asyncio.wait((call,))
+        await server.idle()
+        assert server.api.counts.cancelled == 1
+        assert server.api.counts.answered == 0
+
+
+@pytest.mark.asyncio
+async def test_who_leaves_in_the_line_is_never_served() -> None:
+    async with (
+        running(LOADED, max_running=1) as server,
+        server.http.stream("POST", "/v1/completions", json=LONG) as first,
+    ):
+        await anext(first.aiter_lines())
+        call = asyncio.create_task(server.http.post("/v1/completions", json=body()))
+        await until(lambda: server.api.model.waiting)
+        call.cancel()
+        await asyncio.wait((call,))
+        await until(lambda: not server.api.model.waiting)
+        assert server.api.model.running == 1
+    assert server.task.result().cancelled == 1
+
+
+@pytest.mark.asyncio
+async def test_too_many_are_told_to_come_back() -> None:
+    async with (
+        running(LOADED, max_running=1, max_waiting=1) as server,
+        server.http.stream("POST", "/v1/completions", json=LONG) as first,
+    ):
+        await anext(first.aiter_lines())
+        waiting = asyncio.create_task(server.http.post("/v1/completions", json=body()))
+        await until(lambda: server.api.model.waiting)
+
+        refused = await server.http.post("/v1/completions", json=body())
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+
+        await first.aclose()  # then there is room
+        assert (await waiting).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_who_is_being_answered_when_it_stops_is_answered() -> None:
+    async with running(LOADED) as server:
+        async with server.http.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 40}) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            server.server.stop()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        counts = await server.task
+        assert (counts.answered, counts.failed) == (1, 0)
+        with pytest.raises(httpx.ConnectError):
+            await server.http.get("/health")
+
+
+@pytest.mark.asyncio
+async def test_the_second_signal_waits_for_nobody() -> None:
+    async with running(LOADED) as server:
+        async with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            server.server.stop()
+            await until(lambda: server.api.stopping)
+            server.server.stop()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(line async for line in lines if "[DONE]" in line)
+        assert (await server.task).answered == 0
+
+
+async def converse(server: Running, number: int, turns: int, *, leaves: bool) -> None:
+    """A conversation that compares each answer; one that leaves does so within its last answer."""
+    prompt = LOADED.tokenizer.encode(f"conversation {number}: ")
+    for turn in range(turns):
+        prompt += LOADED.tokenizer.encode(f"turn {turn} of {turns}. ")
+        request = {"prompt": prompt, "max_tokens": 6 + number % 5, "temperature": 0}
+        if leaves and turn == turns - 1:
+            call = asyncio.create_task(
+                server.http.post("/v1/completions", json=request | {"max_tokens": 400})
+            )
+            for _ in range(number):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait((call,))
+            return
+        answer = await server.openai.completions.create(model="qwen3_5", **request)
+        tokens = await asyncio.to_thread(uncached, LOADED, prompt, 6 + number % 5)
+        assert answer.choices[0].text == as_text(LOADED, tokens)
+        prompt += tokens
+
+
+@pytest.mark.parametrize(
+    ("clients", "turns"), [(12, 2), pytest.param(50, 4, marks=pytest.mark.soak)], ids=["12", "50"]
+)
+@pytest.mark.asyncio
+async def test_conversations_go_on_while_half_of_them_hang_up(clients: int, turns: int) -> None:
+    async with running(LOADED, max_running=8, cache=SMALL) as server:
+        async with asyncio.TaskGroup() as group:
+            for number in range(clients):
+                group.create_task(converse(server, number, turns, leaves=number % 2 == 1))
+        await server.idle()
+        assert server.api.counts.failed == 0
+        assert server.api.counts.answered >= clients // 2 * turns
+
+
+@pytest.mark.asyncio
+async def test_work_ends_with_its_client_and_its_own_errors_are_raised() -> None:
+    gone = asyncio.Event()
+    ended: list[str] = []
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def work(*, fails: bool) -> None:
+        try:
+            if fails:
+                raise ValueError("mine")
+            gone.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("tidied up")
+
+    with pytest.raises(ValueError, match="mine"):
+        await while_connected(receive, work(fails=True))
+    assert not await while_connected(receive, work(fails=False))
+    assert ended == ["tidied up"] * 2
