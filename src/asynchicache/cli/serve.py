@@ -164,7 +164,6 @@ def _present(counts: Counts) -> RenderableType:
     table.add_row("clients that left", f"{counts.cancelled:,}")
     for status, number in sorted(counts.refused.items()):
         table.add_row(f"refused with status {status}", f"{number:,}")
-    table.add_row("failed", f"{counts.failed:,}")
     return table
 
 

@@ -105,14 +105,14 @@ class CacheCollector(Collector):
             labels = [*values, *self._labels.values()]
             if isinstance(metric, HistogramMetricFamily):
                 assert isinstance(value, Distribution), f"{family.name} counts durations"
-                metric.add_metric(labels, _buckets(value), value.total)
+                metric.add_metric(labels, buckets(value), value.total)
             else:
                 assert not isinstance(value, Distribution), f"{family.name} is one number"
                 metric.add_metric(labels, value)
         return metric
 
 
-def _buckets(seen: Distribution) -> list[tuple[str, float]]:
+def buckets(seen: Distribution) -> list[tuple[str, float]]:
     """Cumulative counts, as Prometheus wants them."""
     bounds = [*map(str, SECONDS), "+Inf"]
     return list(zip(bounds, accumulate(seen.counts), strict=True))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.tokenizers import ByteTokenizer
-from integrations.zoo import tiny_model
+from integrations.zoo import tiny_config, tiny_model
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
@@ -42,8 +43,12 @@ def tiny_loaded(name: str = "qwen3_5") -> LoadedModel:
 
 def save_checkpoint(folder: Path, *, template: bool = True) -> Path:
     """A checkpoint with tokenizer, as users have them."""
-    tiny_model("qwen3_5").save_pretrained(folder)
     tokenizer = bpe_tokenizer()
+    config = tiny_config("qwen3_5")
+    config.vocab_size = len(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        Qwen3_5ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if template:
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

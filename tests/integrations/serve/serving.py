@@ -69,10 +69,12 @@ async def running(loaded: LoadedModel, **settings: Any) -> AsyncIterator[Running
             AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
             httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
         ):
-            yield Running(ready.result(), url, client, http, task)
-            if not task.done():
-                ready.result().stop()
-            await task
+            try:
+                yield Running(ready.result(), url, client, http, task)
+            finally:
+                if not task.done():
+                    ready.result().stop()
+                await task
 
 
 def uncached(loaded: LoadedModel, prompt: Sequence[int], count: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from openai import NotFoundError
+from prometheus_client.parser import text_string_to_metric_families
 
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import PAGE, Running, as_text, running, uncached
@@ -151,6 +152,22 @@ async def test_health_tells_what_is_going_on(server: Running) -> None:
     body = answer.json()
     assert body["status"] == "ok"
     assert body.keys() >= {"model", "running", "waiting", "storage"}
+
+
+async def test_metrics_are_those_of_cache_and_server(server: Running) -> None:
+    answer = await server.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    samples = {
+        sample.name + str(dict(sample.labels)): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+    counts = server.api.counts
+    assert samples["asynchicache_serve_requests_total{'status': '200'}"] == counts.answered > 0
+    assert samples["asynchicache_serve_tokens_total{'kind': 'cached'}"] == counts.cached_tokens > 0
+    assert samples["asynchicache_serve_first_token_seconds_count{}"] == counts.answered
+    assert samples["asynchicache_serve_requests{'state': 'running'}"] == 0
+    assert samples["asynchicache_prompt_tokens_total{}"] > 0
 
 
 JSON = {"content-type": "application/json"}

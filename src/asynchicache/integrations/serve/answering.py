@@ -31,6 +31,7 @@ class Answer:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._stop_ids = stop_ids
+        self._tokens = 0
 
     async def __aenter__(self) -> Answer:
         return self
@@ -45,6 +46,7 @@ class Answer:
             CacheError, RuntimeError: the model failed.
         """
         async for token in self._generation:
+            self._tokens += 1
             if token not in self._stop_ids:
                 yield self._stops.push(self._detokenizer.push(token))
             if self._stops.found:
@@ -57,7 +59,12 @@ class Answer:
         return "stop" if self._stops.found or self._generation.finish_reason == "stop" else "length"
 
     @property
+    def first_token_seconds(self) -> float:
+        """From the request's tokens to the answer's first, waiting included."""
+        return self._generation.ttft_s or 0.0
+
+    @property
     def usage(self) -> Usage:
         """What it took so far."""
         generation = self._generation
-        return Usage(generation.prompt_tokens, len(generation.token_ids), generation.cached_tokens)
+        return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens)

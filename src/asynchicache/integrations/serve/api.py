@@ -16,6 +16,7 @@ from typing import TypeVar
 from starlette.types import Send
 
 from asynchicache.errors import BusyError, CacheError
+from asynchicache.histograms import Histogram
 from asynchicache.integrations.serve.answering import Answer
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
@@ -23,7 +24,7 @@ from asynchicache.integrations.serve.messages import (
     GenerationRequest,
     token_ids,
 )
-from asynchicache.integrations.serve.problems import ApiError, overloaded, refusal, stopping
+from asynchicache.integrations.serve.problems import CLIENT_LEFT, ApiError, overloaded, refusal, stopping
 from asynchicache.integrations.serve.replies import STREAM_END, Reply, Usage, server_sent
 from asynchicache.integrations.serve.tokenizers import Tokenizer
 from asynchicache.integrations.transformers.model import PrefixCachedModel
@@ -64,14 +65,13 @@ class Counts:
     """What became of requests since the server started.
 
     Attributes:
-        answered, cancelled, failed: requests that were answered; whose client left; that the server failed.
-        refused: by HTTP status.
+        answered, cancelled: requests that were answered, and that were not because their client left.
+        refused: those that got an error, by HTTP status; 500 and above is the server's fault.
         prompt_tokens, cached_tokens, completion_tokens: of the answered ones.
     """
 
     answered: int = 0
     cancelled: int = 0
-    failed: int = 0
     refused: dict[int, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -84,10 +84,10 @@ class Counts:
         self.completion_tokens += usage.completion_tokens
 
     def refuse(self, error: ApiError) -> None:
-        if error.status >= 500:
-            self.failed += 1
-        else:
-            self.refused[error.status] = self.refused.get(error.status, 0) + 1
+        if error.status == CLIENT_LEFT:
+            self.cancelled += 1
+            return
+        self.refused[error.status] = self.refused.get(error.status, 0) + 1
 
 
 class Api:
@@ -99,6 +99,7 @@ class Api:
 
     Attributes:
         counts: what became of requests.
+        first_token: how long answers took to begin.
         stopping: set it to refuse what comes from now on.
     """
 
@@ -106,6 +107,7 @@ class Api:
         self.model = model
         self.served = served
         self.counts = Counts()
+        self.first_token = Histogram()
         self.stopping = False
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._seconds = 1.0
@@ -129,6 +131,7 @@ class Api:
                 else:
                     await _send_whole(answer, reply, send)
                 self.counts.add(answer.usage)
+                self.first_token.observe(answer.first_token_seconds)
 
     async def idle(self) -> None:
         """Until no request is being answered."""
@@ -203,6 +206,10 @@ class Api:
         self._idle.clear()
         try:
             yield
+        except asyncio.CancelledError:  # its client left, or the server stops
+            self.counts.cancelled += 1
+            raise
+        else:
             self._seconds = _PAST * self._seconds + (1 - _PAST) * (time.monotonic() - began)
         finally:
             self._busy -= 1

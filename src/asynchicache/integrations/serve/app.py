@@ -21,6 +21,7 @@ from asynchicache.integrations.serve.messages import (
     GenerationRequest,
     decode_request,
 )
+from asynchicache.integrations.serve.metrics import CONTENT_TYPE, Metrics
 from asynchicache.integrations.serve.problems import ApiError, broken, refusal
 from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
 
@@ -42,6 +43,7 @@ def build_app(api: Api, *, max_body_bytes: int) -> Starlette:
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
             Route("/health", pages.health),
+            Route("/metrics", pages.metrics),
         ],
         exception_handlers={
             CacheError: pages.refused,
@@ -65,9 +67,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive), self._max_body_bytes)
         request = decode_request(body, self._kind)
-        answered = await while_connected(receive, self._api.answer(request, self._reply_type, send))
-        if not answered:
-            self._api.counts.cancelled += 1
+        await while_connected(receive, self._api.answer(request, self._reply_type, send))
 
 
 class Pages:
@@ -76,6 +76,7 @@ class Pages:
     def __init__(self, api: Api) -> None:
         self._api = api
         self._started = int(time.time())
+        self._metrics = Metrics(api)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -95,9 +96,12 @@ class Pages:
             "model": api.served.name,
             "running": api.model.running,
             "waiting": api.model.waiting,
-            "storage": {pool: str(one.breaker) for pool, one in storage.items()},
+            "storage": {pool: one.breaker.value for pool, one in storage.items()},
         }
         return JSONResponse(body, 503 if api.stopping else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def refused(self, request: Request, error: Exception) -> Response:
         answer = refusal(error)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.serve.problems import CLIENT_LEFT, ApiError
 
 _BODY_SECONDS = 60.0
 
@@ -35,7 +35,7 @@ async def read_body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise ApiError(f"the body did not come within {_BODY_SECONDS:g} s", status=408) from None
     except ClientDisconnect:
-        raise ApiError("the client left before its body had come", status=400) from None
+        raise ApiError("the client left before its body had come", status=CLIENT_LEFT) from None
     return bytes(body)
 
 
@@ -47,8 +47,8 @@ def _too_large(most: int) -> ApiError:
     )
 
 
-async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> bool:
-    """Do `work` as long as the client is there; whether it came to its end.
+async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
+    """Do `work` as long as the client is there.
 
     A client that leaves cancels the work, wherever it is. So does cancelling this.
 
@@ -61,13 +61,11 @@ async def while_connected(receive: Receive, work: Coroutine[object, object, None
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        finished = task.done()
         leaving.cancel()
         task.cancel()
         await asyncio.wait((task, leaving))
     if not task.cancelled():
         task.result()
-    return finished
 
 
 async def _left(receive: Receive) -> None:

@@ -7,6 +7,9 @@ from starlette.responses import Response
 
 from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError, UsageError
 
+CLIENT_LEFT = 499
+"""nginx's status of a client that has closed its connection; nobody receives it."""
+
 
 class ApiError(UsageError):
     """Raised when a request is not answered: says why, and what to change.

@@ -1,0 +1,71 @@
+"""`/metrics`: what the cache counts, and what the server does, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from asynchicache.integrations.prometheus import CacheCollector, buckets
+from asynchicache.integrations.serve.api import Api
+from asynchicache.integrations.serve.problems import CLIENT_LEFT
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_PREFIX = "asynchicache_serve_"
+
+
+class ServerCollector(Collector):
+    """What became of requests; the names are in `docs/howto/serve.md`."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def collect(self) -> Iterator[Metric]:
+        counts, model = self._api.counts, self._api.model
+        answers = {200: counts.answered, CLIENT_LEFT: counts.cancelled, **counts.refused}
+        requests = CounterMetricFamily(
+            _PREFIX + "requests_total", "Requests, by HTTP status.", labels=["status"]
+        )
+        for status, number in answers.items():
+            requests.add_metric([str(status)], number)
+        yield requests
+
+        tokens = CounterMetricFamily(
+            _PREFIX + "tokens_total", "Tokens of answered requests.", labels=["kind"]
+        )
+        tokens.add_metric(["prompt"], counts.prompt_tokens)
+        tokens.add_metric(["cached"], counts.cached_tokens)
+        tokens.add_metric(["completion"], counts.completion_tokens)
+        yield tokens
+
+        now = GaugeMetricFamily(_PREFIX + "requests", "Requests now.", labels=["state"])
+        now.add_metric(["running"], model.running)
+        now.add_metric(["waiting"], model.waiting)
+        yield now
+
+        seen = self._api.first_token.snapshot()
+        waited = HistogramMetricFamily(
+            _PREFIX + "first_token_seconds", "From a request's tokens to its answer's first."
+        )
+        waited.add_metric([], buckets(seen), seen.total)
+        yield waited
+
+    def describe(self) -> list[Metric]:
+        return list(self.collect())
+
+
+class Metrics:
+    """Everything that a scrape shows."""
+
+    def __init__(self, api: Api) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(CacheCollector(api.model.cache))
+        self._registry.register(ServerCollector(api))
+
+    def text(self) -> bytes:
+        """In the text format; called on the loop, where it costs what the statistics cost."""
+        return generate_latest(self._registry)

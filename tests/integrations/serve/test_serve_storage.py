@@ -1,0 +1,111 @@
+"""Storage that is there, that is not there yet, and that goes away: answers are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asynchicache.config import CacheConfig
+from asynchicache.integrations.serve.loading import load_checkpoint, weight_version
+from engines import Server, executable, free_port
+from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
+from integrations.serve.serving import SMALL, Running, as_text, running, uncached
+
+LOADED = tiny_loaded()
+PROMPT = "What was computed once is not computed again, wherever it was kept. "
+
+
+def stored_in(name: str, **options: object) -> CacheConfig:
+    return msgspec.structs.replace(SMALL, storage=name, storage_options=options)
+
+
+async def answered(server: Running, prompt: str) -> int:
+    """The model's own answer; tokens of the prompt that came from the cache."""
+    answer = await server.openai.completions.create(
+        model="qwen3_5", prompt=prompt, max_tokens=4, temperature=0
+    )
+    tokens = uncached(LOADED, LOADED.tokenizer.encode(prompt), 4)
+    assert answer.choices[0].text == as_text(LOADED, tokens)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+@pytest.mark.asyncio
+async def test_pages_outlive_the_server(tmp_path: Path) -> None:
+    hits = []
+    for _ in range(2):
+        async with running(LOADED, cache=stored_in("file", path=str(tmp_path))) as server:
+            hits.append(await answered(server, PROMPT))
+            assert (await server.http.get("/health")).json()["storage"] == {"kv": "closed", "mamba": "closed"}
+    assert hits[0] == 0
+    assert hits[1] >= len(PROMPT) - 16
+
+
+@pytest.mark.asyncio
+async def test_storage_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+    blocked = tmp_path / "pages"
+    blocked.write_text("in the way")
+    async with running(LOADED, cache=stored_in("file", path=str(blocked)), attach_seconds=0.02) as server:
+        await answered(server, PROMPT)
+        assert (await server.http.get("/health")).json()["storage"] == {}
+        blocked.unlink()
+        while not (await server.http.get("/health")).json()["storage"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await answered(server, "now it is there: " + PROMPT)
+        await server.api.model.drain()
+        assert server.api.model.cache.statistics().storage["kv"].put.pages > 0
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_is_gone_costs_hits_only(tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    async with running(LOADED, cache=stored_in("file", path=str(folder))) as server:
+        await answered(server, PROMPT)
+        await server.api.model.drain()
+        await server.api.model.cache.flush()
+        shutil.rmtree(folder)
+        for number in range(4):
+            await answered(server, f"{number} " + PROMPT)
+        await answered(server, PROMPT)
+        await server.idle()
+        assert server.api.counts.refused == {}
+
+
+@pytest.mark.engine("redis")
+@pytest.mark.asyncio
+async def test_redis_may_be_killed_and_come_back() -> None:
+    port = free_port()
+    command = [executable("redis-server"), "--port", str(port), "--save", "", "--bind", "127.0.0.1"]
+    with Server(command, ready="Ready to accept", port=port) as redis:
+        config = stored_in("redis", url=f"redis://127.0.0.1:{port}", namespace="test")
+        async with running(LOADED, cache=config) as server:
+            await answered(server, PROMPT)
+            await server.api.model.drain()
+            redis.kill()
+            for number in range(3):
+                await answered(server, f"{number} " + PROMPT)
+            redis.start()
+            await answered(server, "back " + PROMPT)
+            await server.idle()
+            assert server.api.counts.refused == {}
+
+
+@pytest.mark.asyncio
+async def test_a_saved_checkpoint_answers_as_its_model(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    loaded = load_checkpoint(folder)
+    assert weight_version(folder) == weight_version(folder)
+    messages = [{"role": "user", "content": PROMPT}]
+    prompt = loaded.tokenizer.encode_chat(messages)
+    async with running(loaded) as server:
+        answer = await server.openai.chat.completions.create(
+            model="model", messages=messages, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+        )
+    assert answer.choices[0].message.content == as_text(loaded, uncached(loaded, prompt, 8))
+    (folder / "model.safetensors").touch()
+    assert weight_version(folder) != weight_version(tmp_path)
