@@ -1,4 +1,4 @@
-"""A conversation with `asynchicache serve`, by OpenAI's client: the second turn computes its new tokens only."""
+"""A conversation with `asynchicache serve`, by OpenAI's client: the second turn computes what is new only."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ COMMAND = [str(Path(sys.executable).parent / "asynchicache"), "serve", "--port",
 @contextmanager
 def server() -> Iterator[str]:
     """A server with the tiny model; yields its address, and ends with SIGTERM."""
-    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stdout is not None
         yield process.stdout.readline().removeprefix("listening on ").strip()
         process.terminate()
