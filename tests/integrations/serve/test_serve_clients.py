@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -29,16 +29,20 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-@asynccontextmanager
-async def held(server: Running) -> AsyncIterator[None]:
-    """The model computes nothing meanwhile."""
+@contextmanager
+def held() -> Iterator[None]:
+    """The model's next forward ends with the block."""
     let_go = threading.Event()
-    holding = asyncio.create_task(server.api.model._thread.run(let_go.wait))
+
+    def wait(*_: object) -> None:
+        let_go.wait()
+
+    hook = LOADED.model.register_forward_pre_hook(wait)
     try:
         yield
     finally:
+        hook.remove()
         let_go.set()
-        await holding
 
 
 def post(server: Running, request: dict[str, Any]) -> asyncio.Task[httpx.Response]:
@@ -54,7 +58,7 @@ async def hang_up(call: asyncio.Task[httpx.Response]) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_who_leaves_while_the_prompt_is_computed_frees_everything(streamed: bool) -> None:
     async with running(LOADED) as server:
-        async with held(server):
+        with held():
             call = post(server, body(stream=streamed))
             await until(lambda: server.api.model.running)
             await hang_up(call)
@@ -74,7 +78,7 @@ async def test_who_leaves_while_tokens_come_frees_everything() -> None:
 @pytest.mark.asyncio
 async def test_who_leaves_in_the_line_is_never_served() -> None:
     async with running(LOADED, max_running=1) as server:
-        async with held(server):
+        with held():
             first = post(server, body())
             await until(lambda: server.api.model.running)
             second = post(server, body())
@@ -89,7 +93,7 @@ async def test_who_leaves_in_the_line_is_never_served() -> None:
 @pytest.mark.asyncio
 async def test_too_many_are_told_to_come_back() -> None:
     async with running(LOADED, max_running=1, max_waiting=1) as server:
-        async with held(server):
+        with held():
             calls = [post(server, body()), post(server, body())]
             await until(lambda: server.api.model.waiting)
 
@@ -103,7 +107,7 @@ async def test_too_many_are_told_to_come_back() -> None:
 @pytest.mark.asyncio
 async def test_who_is_being_answered_when_it_stops_is_answered() -> None:
     async with running(LOADED) as server:
-        async with held(server):
+        with held():
             call = post(server, body(stream=True))
             await until(lambda: server.api.model.running)
             server.server.stop()
@@ -121,7 +125,7 @@ async def test_the_second_signal_waits_for_nobody() -> None:
         async with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            async with held(server):
+            with held():
                 server.server.stop()
                 server.server.stop()
             with pytest.raises(httpx.RemoteProtocolError):
