@@ -31,6 +31,7 @@ TASK_BOUNDARIES = {
     "streams/cuda.py",
     "streams/emulated.py",
     "streams/reactor.py",
+    "testing/chaos/run.py",
     "testing/seeded_loop.py",
     "transfer/engine.py",
     "transfer/record.py",

@@ -1,29 +1,19 @@
-"""Pools without a model, and the bytes that belong in them.
-
-What a page must contain follows from its digest alone, so whoever is given a page can tell whether
-it is the right one: `bytes = f(page digest, pool, tensor, layer)`.
-"""
+"""Pools without a model, and tokens for them; the bytes that belong in them are `testing.oracle`'s."""
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
-from hashlib import sha256
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import page_digests
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.testing.oracle import DIGEST_BYTES, ByteOracle
 from asynchicache.types import trailing_pages
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-DIGEST_BYTES = 32
 POOL_NAMES = ("kv", "mamba", "swa", "dsa")
 VOCABULARY = 151_936
 """Of the Qwen tokenizers, so that token ids look like those of real traffic."""
@@ -87,46 +77,12 @@ def draw_tokens(rng: random.Random, index: int, count: int) -> array[int]:
     return ids
 
 
-class ByteOracle:
-    """Writes the bytes that belong in slots, and counts the slots that hold others."""
-
-    def __init__(self, spec: ModelSpec, tensor: Callable[[str, str], torch.Tensor]) -> None:
-        """`tensor(pool, name)`: the device tensor, contiguous, on the CPU, `[layers, slots, ...]`."""
-        self._parts = {
-            pool.name: [_Part(pool, known, tensor(pool.name, known.name)) for known in pool.tensors]
-            for pool in spec.pools
-        }
-
-    def write(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Fill `slots[i]` with what the page (or state) of `digests[i]` consists of."""
-        if slots:
-            for part in self._parts[pool]:
-                part.content[:, slots] = part.expected(digests)
-
-    def count_wrong(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> int:
-        """How many of `slots` differ in a byte from what `digests` demand."""
-        if not slots:
-            return 0
-        wrong = np.zeros(len(slots), dtype=bool)
-        for part in self._parts[pool]:
-            wrong |= (part.content[:, slots] != part.expected(digests)).any(axis=(0, 2))
-        return int(wrong.sum())
-
-
-class _Part:
-    """One tensor of one pool, as bytes `[layers, slots, item]`."""
-
-    def __init__(self, pool: PoolSpec, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        layers, slots = tensor.shape[:2]
-        self.content: Bytes = tensor.view(torch.uint8).view(layers, slots, -1).numpy()
-        self._columns = np.arange(self.content.shape[2]) % DIGEST_BYTES
-        salts = [sha256(f"{pool.name}/{spec.name}/{layer}".encode()).digest() for layer in spec.layers]
-        self._salts = _rows(salts)[:, None, self._columns]  # [layers, 1, item]
-
-    def expected(self, digests: Sequence[bytes]) -> Bytes:
-        """`[layers, pages, item]`."""
-        return _rows(digests)[None, :, self._columns] ^ self._salts
-
-
-def _rows(digests: Sequence[bytes]) -> Bytes:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), DIGEST_BYTES)
+__all__ = [
+    "DIGEST_BYTES",
+    "POOL_NAMES",
+    "VOCABULARY",
+    "ByteOracle",
+    "Transcript",
+    "draw_tokens",
+    "synthetic_spec",
+]

@@ -23,7 +23,7 @@ from asynchicache.bench.stall import StallOptions, run_stall
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.run import run_storage
 from asynchicache.bench.transfer import TransferOptions, run_transfer
-from asynchicache.cli import demo, doctor, serve, stores
+from asynchicache.cli import chaos, demo, doctor, serve, stores
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.errors import ConfigError
 
@@ -249,6 +249,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "an OpenAI-shaped server: a transformers model behind the cache",
         serve.ServeOptions,
         serve.run,
+    ),
+    Command[chaos.ChaosOptions](
+        ("chaos",),
+        "search for wrong bytes, hangs and leaks: random traffic, faults and orders of events, by seed",
+        chaos.ChaosOptions,
+        chaos.run,
     ),
     Command[DoctorOptions](
         ("doctor",),

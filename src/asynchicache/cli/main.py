@@ -1,4 +1,4 @@
-"""The command line: `asynchicache demo | bench | replay | verify | clear | serve | doctor`.
+"""The command line: `asynchicache demo | bench | replay | chaos | verify | clear | serve | doctor`.
 
 Exit codes: 0 it ran and what it checked held; 1 a violation, or it could not run; 2 bad arguments;
 130 interrupted.

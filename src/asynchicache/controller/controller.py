@@ -359,8 +359,14 @@ class HybridCacheController:
         self.events.close()
 
     async def idle(self) -> None:
-        """Until no copy, write or read is under way."""
+        """Until no copy, write or read is under way.
+
+        Raises:
+            ClosedError: the cache was closed, and something that is under way may never end.
+        """
         while self._active:
+            if self._stopped:
+                raise ClosedError("the cache is closed, and not all that was under way has ended")
             self._progress.clear()
             await self._progress.wait()
 

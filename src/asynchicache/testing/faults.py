@@ -153,6 +153,7 @@ class FaultRates:
         lie: a key of `exists` gets the wrong answer.
         swap: a page that was read is another one, whole and sealed: one of the same call, or that the
             engine stored before; if there is none, the right one with a flipped bit. The answer is HIT.
+        drop: a page of a put is answered STORED, and is not there.
         calls: those of `CALLS` that this happens to. Default: all.
         pools: the pools that it happens to. Default, if empty: all.
     """
@@ -164,6 +165,7 @@ class FaultRates:
     partial: float = 0.0
     lie: float = 0.0
     swap: float = 0.0
+    drop: float = 0.0
     calls: Collection[str] = CALLS
     pools: Collection[str] = ()
 
@@ -299,9 +301,16 @@ class _FaultyEngine:
         if not self._concerned("put"):
             outcomes = await self._engine.put(keys, slots)
         else:
-            outcomes = await self._some(self._engine.put, keys, slots)
+            outcomes = await self._some(self._put, keys, slots)
         stored = zip(keys, outcomes, strict=True)
         self._stored.extend(key for key, outcome in stored if outcome is Outcome.STORED)
+        return outcomes
+
+    async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = await self._engine.put(keys, slots)
+        stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.STORED]
+        if dropped := [key for key in stored if self._faults.strikes("drop")]:
+            await self._engine.delete(dropped)
         return outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:

@@ -82,6 +82,16 @@ class SeededLoop(asyncio.BaseEventLoop):
         """Seconds since the loop was made; they pass only as callbacks run and timers are jumped to."""
         return self._now
 
+    def skip(self, seconds: float) -> None:
+        """Let time pass in which nothing ran: as on a machine that was suspended.
+
+        Raises:
+            ConfigError: a clock that only goes forward cannot skip that.
+        """
+        if not seconds >= 0:
+            raise ConfigError(f"skip({seconds}): seconds must be 0 or more")
+        self._now += seconds
+
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:

@@ -1,0 +1,120 @@
+"""`asynchicache chaos`: the seeded search, and what it found as scripts that replay it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from asynchicache.bench.options import check_minimums, option
+from asynchicache.cli.output import Outcome, Output
+from asynchicache.testing.chaos.faults import KINDS
+from asynchicache.testing.chaos.run import run_script
+from asynchicache.testing.chaos.script import Script
+from asynchicache.testing.chaos.search import Finding, Findings, reduce, search
+from asynchicache.testing.chaos.workload import draw_script
+
+_SHRUNK = 3
+"""Findings that are cut down; of more, the seeds are enough to begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """The flags of `chaos`.
+
+    Attributes:
+        seed: the only one to run, instead of many.
+    """
+
+    seeds: int = option(200, "how many seeds to run", minimum=1)
+    first: int = option(0, "the first of them", minimum=0)
+    jobs: int = option(0, "processes; 0: one for each processor", minimum=0)
+    script: str = option("", "replay this script instead")
+    found: str = option("chaos-found", "folder for the scripts of what is found")
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
+
+
+def run(options: ChaosOptions, output: Output) -> Outcome:
+    """Search, or replay; not ok if anything is violated."""
+    if options.script:
+        findings = _replay(Script.load(Path(options.script)))
+    elif options.seed is not None:
+        findings = _replay(draw_script(options.seed))
+    else:
+        with output.bar("seeds") as advance:
+            seeds = range(options.first, options.first + options.seeds)
+            findings = search(seeds, options.jobs or os.cpu_count() or 1, advance)
+    paths = {} if options.script else _write_scripts(findings, Path(options.found), output)
+    return Outcome(_as_json(findings, paths), _present(findings, paths), not findings.violations)
+
+
+def _replay(script: Script) -> Findings:
+    findings = Findings()
+    findings.add(script, run_script(script))
+    return findings
+
+
+def _write_scripts(findings: Findings, folder: Path, output: Output) -> dict[int, Path]:
+    """Cut down the first findings, and write their scripts; the files, by seed."""
+    paths: dict[int, Path] = {}
+    for index, finding in enumerate(findings.violations[:_SHRUNK]):
+        with output.console.status(f"cutting down seed {finding.seed}"):
+            findings.violations[index] = smaller = reduce(finding)
+        if smaller.script is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths[finding.seed] = folder / f"{finding.seed}.json"
+            paths[finding.seed].write_text(smaller.script.text(), encoding="utf-8")
+    return paths
+
+
+def _as_json(findings: Findings, paths: dict[int, Path]) -> dict[str, object]:
+    return {
+        "seeds": findings.seeds,
+        "operations": findings.operations.total(),
+        "operations_by_name": dict(sorted(findings.operations.items())),
+        "faults": {kind: findings.faults[kind] for kind in KINDS},
+        "models": dict(sorted(findings.families.items())),
+        "tokens_by_tier": dict(sorted(findings.served.items())),
+        "cpu_seconds": round(findings.cpu_seconds, 1),
+        "violations": [
+            {"seed": found.seed, "violations": found.violations, "script": _path(paths, found)}
+            for found in findings.violations
+        ],
+    }
+
+
+def _path(paths: dict[int, Path], found: Finding) -> str | None:
+    return str(paths[found.seed]) if found.seed in paths else None
+
+
+def _present(findings: Findings, paths: dict[int, Path]) -> RenderableType:
+    """What was done, what went wrong on purpose, and what is violated."""
+    table = Table(title=f"{findings.seeds:,} seeds", box=SIMPLE)
+    for heading in ("fault", "times"):
+        table.add_column(heading, justify="left" if heading == "fault" else "right")
+    for kind in KINDS:
+        table.add_row(kind, f"{findings.faults[kind]:,}")
+    done = findings.operations.total()
+    words = [
+        f"{done:,} operations, {done / findings.seeds:,.0f} a seed; "
+        f"{findings.cpu_seconds / findings.seeds:.3f} s of processor time a seed",
+        "violations: " + (f"[red]{len(findings.violations)} seeds[/red]" if findings.violations else "none"),
+    ]
+    return Group(table, *words, *(_finding(found, _path(paths, found)) for found in findings.violations))
+
+
+def _finding(found: Finding, path: str | None) -> RenderableType:
+    replay = f"asynchicache chaos --seed {found.seed}"
+    if path is not None:
+        replay += f", or cut down: asynchicache chaos --script {path}"
+    lines = [f"[red]seed {found.seed}[/red]: {replay}"]
+    lines += [f"    {escape(violation)}" for violation in found.violations[:5]]
+    return "\n".join(lines)

@@ -1,0 +1,242 @@
+"""Clients that serve a script's requests on one cache, and compare what they are given before they use it.
+
+Forwards run on a compute stream that copies are ordered with by fences alone, as on a GPU: what a
+forward reads is looked at when the stream gets there, not when it was enqueued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from asynchicache.cache import HybridCache, Request
+from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.streams.base import Stream
+from asynchicache.testing.chaos.faults import ChaosDevice, Luck
+from asynchicache.testing.chaos.ledger import Ledger
+from asynchicache.testing.chaos.script import LAYERS, Client, Pace, Turn
+from asynchicache.testing.oracle import ByteOracle
+from asynchicache.transfer.ticket import Ticket
+
+_GARBAGE = b"\xff" * 32
+FOREVER = 1e5
+"""Seconds, of virtual time, after which nothing that a client waits for can still come."""
+
+
+class Engine:
+    """What serves requests on one cache.
+
+    Attributes:
+        cache, ledger: see above.
+        closing: the cache is being closed, so requests are refused.
+        stream: where forwards run.
+    """
+
+    def __init__(
+        self, cache: HybridCache, device: ChaosDevice, oracle: ByteOracle, luck: Luck, ledger: Ledger
+    ) -> None:
+        self.cache = cache
+        self.ledger = ledger
+        self.closing = False
+        self.stream: Stream = device.stream("compute")
+        self.has_states = any(not pool.per_token for pool in cache.spec.pools)
+        self._device = device
+        self._oracle = oracle
+        self._luck = luck
+
+    def did(self, operation: str) -> None:
+        self.ledger.operations[operation] += 1
+
+    def violated(self, what: str) -> None:
+        self.ledger.violations.append(what)
+
+    @property
+    def excused(self) -> bool:
+        """Whether requests may fail: the device did, or the cache closes."""
+        return self.closing or self._device.error is not None or self._device.lied
+
+    def expect(self, pool: str, slots: Sequence[int], digests: Sequence[bytes], where: str) -> None:
+        """Compare, on the compute stream, what is in slots with what must be."""
+
+        def look() -> None:
+            count = self._oracle.count_wrong(pool, slots, digests)
+            if count and not self._device.lied:
+                self.violated(f"wrong bytes: {count} of {len(slots)} slots of {pool!r}, {where}")
+
+        if slots:
+            self.stream.launch(look)
+
+    def write(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        self.stream.launch(lambda: self._oracle.write(pool, slots, digests))
+
+    def verify(self, when: str) -> None:
+        """Recompute the cache's invariants."""
+        self.did("verify")
+        self.ledger.violations += [f"verify {when}: {problem}" for problem in self.cache.verify()]
+
+    async def serve_all(self, client: Client) -> None:
+        """A client's requests; what it may be refused is no violation."""
+        for turn in client.turns:
+            await asyncio.sleep(turn.wait)
+            if self.closing:
+                return
+            try:
+                async with asyncio.timeout(FOREVER):
+                    await self._serve(turn)
+            except CapacityError:
+                self.did("refused")  # everybody waited for everybody, and this one gave way
+            except (ClosedError, TransferError, DeviceError):
+                if not self.excused:
+                    raise
+            if not self.closing:
+                self.verify("after a request")
+
+    async def _serve(self, turn: Turn) -> None:
+        self.did("open")
+        request = self.cache.request(turn.prompt, namespace=turn.tenant)
+        async with request:
+            if turn.patience != 0:
+                await self._prefetch(request, turn.patience)
+            if turn.admit:
+                self.did("admit")
+                await request.admit()
+            self.did("load")
+            await self._follow(request.load())
+            self._count(request)
+            forwards = Forwards(self, request, turn)
+            forwards.check(states=True)
+            try:
+                await forwards.run()
+            except _Aborted:
+                self._luck.count("request.abort")
+            finally:
+                self.did("close")
+                request.close(after=self.stream)
+
+    def _count(self, request: Request) -> None:
+        hit, served = request.hit, self.ledger.served
+        served["nowhere"] += len(request.tokens) - hit.tokens
+        served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
+
+    async def _prefetch(self, request: Request, patience: float | None) -> None:
+        """Prefetch, or begin to and lose patience."""
+        self.did("prefetch")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await request.prefetch()
+
+    async def _follow(self, ticket: Ticket) -> None:
+        await ticket.submitted()
+        for layer in range(LAYERS):
+            ticket.fence(layer).wait_on(self.stream)
+
+    follow = _follow
+
+
+class _Aborted(Exception):
+    """The client gave up, as its script says."""
+
+
+class Forwards:
+    """One request's forwards on the compute stream."""
+
+    def __init__(self, engine: Engine, request: Request, turn: Turn) -> None:
+        self._engine = engine
+        self._request = request
+        self._turn = turn
+        self._seed = namespace_seed(turn.tenant)
+        self._paces = iter(turn.paces)
+        self._left = turn.abort
+        self.done = request.hit.tokens
+
+    async def run(self) -> None:
+        """Prefill, decode, publish."""
+        engine, request, turn = self._engine, self._request, self._turn
+        prompt = len(request.tokens)
+        for stop in sorted({*request.cuts, *turn.stops, prompt}):
+            await self._forward(stop)
+        for token in turn.output:
+            engine.did("append")
+            request.append([token])
+            await self._forward(self.done + 1)
+        engine.did("checkpoint")
+        await engine.follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
+        if turn.durable:
+            engine.did("durable")
+            await request.durable()
+
+    async def _forward(self, stop: int) -> None:
+        """A chunk of a prompt in as many forwards as its room allows, each followed by its pace."""
+        size = self._engine.cache.spec.page_size
+        while self.done < stop:
+            length = stop
+            try:
+                self._engine.did("extend")
+                self._request.extend(max(length - self._request.reserved, 0))
+            except CapacityError:
+                length = min(stop, self.done // size * size + size)
+                self._engine.did("reserve")
+                await self._request.reserve(max(length - self._request.reserved, 0))
+            if self._left == 0:
+                raise _Aborted
+            self._left = self._left and self._left - 1
+            self._compute(length)
+            await self._afterwards(next(self._paces, Pace()))
+
+    def check(self, *, states: bool) -> None:
+        """What the next forward reads is what was computed for these tokens."""
+        engine, request = self._engine, self._request
+        end = self.done // engine.cache.spec.page_size
+        digests = self._digests()
+        for pool in engine.cache.spec.pools:
+            where = (
+                f"{end} pages into a prompt of {len(self._turn.prompt)} tokens, tenant {self._turn.tenant}"
+            )
+            if pool.per_token:
+                first = max(end - (pool.coverage.pages or end), 0)
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)[max(first - behind, 0) : end - behind]
+                if behind > first or len(slots) != end - first:
+                    engine.violated(f"a forward lacks pages {first} to {end} of {pool.name!r}")
+                else:
+                    engine.expect(pool.name, slots, digests[first:end], where)
+            elif states and end:
+                engine.expect(pool.name, [request.state(pool.name)], digests[end - 1 : end], where)
+
+    def _digests(self) -> list[bytes]:
+        return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
+
+    def _compute(self, length: int) -> None:
+        """A forward to `length` tokens, for which there is room: read what is there, write what is new."""
+        self.check(states=False)
+        engine, request, size = self._engine, self._request, self._engine.cache.spec.page_size
+        first, last = self.done // size, length // size
+        digests = self._digests()
+        for pool in engine.cache.spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)[first - behind : last - behind]
+                engine.write(pool.name, slots, digests[first:last])
+            else:
+                state = _GARBAGE if length % size else digests[last - 1]
+                engine.write(pool.name, [request.state(pool.name)], [state])
+        self.done = length
+
+    async def _afterwards(self, pace: Pace) -> None:
+        engine, request, done = self._engine, self._request, self.done
+        if pace.snapshot:
+            engine.did("snapshot")
+            await engine.follow(request.snapshot(done, after=engine.stream))
+        if pace.checkpoint:
+            engine.did("checkpoint")
+            await engine.follow(request.checkpoint(done, after=engine.stream))
+        for share in pace.advance:
+            engine.did("advance")
+            request.advance(done * share // 100, after=engine.stream)
+        if pace.again is not None and not engine.has_states:
+            engine.did("checkpoint")
+            await engine.follow(request.checkpoint(done * pace.again // 100, after=engine.stream))
+        if pace.pause:
+            await asyncio.sleep(pace.pause)

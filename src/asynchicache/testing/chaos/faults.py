@@ -1,0 +1,241 @@
+"""What goes wrong outside storage: copies, notifications, room, memory and the clock; counted by kind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TypeAlias
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+
+from asynchicache.controller.books import Books
+from asynchicache.errors import CapacityError
+from asynchicache.pools.slabs import Slab
+from asynchicache.streams.base import Event, Graph, Stream
+from asynchicache.streams.drivers import Run, SeededDriver
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.chaos.script import DeviceFaults
+from asynchicache.testing.seeded import COPY_SECONDS
+from asynchicache.transfer.plan import Direction
+
+Memory: TypeAlias = npt.NDArray[np.uint8]
+
+KINDS = (
+    *(f"storage.{name}" for name in ("fail", "raises", "hang", "late", "partial", "lie", "swap", "drop")),
+    *(f"storage.{name}" for name in ("stall", "restart", "lose", "detach", "clear")),
+    *(f"transfer.{name}" for name in ("fail", "partial", "never", "lie", "stall")),
+    *(f"notification.{name}" for name in ("lost", "late")),
+    "allocation.refused",
+    "memory.refused",
+    "clock.jump",
+    "request.abort",
+    "client.cancel",
+    "cache.close",
+)
+"""Everything that can go wrong in a run, by the name that it is counted under."""
+
+SLOWER = 100
+"""How many times as long something takes that stalls."""
+
+_COPIES = frozenset(direction.value for direction in Direction)
+
+
+class ChaosDriver(SeededDriver):
+    """Runs the work of streams in virtual time, some of it late, and some copy never."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, luck: Luck
+    ) -> None:
+        super().__init__(loop, rng, mean_seconds=COPY_SECONDS)
+        self._chaos_loop = loop
+        self._faults = faults
+        self._luck = luck
+        self._handed = 0
+
+    def lane(self, name: str) -> Callable[[Run], None]:
+        hand_over = super().lane(name)
+        return partial(self._perhaps, hand_over) if name in _COPIES else hand_over
+
+    def _perhaps(self, hand_over: Callable[[Run], None], run: Run) -> None:
+        number, self._handed = self._handed, self._handed + 1
+        if number == self._faults.never:
+            self._luck.count("transfer.never")
+        elif self._luck.strikes("transfer.stall", self._faults.stall):
+            delay = self._luck.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
+            self._chaos_loop.call_later(delay, hand_over, run)
+        else:
+            hand_over(run)
+
+
+class Luck:
+    """Draws what goes wrong, and counts it.
+
+    Attributes:
+        chance: the source of it.
+        counted: how often what went wrong.
+    """
+
+    def __init__(self, chance: random.Random, counted: Counter[str]) -> None:
+        self.chance = chance
+        self.counted = counted
+
+    def count(self, kind: str) -> None:
+        self.counted[kind] += 1
+
+    def strikes(self, kind: str, rate: float) -> bool:
+        """Whether it happens now, at that rate; counted if it does."""
+        if not rate or self.chance.random() >= rate:
+            return False
+        self.count(kind)
+        return True
+
+
+class ChaosDevice:
+    """An emulated device whose copies and notifications go wrong; all else is as on any other.
+
+    Attributes:
+        memory: where copies may leave a wrong byte: slots in both tiers, told by whoever opens the cache.
+        lied: whether a copy left a wrong byte.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, luck: Luck
+    ) -> None:
+        self._inner = EmulatedDevice(ChaosDriver(loop, rng, faults, luck))
+        self._loop = loop
+        self._faults = faults
+        self._luck = luck
+        self._copies = 0
+        self.memory: Sequence[Memory] = ()
+        self.lied = False
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._inner.error
+
+    def stream(self, name: str) -> Stream:
+        inner = self._inner.stream(name)
+        return ChaosStream(inner, self) if name in _COPIES else inner
+
+    def event(self, *, external: bool = False) -> Event:
+        return self._inner.event(external=external)
+
+    def owns(self, event: Event) -> bool:
+        return self._inner.owns(event)
+
+    def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
+        return self._inner.capture(_bare(stream))
+
+    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
+        if self._luck.strikes("notification.lost", self._faults.lost):
+            return
+        if self._luck.strikes("notification.late", self._faults.late):
+            delay = self._luck.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
+            reached = partial(self._tell_late, delay, reached)
+        self._inner.notify(_bare(stream), reached)
+
+    def _tell_late(
+        self, delay: float, reached: Callable[[BaseException | None], None], error: BaseException | None
+    ) -> None:
+        self._loop.call_later(delay, reached, error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def spoil(self, work: Callable[[], object]) -> Callable[[], object]:
+        """What becomes of the next copy."""
+        number, self._copies = self._copies, self._copies + 1
+        match number:
+            case self._faults.fail:
+                return partial(self._break, "transfer.fail")
+            case self._faults.partial:
+                return partial(self._break, "transfer.partial", work)
+            case self._faults.lie:
+                return partial(self._lie, work)
+            case _:
+                return work
+
+    def _break(self, kind: str, work: Callable[[], object] | None = None) -> None:
+        """Fail the device, with half of a copy done if there is one."""
+        self._luck.count(kind)
+        if work is not None:
+            before = [memory.copy() for memory in self.memory]
+            work()
+            for memory, old in zip(self.memory, before, strict=True):
+                memory[..., ::2] = old[..., ::2]
+        raise RuntimeError("made to fail")
+
+    def _lie(self, work: Callable[[], object]) -> None:
+        """Copy, but for one byte."""
+        before = [memory.copy() for memory in self.memory]
+        work()
+        for memory, old in zip(self.memory, before, strict=True):
+            written = np.argwhere(memory != old)
+            if len(written):
+                memory[tuple(self._luck.chance.choice(written))] ^= 1
+                self._luck.count("transfer.lie")
+                self.lied = True
+                return
+
+
+class ChaosStream:
+    """A stream of a `ChaosDevice` that copies run on."""
+
+    def __init__(self, inner: Stream, device: ChaosDevice) -> None:
+        self.inner = inner
+        self._device = device
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def launch(self, work: Callable[[], object]) -> None:
+        self.inner.launch(self._device.spoil(work))
+
+    def record(self, event: Event) -> None:
+        self.inner.record(event)
+
+    def wait_event(self, event: Event) -> None:
+        self.inner.wait_event(event)
+
+
+def _bare(stream: Stream) -> Stream:
+    return stream.inner if isinstance(stream, ChaosStream) else stream
+
+
+@contextmanager
+def refusing_room(books: Books, luck: Luck, rate: float) -> Iterator[None]:
+    """Let there be no room now and then, as if all that there is were in use."""
+    make_room = books.make_room
+
+    def refuse(at: int, count: int) -> bool:
+        return not (count and luck.strikes("allocation.refused", rate)) and make_room(at, count)
+
+    with patch.object(books, "make_room", refuse) if rate else ExitStack():
+        yield
+
+
+@contextmanager
+def refusing_memory(luck: Luck, piece: int) -> Iterator[None]:
+    """Let the system have no memory for one of the next slabs: number `piece` of them."""
+    made = iter(range(piece + 1))
+    init = Slab.__init__
+
+    def refuse(slab: Slab, nbytes: int) -> None:
+        if next(made, None) == piece:
+            luck.count("memory.refused")
+            raise CapacityError(f"no room for a slab of {nbytes} bytes: made to fail")
+        init(slab, nbytes)
+
+    with patch.object(Slab, "__init__", refuse):
+        yield

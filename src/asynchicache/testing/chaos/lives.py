@@ -1,0 +1,222 @@
+"""Carries out a script: opens its caches in a seeded world, lets everybody loose, and looks what is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+
+from asynchicache.backends.memory import MemoryStore
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig, PrefetchOptions
+from asynchicache.errors import CapacityError, StorageError, UsageError
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.testing.chaos.clients import FOREVER, Engine
+from asynchicache.testing.chaos.faults import ChaosDevice, Luck, refusing_memory, refusing_room
+from asynchicache.testing.chaos.inside import Inside
+from asynchicache.testing.chaos.ledger import Ledger, error_text
+from asynchicache.testing.chaos.script import Client, Event, Life, Model, Script, Turn
+from asynchicache.testing.chaos.storage import ChaosStorage
+from asynchicache.testing.oracle import ByteOracle, HostOracle
+from asynchicache.testing.seeded import SeededWorld
+
+_LIMITS = PoolLimits(deadline=0.005, cooldown=0.01, closing=0.005)
+_CLOSE_SECONDS = 0.5
+
+
+def life_config(life: Life) -> CacheConfig:
+    """The options of a cache."""
+    return CacheConfig(
+        device_slots={name: sizes.device for name, sizes in life.sizes.items()},
+        host_slots={name: sizes.host for name, sizes in life.sizes.items()},
+        host_layout=life.layout,
+        write_policy=life.write_policy,
+        eviction=life.eviction,
+        checkpoints=life.checkpoints,
+        prefetch=PrefetchOptions(policy=life.prefetch, base_seconds=0.003, max_seconds=0.01),
+        storage_limits=_LIMITS,
+        store_bytes=life.store_bytes,
+        weight_version=life.weights,
+        salt=life.salt,
+        rank=life.rank,
+        ranks=life.ranks,
+        audit=float(life.audit),
+        close_seconds=_CLOSE_SECONDS,
+    )
+
+
+def page_identity(life: Life, model: Model) -> Callable[[str], str]:
+    """By pool, what makes a page of this cache another one than that of other caches.
+
+    Made of the options alone, not of the fingerprint that the library makes of them: that may be wrong.
+    """
+    replicated = {pool.name for pool in model.spec().pools if pool.replicated}
+
+    def identity(pool: str) -> str:
+        shard = "all" if pool in replicated else f"{life.rank} of {life.ranks}"
+        return f"{life.weights}/{life.salt}/{shard}/"
+
+    return identity
+
+
+async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
+    """Run a script to its end; what is wrong goes to `ledger`."""
+    store = MemoryStore()
+    lives = [_Run(world, script, life, store, ledger) for life in script.lives]
+    if script.together:
+        async with asyncio.TaskGroup() as group:
+            for life in lives:
+                group.create_task(life.run(), name="life")
+    else:
+        for life in lives:
+            await life.run()
+    left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    ledger.violations += [f"task {name!r} was left behind" for name in left]
+
+
+class _Run:
+    """One life."""
+
+    def __init__(
+        self, world: SeededWorld, script: Script, life: Life, store: MemoryStore, ledger: Ledger
+    ) -> None:
+        self._world = world
+        self._life = life
+        self._spec = script.model.spec()
+        self._identity = page_identity(life, script.model)
+        self._ledger = ledger
+        self._luck = Luck(world.random, ledger.faults)
+        self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._luck)
+        host = HostOracle(self._spec, life.layout, self._identity)
+        self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger)
+        self._restarts: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        if self._life.poor is not None:
+            with refusing_memory(self._luck, self._life.poor), suppress(CapacityError):
+                async with self._open():
+                    self._ledger.violations.append("a cache was opened without its memory")
+        async with self._open() as cache:
+            inside = Inside(cache)
+            oracle = ByteOracle(self._spec, cache.device_tensor, self._identity)
+            inside.poison_freed()
+            self._device.memory = inside.memory
+            engine = Engine(cache, self._device, oracle, self._luck, self._ledger)
+            with refusing_room(inside.books, self._luck, self._life.refuse):
+                tasks = await self._live(engine)
+            if engine.closing:
+                inside.stop_poisoning()
+            else:
+                await self._settle(engine, inside)
+        await self._end(tasks)
+
+    def _open(self) -> AbstractAsyncContextManager[HybridCache]:
+        storage = self._storage.backend if self._life.weights is not None else None
+        config = life_config(self._life)
+        return self._world.open_cache(self._spec, config, storage=storage, device=self._device)
+
+    async def _live(self, engine: Engine) -> list[asyncio.Task[None]]:
+        """Let everybody loose until the clients are done, or it is time to close."""
+        tasks = [asyncio.create_task(self._client(engine, client)) for client in self._life.clients]
+        happening = asyncio.create_task(self._happen(engine), name="events")
+        running = set(tasks)
+        if running:
+            _, running = await asyncio.wait(tasks, timeout=self._life.close)
+        if running or self._life.device.never is not None:
+            engine.closing = True
+            self._luck.count("cache.close")
+        if not engine.closing or self._world.random.random() < 0.5:
+            await _stop([happening, *self._restarts])
+            return tasks
+        return [*tasks, happening]
+
+    async def _client(self, engine: Engine, client: Client) -> None:
+        try:
+            async with asyncio.timeout(client.cancel) as patience:
+                await engine.serve_all(client)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            self._luck.count("client.cancel")
+
+    async def _happen(self, engine: Engine) -> None:
+        """What happens beside the requests; what is refused is no violation."""
+        for event in self._life.events:
+            await asyncio.sleep(event.wait)
+            with suppress(UsageError, StorageError):
+                await self._one_event(engine, event)
+            if not engine.closing:
+                engine.verify(f"after {event.what}")
+
+    async def _one_event(self, engine: Engine, event: Event) -> None:
+        cache, storage, luck = engine.cache, self._storage, self._luck
+        engine.did(event.what)
+        match event.what:
+            case "flush":
+                await cache.flush()
+            case "drain":
+                await cache.drain()
+            case "attach" if self._life.weights is not None:
+                await cache.attach_storage(storage.backend)
+            case "detach":
+                luck.count("storage.detach")
+                await cache.detach_storage()
+            case "clear":
+                luck.count("storage.clear")
+                await cache.clear_storage()
+            case "look":
+                cache.statistics()
+            case "release":
+                storage.release()
+            case "restart" | "lose" as how:
+                restart = storage.restart(min(event.seconds, 0.05), lose=how == "lose")
+                self._restarts.add(asyncio.create_task(restart, name=how))
+            case "jump":
+                luck.count("clock.jump")
+                self._world.loop.skip(event.seconds)
+
+    async def _settle(self, engine: Engine, inside: Inside) -> None:
+        """Nothing goes wrong any more: everything ends, nothing is left, and the next request is served."""
+        self._storage.mend()
+        await asyncio.sleep(1.0)
+        await engine.cache.drain()
+        engine.verify("at the end")
+        if self._device.error is None and not self._device.lied:
+            await engine.serve_all(Client(turns=(self._last_turn(),)))
+            await asyncio.sleep(1.0)
+            await engine.cache.drain()
+        await engine.cache.flush()
+        self._storage.settle()
+        self._ledger.violations += inside.leftovers(self._may_leak())
+
+    def _last_turn(self) -> Turn:
+        """As much as one request may ask for."""
+        full = next(iter(self._life.sizes.values()))
+        return Turn(prompt=tuple(range(full.device * self._spec.page_size)), patience=None, admit=True)
+
+    def _may_leak(self) -> bool:
+        """Whether slots may be nobody's any more: a failed device may write to them, or an engine whose
+        call had not ended when it was closed."""
+        counted = self._ledger.faults
+        closed_early = counted["storage.detach"] and (counted["storage.hang"] or counted["storage.late"])
+        return bool(self._device.error or self._device.lied or closed_early or counted["storage.stall"])
+
+    async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """The cache is closed: whoever still wants something of it is told, and nobody stays."""
+        self._storage.mend()
+        self._storage.settle()
+        _, hanging = await asyncio.wait(tasks, timeout=FOREVER) if tasks else ((), ())
+        self._ledger.violations += [f"hang: {task.get_name()} waits in a closed cache" for task in hanging]
+        await _stop([*hanging, *self._restarts])
+        self._ledger.violations += [
+            f"a client was told {error_text(error)}"
+            for task in [*tasks, *self._restarts]
+            if not task.cancelled() and (error := task.exception()) is not None
+        ]
+
+
+async def _stop(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,134 @@
+"""One run of a script: everything that is wrong with it, whatever way that shows."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+
+from asynchicache.errors import LeaseWarning
+from asynchicache.testing.chaos.ledger import Ledger, error_text
+from asynchicache.testing.chaos.lives import run_lives
+from asynchicache.testing.chaos.script import Script
+from asynchicache.testing.seeded import run_seeded
+
+MAX_STEPS = 50_000
+"""Callbacks of a run that is taken for one that never ends; usual are 2,000."""
+
+CPU_SECONDS = 20.0
+"""Time after which a run that does not come back to its loop is taken for one that never will."""
+
+_EXPECTED = ("closed with copies in flight", "audit: ")
+"""Errors in the log that faults on purpose lead to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of a run.
+
+    Attributes:
+        seed: of the script.
+        ledger: what it did, and what was wrong.
+        seconds: processor time.
+    """
+
+    seed: int
+    ledger: Ledger
+    seconds: float
+
+    @property
+    def violations(self) -> list[str]:
+        return self.ledger.violations
+
+
+def run_script(script: Script) -> Report:
+    """Run a script in virtual time; the same script makes the same run."""
+    ledger = Ledger()
+    began = time.process_time()
+    with _log_watched(ledger), _warnings_watched(ledger), _limited(CPU_SECONDS):
+        try:
+            run_seeded(script.seed, partial(run_lives, script=script, ledger=ledger), max_steps=MAX_STEPS)
+        except (Exception, _Stuck) as error:  # noqa: BLE001 - whatever a run raises is what the search is after
+            ledger.violations.append(error_text(error))
+        gc.collect()  # what was lost warns now, not in the midst of another run
+    return Report(script.seed, ledger, time.process_time() - began)
+
+
+class _Stuck(BaseException):
+    """No `Exception`: no boundary of the library is to take it for one of its own."""
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise where a run spins without its loop ever getting a turn; on the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stuck(f"no turn of the loop for {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    # Again and again: what tidies up after the first one may spin too.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class _Listener(logging.Handler):
+    """Errors that the library caught and logged are no less errors."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(logging.ERROR)
+        self._ledger = ledger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not text.startswith(_EXPECTED):
+            error = record.exc_info[1] if record.exc_info else None
+            cause = f": {error_text(error)}" if error is not None else ""
+            self._ledger.violations.append(f"logged: {text}{cause}")
+
+
+@contextmanager
+def _log_watched(ledger: Ledger) -> Iterator[None]:
+    """Have errors in the log taken down, and nobody else told of what goes wrong on purpose."""
+    listener = _Listener(ledger)
+    loggers = [logging.getLogger("asynchicache"), logging.getLogger("asyncio")]
+    before = [(one.propagate, one.level) for one in loggers]
+    for logger in loggers:
+        logger.addHandler(listener)
+        logger.propagate = False
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, (propagate, level) in zip(loggers, before, strict=True):
+            logger.removeHandler(listener)
+            logger.propagate = propagate
+            logger.setLevel(level)
+
+
+@contextmanager
+def _warnings_watched(ledger: Ledger) -> Iterator[None]:
+    """Lost leases, and coroutines that nobody awaited, are violations too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    stuck = ledger.faults["transfer.never"] > 0  # what such a copy holds is never given back
+    ledger.violations += [
+        f"warned: {warning.category.__name__}: {warning.message}"
+        for warning in caught
+        if not (stuck and issubclass(warning.category, LeaseWarning))
+    ]

@@ -1,0 +1,210 @@
+"""Cuts a script down to what its violation takes (after Zeller and Hildebrandt, TSE 2002).
+
+What is left out changes the luck of all that stays, so each candidate is tried with a few seeds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from asynchicache.testing.chaos.run import Report, run_script
+from asynchicache.testing.chaos.script import Client, DeviceFaults, Life, Model, Script, StorageFaults, Turn
+
+T = TypeVar("T", bound=msgspec.Struct)
+Place: TypeAlias = tuple[int, ...]
+"""Where something is in a script: by life, client and turn, or by life and event."""
+Stage: TypeAlias = Callable[[Script], Iterator[Script]]
+"""Simpler scripts, those that leave most out first."""
+
+MOST_RUNS = 1000
+_NEEDED = {"prompt", "sizes", "clients", "page_size"}  # what has no usual value
+SEEDS = 4
+"""Seeds that a candidate is tried with."""
+
+
+class Shrinker:
+    """Looks for the least script with the same kind of violation.
+
+    Attributes:
+        runs: how many were made.
+    """
+
+    def __init__(self, run: Callable[[Script], Report] = run_script, *, most_runs: int = MOST_RUNS) -> None:
+        self.runs = 0
+        self._run = run
+        self._most = most_runs
+
+    def shrink(self, script: Script, report: Report) -> tuple[Script, Report]:
+        """The least script that was found, and what its run came to; `report` is of `script`."""
+        kind = violation_kind(report.violations[0])
+        before = None
+        while script != before and self.runs < self._most:
+            before = script
+            for stage in STAGES:
+                script, report = self._pass(stage, script, report, kind)
+        return script, report
+
+    def _pass(self, stage: Stage, script: Script, report: Report, kind: str) -> tuple[Script, Report]:
+        """Every simplification of one stage, on top of those before it that kept the violation."""
+        tried = 0
+        while (candidate := next(islice(stage(script), tried, None), None)) is not None:
+            found = self._try(candidate, kind) if candidate != script else None
+            if found is None:
+                tried += 1
+            else:
+                script, report = found  # the next one has moved up to its place
+        return script, report
+
+    def _try(self, candidate: Script, kind: str) -> tuple[Script, Report] | None:
+        for seed in range(candidate.seed, candidate.seed + SEEDS):
+            if self.runs >= self._most:
+                return None
+            self.runs += 1
+            script = msgspec.structs.replace(candidate, seed=seed)
+            report = self._run(script)
+            if any(violation_kind(violation) == kind for violation in report.violations):
+                return script, report
+        return None
+
+
+def violation_kind(violation: str) -> str:
+    """What sort of violation it is: without the numbers and names of one run."""
+    return re.sub(r"[0-9]+|'[^']*'", "", violation.partition(":")[0]).strip()
+
+
+def _fewer_lives(script: Script) -> Iterator[Script]:
+    for number in range(len(script.lives)) if len(script.lives) > 1 else ():
+        lives = script.lives[:number] + script.lives[number + 1 :]
+        yield msgspec.structs.replace(script, lives=lives)
+    if script.together:
+        yield msgspec.structs.replace(script, together=False)
+
+
+def _turns(script: Script) -> list[Place]:
+    return [
+        (i, j, k)
+        for i, life in enumerate(script.lives)
+        for j, client in enumerate(life.clients)
+        for k in range(len(client.turns))
+    ]
+
+
+def _events(script: Script) -> list[Place]:
+    return [(i, j) for i, life in enumerate(script.lives) for j in range(len(life.events))]
+
+
+def _fewer(
+    script: Script,
+    places: Callable[[Script], list[Place]],
+    without: Callable[[Script, set[Place]], Script],
+) -> Iterator[Script]:
+    """Without all, without each half, each quarter, and so on down to each one."""
+    there = places(script)
+    size = len(there)
+    while size:
+        for start in range(0, len(there), size):
+            yield without(script, set(there[start : start + size]))
+        size //= 2
+
+
+def _without_turns(script: Script, gone: set[Place]) -> Script:
+    return _each_life(script, lambda i, life: _replaced(life, clients=tuple(_clients_without(life, i, gone))))
+
+
+def _clients_without(life: Life, number: int, gone: set[Place]) -> Iterator[Client]:
+    for j, client in enumerate(life.clients):
+        turns = tuple(turn for k, turn in enumerate(client.turns) if (number, j, k) not in gone)
+        if turns:
+            yield _replaced(client, turns=turns)
+
+
+def _without_events(script: Script, gone: set[Place]) -> Script:
+    return _each_life(
+        script,
+        lambda i, life: _replaced(
+            life, events=tuple(event for j, event in enumerate(life.events) if (i, j) not in gone)
+        ),
+    )
+
+
+def _simpler_lives(script: Script) -> Iterator[Script]:
+    """Each option of each life as usual, and each fault never."""
+    usual = Life(sizes={})
+    for number, life in enumerate(script.lives):
+        for simpler in chain(_usual(life, usual), _calmer(life)):
+            yield _replaced(script, lives=_put(script.lives, number, simpler))
+
+
+def _calmer(life: Life) -> Iterator[Life]:
+    yield _replaced(life, storage=StorageFaults(), device=DeviceFaults())
+    yield from (_replaced(life, storage=calmer) for calmer in _usual(life.storage, StorageFaults()))
+    yield from (_replaced(life, device=calmer) for calmer in _usual(life.device, DeviceFaults()))
+    for number, client in enumerate(life.clients):
+        if client.cancel is not None:
+            patient = _replaced(client, cancel=None)
+            yield _replaced(life, clients=_put(life.clients, number, patient))
+
+
+def _simpler_turns(script: Script) -> Iterator[Script]:
+    usual = Turn(prompt=())
+    for i, j, k in _turns(script):
+        client = script.lives[i].clients[j]
+        bare = Turn(prompt=client.turns[k].prompt)
+        for simpler in chain([bare], _usual(client.turns[k], usual), _shorter(client.turns[k])):
+            changed = _replaced(client, turns=_put(client.turns, k, simpler))
+            life = _replaced(script.lives[i], clients=_put(script.lives[i].clients, j, changed))
+            yield _replaced(script, lives=_put(script.lives, i, life))
+
+
+def _shorter(turn: Turn) -> Iterator[Turn]:
+    for length in (len(turn.prompt) // 2, len(turn.prompt) - 1):
+        if 0 < length < len(turn.prompt):
+            yield _replaced(turn, prompt=turn.prompt[:length], stops=())
+
+
+def _simpler_models(script: Script) -> Iterator[Script]:
+    """Without one of its kinds of pools."""
+    for model in _usual(script.model, Model(page_size=script.model.page_size)):
+        names = {pool.name for pool in model.spec().owners}
+        simpler = _replaced(script, model=model)
+        yield _replaced(simpler, lives=tuple(_with_pools(life, names) for life in simpler.lives))
+
+
+def _with_pools(life: Life, names: set[str]) -> Life:
+    return _replaced(life, sizes={name: sizes for name, sizes in life.sizes.items() if name in names})
+
+
+def _usual(given: T, usual: T) -> Iterator[T]:
+    """With each field in turn as it usually is, where that says less."""
+    for name in given.__struct_fields__:
+        if name not in _NEEDED and getattr(given, name) != getattr(usual, name):
+            yield _replaced(given, **{name: getattr(usual, name)})
+
+
+def _each_life(script: Script, change: Callable[[int, Life], Life]) -> Script:
+    return _replaced(script, lives=tuple(change(i, life) for i, life in enumerate(script.lives)))
+
+
+def _put(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _replaced(given: T, **changes: object) -> T:
+    return msgspec.structs.replace(given, **changes)
+
+
+STAGES: tuple[Stage, ...] = (
+    _fewer_lives,
+    partial(_fewer, places=_turns, without=_without_turns),
+    partial(_fewer, places=_events, without=_without_events),
+    _simpler_lives,
+    _simpler_turns,
+    _simpler_models,
+)
+"""What is tried, what leaves most out first."""

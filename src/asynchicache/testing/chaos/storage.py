@@ -1,0 +1,112 @@
+"""Storage that outlives caches, goes wrong by a script, and is watched: what is stored must be right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
+from asynchicache.testing.chaos.faults import SLOWER, Luck
+from asynchicache.testing.chaos.ledger import Ledger
+from asynchicache.testing.chaos.script import StorageFaults
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.oracle import HostOracle
+from asynchicache.types import Outcome
+
+CALL_SECONDS = 5e-4
+"""The mean time that a storage call takes."""
+
+
+class ChaosStorage:
+    """One cache's way to a store, through all that may go wrong.
+
+    Attributes:
+        backend: what the cache is given.
+    """
+
+    def __init__(
+        self, store: MemoryStore, faults: StorageFaults, oracle: HostOracle, luck: Luck, ledger: Ledger
+    ) -> None:
+        self._store = store
+        self._luck = luck
+        self._stall = faults.stall
+        self._rates = FaultRates(
+            **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name != "stall"}
+        )
+        witness = Witness(MemoryBackend(store), oracle, ledger)
+        self._faulty = Faulty(witness, self._rates, luck.chance, late_seconds=0.02)
+        self.backend: StorageBackend = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
+
+    async def _sleep(self, mean_seconds: float) -> None:
+        slower = SLOWER if self._luck.strikes("storage.stall", self._stall) else 1
+        await asyncio.sleep(self._luck.chance.expovariate(1 / (mean_seconds * slower)))
+
+    def release(self) -> None:
+        """Let calls that hang go on."""
+        self._faulty.release()
+
+    async def restart(self, seconds: float, *, lose: bool) -> None:
+        """Answer nothing for a while; and forget everything, if it is to."""
+        self._luck.count("storage.lose" if lose else "storage.restart")
+        self._faulty.rates = FaultRates(raises=1.0)
+        if lose:
+            for key in list(self._store):
+                self._store.drop(key)
+        await asyncio.sleep(seconds)
+        self._faulty.rates = self._rates
+
+    def mend(self) -> None:
+        """Nothing goes wrong from now on."""
+        self._stall, self._rates = 0.0, FaultRates()
+        self._faulty.rates = self._rates
+        self._faulty.release()
+
+    def settle(self) -> None:
+        """Add up what went wrong."""
+        for name, count in self._faulty.injected.items():
+            self._luck.counted[f"storage.{name}"] += count
+        self._faulty.injected.clear()
+
+
+class Witness:
+    """A backend that looks at every page that it is to store."""
+
+    def __init__(self, backend: MemoryBackend, oracle: HostOracle, ledger: Ledger) -> None:
+        self.name = f"watched-{backend.name}"
+        self._backend = backend
+        self._oracle = oracle
+        self._ledger = ledger
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        engine = await self._backend.open_pool(binding)
+        return _WatchedEngine(engine, binding, self._oracle, self._ledger)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class _WatchedEngine:
+    def __init__(
+        self, engine: MemoryEngine, binding: PoolBinding, oracle: HostOracle, ledger: Ledger
+    ) -> None:
+        self._engine = engine
+        self._binding = binding
+        self._oracle = oracle
+        self._ledger = ledger
+        self.capabilities = engine.capabilities
+        self.exists = engine.exists
+        self.get = engine.get
+        self.delete = engine.delete
+        self.clear = engine.clear
+        self.aclose = engine.aclose
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        binding = self._binding
+        for key, slot in zip(keys, slots, strict=True):
+            if not self._oracle.holds(binding.pool, binding.page(slot), key.digest):
+                self._ledger.violations.append(
+                    f"wrong bytes: host slot {slot} of {binding.pool!r} goes to storage as another page"
+                )
+        return await self._engine.put(keys, slots)

@@ -1,0 +1,266 @@
+"""Draws a script from a seed: models, sizes that are always too small, traffic that shares, and faults.
+
+Each script leaves most kinds of trouble out, and draws which (swarm testing: Groce et al., ISSTA 2012):
+where everything goes wrong at once, nothing gets far enough to go wrong in a new way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from asynchicache.layouts import HostLayout
+from asynchicache.testing.chaos.script import (
+    Client,
+    DeviceFaults,
+    Event,
+    Life,
+    Model,
+    Pace,
+    Script,
+    Sizes,
+    StorageFaults,
+    Turn,
+)
+from asynchicache.types import PrefetchPolicy, WritePolicy
+
+MEAN_REQUESTS = 28
+"""Requests of a script, about; what else happens grows with them."""
+
+LONGEST = 12
+"""Pages of the longest sequence."""
+
+TENANTS = (None, None, None, None, "alice", "bob")
+WEIGHTS = ("w0", "w1")
+_EVENTS = (
+    "flush",
+    "detach",
+    "attach",
+    "attach",
+    "clear",
+    "release",
+    "restart",
+    "lose",
+    "jump",
+    "look",
+    "drain",
+)
+
+
+def draw_script(seed: int) -> Script:
+    """The script of a seed; the same one anywhere."""
+    chance = random.Random(f"script {seed}")
+    model = draw_model(chance)
+    together = chance.random() < 0.2
+    count = chance.choice([1, 1, 2, 2, 3]) if not together else 2
+    traffic = Traffic(chance, model)
+    lives = tuple(_draw_life(chance, model, traffic, count, alone=not together) for _ in range(count))
+    if together and chance.random() < 0.4:
+        lives = tuple(_of_rank(life, rank, count) for rank, life in enumerate(lives))
+    return Script(seed=seed, model=model, lives=lives, together=together)
+
+
+def draw_model(chance: random.Random) -> Model:
+    """One of the families: full, with states, with windows, with an index, or with all of them."""
+    family = chance.choice(["full", "states", "window", "index", "mixed", "mixed"])
+    mixed = family == "mixed"
+    window = chance.choice([1, 2, 3, LONGEST + 4]) if family == "window" or mixed else 0
+    return Model(
+        page_size=chance.choice([1, 2, 4, 4]),
+        states=family == "states" or (mixed and chance.random() < 0.7),
+        window=window,
+        near=chance.choice([0, 0, 1, 2]) if window else 0,
+        index=family == "index" or (mixed and chance.random() < 0.5),
+        draft=mixed and chance.random() < 0.2,
+        replicated=chance.random() < 0.3,
+    )
+
+
+class Traffic:
+    """Who asks for what: prompts that share, diverge, extend, resume inside outputs, and come back when
+    their pages have just had to go."""
+
+    def __init__(self, chance: random.Random, model: Model) -> None:
+        self._chance = chance
+        self._model = model
+        self._families = [[1000 * family + n for n in range(LONGEST * 4)] for family in range(2)]
+        self._past: list[tuple[str | None, tuple[int, ...]]] = []  # the last one that was used comes last
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest sequence."""
+        return LONGEST * self._model.page_size
+
+    def turn(self, capacity: int) -> Turn:
+        """The next request on a cache whose device and host have so many pages."""
+        chance = self._chance
+        tenant, start = self._start(capacity)
+        tail = [
+            chance.randrange(1000, 1003) for _ in range(chance.randrange(1, 2 * self._model.page_size + 2))
+        ]
+        prompt = (*start, *tail)[: self.most]
+        room = self.most - len(prompt)
+        output = tuple(chance.randrange(2) for _ in range(chance.choice([0, 0, chance.randrange(9)])))[:room]
+        self._past = [one for one in self._past if one != (tenant, prompt)]
+        self._past.append((tenant, (*prompt, *output)))
+        return self._request(tenant, prompt, output)
+
+    def _start(self, capacity: int) -> tuple[str | None, Sequence[int]]:
+        """Whose tokens a prompt begins with, and how many of them."""
+        chance = self._chance
+        kind = chance.random()
+        if kind < 0.25 or not self._past:
+            return chance.choice(TENANTS), chance.choice(self._families)[: chance.randrange(self.most)]
+        tenant, tokens = self._evicted(capacity) if kind < 0.55 else chance.choice(self._past)
+        if chance.random() < 0.1:
+            tenant = chance.choice(TENANTS)  # the same words, and nobody else's pages
+        cut = len(tokens) if chance.random() < 0.6 else chance.randrange(len(tokens) + 1)
+        return tenant, tokens[:cut]
+
+    def _evicted(self, capacity: int) -> tuple[str | None, tuple[int, ...]]:
+        """A sequence that just had to go, if the least recently used one goes first (a ghost list)."""
+        used, chosen = 0, self._past[-1]
+        for chosen in reversed(self._past):
+            used += -(-len(chosen[1]) // self._model.page_size)
+            if used > capacity:
+                break
+        return chosen
+
+    def _request(self, tenant: str | None, prompt: tuple[int, ...], output: tuple[int, ...]) -> Turn:
+        chance = self._chance
+        return Turn(
+            prompt=prompt,
+            output=output,
+            tenant=tenant,
+            wait=round(chance.expovariate(2000), 6),
+            patience=chance.choice([0.0, None, None, None, round(chance.uniform(0, 0.003), 6)]),
+            admit=chance.random() < 0.5,
+            stops=tuple(sorted({chance.randrange(1, len(prompt) + 1) for _ in range(chance.randrange(3))})),
+            paces=tuple(self._pace() for _ in range(chance.randrange(2, 7))),
+            abort=chance.choice([None] * 12 + [0, 1, 2]),
+            final=chance.random() < 0.5,
+            durable=chance.random() < 0.15,
+        )
+
+    def _pace(self) -> Pace:
+        chance = self._chance
+        advance = [100, 100, chance.randrange(100)]
+        return Pace(
+            snapshot=chance.random() < 0.3,
+            checkpoint=chance.random() < 0.5,
+            advance=tuple(chance.choice(advance) for _ in range(chance.choice([0, 1, 1, 2]))),
+            again=chance.randrange(101) if not self._model.states and chance.random() < 0.15 else None,
+            pause=round(chance.expovariate(5000), 6) if chance.random() < 0.3 else 0.0,
+        )
+
+
+def _draw_life(chance: random.Random, model: Model, traffic: Traffic, lives: int, *, alone: bool) -> Life:
+    """One of so many caches; `alone`: no other is open at that time.
+
+    What may end in a device that failed, or hangs, is seldom drawn: a cache that serves nothing any more
+    finds nothing any more.
+    """
+    sizes = draw_sizes(chance, model)
+    deadly = chance.choice(["fail", "partial", "never", "lie"]) if chance.random() < 0.2 else ""
+    stored = deadly != "lie" and (chance.random() < 0.85 or lives > 1)
+    requests = max(2, round(MEAN_REQUESTS / lives * chance.uniform(0.7, 1.3)))
+    close = round(chance.uniform(0.001, 0.03), 6) if chance.random() < 0.15 or deadly == "never" else None
+    layouts = [HostLayout.PAGE_FIRST_DIRECT] * 3 + [HostLayout.PAGE_FIRST]  # another one's pages are others
+    return Life(
+        sizes=sizes,
+        clients=_draw_clients(chance, traffic, requests, sizes),
+        events=_draw_events(chance, requests) if chance.random() < 0.7 else (),
+        weights=chance.choice([*WEIGHTS, *WEIGHTS[:1] * 3]) if stored else None,
+        salt=chance.choice([""] * 6 + ["salt"]),
+        layout=chance.choice(layouts) if stored else chance.choice(list(HostLayout)),
+        write_policy=chance.choice(list(WritePolicy)),
+        prefetch=chance.choice([*PrefetchPolicy, PrefetchPolicy.TIMEOUT]),
+        eviction=chance.choice(["lru", "slru", "lfu", "fifo"]),
+        checkpoints=chance.choice(["prompt+output+branch", "prompt+branch+8", "none"]),
+        store_bytes=chance.choice([1 << 12, 1 << 15, 1 << 20]),
+        audit=deadly == "lie" or chance.random() < 0.2,
+        close=close,
+        storage=_draw_storage_faults(chance),
+        device=_draw_device_faults(chance, deadly, requests),
+        refuse=chance.choice([0.0, 0.0, 0.0, 0.02, 0.1]),
+        poor=chance.randrange(2) if alone and chance.random() < 0.1 else None,
+    )
+
+
+def draw_sizes(chance: random.Random, model: Model) -> dict[str, Sizes]:
+    """Pools that one long sequence nearly fills; some have no host memory at all."""
+    sizes: dict[str, Sizes] = {}
+    for pool in model.spec().owners:
+        window = pool.coverage.pages or 0
+        if not pool.per_token:
+            device = chance.randrange(4, 9)
+        elif window:
+            device = window + chance.randrange(1, 12)
+        else:
+            device = chance.randrange(LONGEST + 1, LONGEST * 2)
+        host = chance.choice([0, window + chance.randrange(1, 8), 40])
+        if not window:
+            host = chance.choice([0, LONGEST, 20, 40, 40, 40, 40])
+        sizes[pool.name] = Sizes(device=device, host=host)
+    return sizes
+
+
+def _draw_clients(
+    chance: random.Random, traffic: Traffic, requests: int, sizes: dict[str, Sizes]
+) -> tuple[Client, ...]:
+    full = next(iter(sizes.values()))
+    count = chance.choice([1, 2, 3, 4])
+    turns: list[list[Turn]] = [[] for _ in range(count)]
+    for _ in range(requests):
+        turns[chance.randrange(count)].append(
+            traffic.turn(chance.choice([full.device, full.device + full.host]))
+        )
+    impatient = chance.randrange(count) if chance.random() < 0.3 else None
+    return tuple(
+        Client(
+            turns=tuple(some),
+            cancel=round(chance.uniform(0, 0.01), 6) if number == impatient else None,
+        )
+        for number, some in enumerate(turns)
+        if some
+    )
+
+
+def _draw_events(chance: random.Random, requests: int) -> tuple[Event, ...]:
+    """What happens beside the requests; storage that is detached mostly comes back."""
+    known = chance.sample(_EVENTS, chance.randrange(1, len(_EVENTS)))
+    events: list[Event] = []
+    for _ in range(requests):
+        what = chance.choice(known)
+        events.append(_draw_event(chance, what))
+        if what == "detach" and chance.random() < 0.8:
+            events.append(_draw_event(chance, "attach"))
+    return tuple(events)
+
+
+def _draw_event(chance: random.Random, what: str) -> Event:
+    wait = round(chance.expovariate(500), 6)
+    return Event(what=what, wait=wait, seconds=chance.choice([0.001, 0.005, 0.05, 100.0]))
+
+
+def _draw_storage_faults(chance: random.Random) -> StorageFaults:
+    kinds = [name for name in StorageFaults.__struct_fields__ if chance.random() < 0.25]
+    rate = chance.choice([0.0, 0.03, 0.1, 0.3])
+    rates = dict.fromkeys(kinds, rate)
+    if "hang" in rates:
+        rates["hang"] = min(rate, 0.03)  # a few calls that hang, and the core asks for nothing more
+    return StorageFaults(**rates)
+
+
+def _draw_device_faults(chance: random.Random, deadly: str, requests: int) -> DeviceFaults:
+    stall, lost, late = (chance.choice([0.0, 0.0, 0.05, 0.3]) for _ in range(3))
+    worst = {deadly: chance.randrange(requests * 3)} if deadly else {}
+    return msgspec.structs.replace(DeviceFaults(stall=stall, lost=lost, late=late), **worst)
+
+
+def _of_rank(life: Life, rank: int, ranks: int) -> Life:
+    """The same model, of which each cache has a part."""
+    weights = life.weights and WEIGHTS[0]
+    return msgspec.structs.replace(life, rank=rank, ranks=ranks, weights=weights, salt="")
