@@ -7,7 +7,7 @@ forward reads is looked at when the stream gets there, not when it was enqueued.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from asynchicache.cache import HybridCache, Request
@@ -31,20 +31,31 @@ class Engine:
     Attributes:
         cache, ledger: see above.
         closing: the cache is being closed, so requests are refused.
+        forgets: how often storage was made to forget what it has, in the midst of that included.
+        suspect: wrong bytes that a forward read after a copy had left a wrong byte: the cache has to notice.
         stream: where forwards run.
     """
 
     def __init__(
-        self, cache: HybridCache, device: ChaosDevice, oracle: ByteOracle, luck: Luck, ledger: Ledger
+        self,
+        cache: HybridCache,
+        device: ChaosDevice,
+        oracle: ByteOracle,
+        luck: Luck,
+        ledger: Ledger,
+        stored: Callable[[bytes], bool],
     ) -> None:
         self.cache = cache
         self.ledger = ledger
         self.closing = False
+        self.forgets = 0
+        self.suspect: list[str] = []
         self.stream: Stream = device.stream("compute")
         self.has_states = any(not pool.per_token for pool in cache.spec.pools)
         self._device = device
         self._oracle = oracle
         self._luck = luck
+        self._stored = stored
 
     def did(self, operation: str) -> None:
         self.ledger.operations[operation] += 1
@@ -62,14 +73,21 @@ class Engine:
 
         def look() -> None:
             count = self._oracle.count_wrong(pool, slots, digests)
-            if count and not self._device.lied:
-                self.violated(f"wrong bytes: {count} of {len(slots)} slots of {pool!r}, {where}")
+            if count:
+                found = self.suspect if self._device.lied else self.ledger.violations
+                found.append(f"wrong bytes: {count} of {len(slots)} slots of {pool!r}, {where}")
 
         if slots:
             self.stream.launch(look)
 
     def write(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> None:
         self.stream.launch(lambda: self._oracle.write(pool, slots, digests))
+
+    def expect_stored(self, digests: Sequence[bytes]) -> None:
+        """What is durable is in storage."""
+        missing = sum(not self._stored(digest) for digest in digests)
+        if missing and self._device.error is None:
+            self.violated(f"not durable: {missing} of {len(digests)} pages are not in storage")
 
     def verify(self, when: str) -> None:
         """Recompute the cache's invariants."""
@@ -165,7 +183,9 @@ class Forwards:
         await engine.follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
         if turn.durable:
             engine.did("durable")
-            await request.durable()
+            forgets = engine.forgets
+            if await request.durable() and forgets == engine.forgets:
+                engine.expect_stored(self._digests()[: self.done // engine.cache.spec.page_size])
 
     async def _forward(self, stop: int) -> None:
         """A chunk of a prompt in as many forwards as its room allows, each followed by its pace."""

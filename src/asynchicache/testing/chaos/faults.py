@@ -152,18 +152,18 @@ class ChaosDevice:
     def close(self) -> None:
         self._inner.close()
 
-    def spoil(self, work: Callable[[], object]) -> Callable[[], object]:
+    def spoil(self, work: Callable[[], object], stream: str) -> Callable[[], object]:
         """What becomes of the next copy."""
         number, self._copies = self._copies, self._copies + 1
-        match number:
-            case self._faults.fail:
-                return partial(self._break, "transfer.fail")
-            case self._faults.partial:
-                return partial(self._break, "transfer.partial", work)
-            case self._faults.lie:
-                return partial(self._lie, work)
-            case _:
-                return work
+        faults = self._faults
+        if number == faults.fail:
+            return partial(self._break, "transfer.fail")
+        if number == faults.partial:
+            return partial(self._break, "transfer.partial", work)
+        # Copies within the device are not audited: no one would notice.
+        if faults.lie is not None and number >= faults.lie and stream != Direction.FORK.value:
+            return partial(self._lie, work)
+        return work
 
     def _break(self, kind: str, work: Callable[[], object] | None = None) -> None:
         """Fail the device, with half of a copy done if there is one."""
@@ -176,7 +176,10 @@ class ChaosDevice:
         raise RuntimeError("made to fail")
 
     def _lie(self, work: Callable[[], object]) -> None:
-        """Copy, but for one byte."""
+        """Copy, but once for one byte."""
+        if self.lied:
+            work()
+            return
         before = [memory.copy() for memory in self.memory]
         work()
         for memory, old in zip(self.memory, before, strict=True):
@@ -200,7 +203,7 @@ class ChaosStream:
         return self.inner.name
 
     def launch(self, work: Callable[[], object]) -> None:
-        self.inner.launch(self._device.spoil(work))
+        self.inner.launch(self._device.spoil(work, self.name))
 
     def record(self, event: Event) -> None:
         self.inner.record(event)

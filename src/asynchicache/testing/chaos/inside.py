@@ -26,6 +26,7 @@ class Inside:
     def __init__(self, cache: HybridCache) -> None:
         controller, rooms = cache._controller, cache._rooms  # noqa: SLF001 - the kit looks inside
         self.books: Books = controller.planner.books
+        self._controller = controller
         self._poisons = True
         self._tensors: dict[tuple[str, Tier], list[npt.NDArray[np.uint8]]] = {}
         for pool, memory in rooms.memories.items():
@@ -34,6 +35,11 @@ class Inside:
             host = [memory.host.items(name).numpy() for name in names] if memory.host.slots else []
             self._tensors[pool, Tier.HOST] = host
         self.memory = [tensor for tensors in self._tensors.values() for tensor in tensors]
+
+    @property
+    def failed(self) -> bool:
+        """Whether the cache knows that what copies brought is not to be trusted."""
+        return self._controller.failure is not None
 
     def poison_freed(self) -> None:
         """From now on, overwrite what slots hold as soon as they are given back: whoever still reads

@@ -90,6 +90,8 @@ class _Run:
         host = HostOracle(self._spec, life.layout, self._identity)
         self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger)
         self._restarts: set[asyncio.Task[None]] = set()
+        # Else what the cache was told is there may not be, through no fault of its own.
+        self._honest = not script.together and not any(map(_dishonest, script.lives))
 
     async def run(self) -> None:
         if self._life.poor is not None:
@@ -101,7 +103,8 @@ class _Run:
             oracle = ByteOracle(self._spec, cache.device_tensor, self._identity)
             inside.poison_freed()
             self._device.memory = inside.memory
-            engine = Engine(cache, self._device, oracle, self._luck, self._ledger)
+            stored = self._storage.holds if self._honest else _always
+            engine = Engine(cache, self._device, oracle, self._luck, self._ledger, stored)
             with refusing_room(inside.books, self._luck, self._life.refuse):
                 tasks = await self._live(engine)
             if engine.closing:
@@ -163,7 +166,11 @@ class _Run:
                 await cache.detach_storage()
             case "clear":
                 luck.count("storage.clear")
-                await cache.clear_storage()
+                engine.forgets += 1
+                try:
+                    await cache.clear_storage()
+                finally:
+                    engine.forgets += 1
             case "look":
                 cache.statistics()
             case "release":
@@ -181,6 +188,8 @@ class _Run:
         await asyncio.sleep(1.0)
         await engine.cache.drain()
         engine.verify("at the end")
+        if engine.suspect and not inside.failed:
+            self._ledger.violations += [f"nobody noticed: {words}" for words in engine.suspect]
         if self._device.error is None and not self._device.lied:
             await engine.serve_all(Client(turns=(self._last_turn(),)))
             await asyncio.sleep(1.0)
@@ -213,6 +222,16 @@ class _Run:
             for task in [*tasks, *self._restarts]
             if not task.cancelled() and (error := task.exception()) is not None
         ]
+
+
+def _dishonest(life: Life) -> bool:
+    faults = life.storage
+    loses = any(event.what == "lose" for event in life.events)
+    return loses or bool(faults.lie or faults.swap or faults.drop)
+
+
+def _always(digest: bytes) -> bool:
+    return True
 
 
 async def _stop(tasks: Collection[asyncio.Task[None]]) -> None:

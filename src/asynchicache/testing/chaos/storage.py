@@ -35,13 +35,18 @@ class ChaosStorage:
         self._rates = FaultRates(
             **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name != "stall"}
         )
-        witness = Witness(MemoryBackend(store), oracle, ledger)
-        self._faulty = Faulty(witness, self._rates, luck.chance, late_seconds=0.02)
+        self._witness = Witness(MemoryBackend(store), oracle, ledger)
+        self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.02)
         self.backend: StorageBackend = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
 
     async def _sleep(self, mean_seconds: float) -> None:
         slower = SLOWER if self._luck.strikes("storage.stall", self._stall) else 1
         await asyncio.sleep(self._luck.chance.expovariate(1 / (mean_seconds * slower)))
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether the store has a page of attention."""
+        binding = self._witness.bindings["kv"]
+        return ObjectKey(binding.fingerprint, digest, binding.pool, binding.shard) in self._store
 
     def release(self) -> None:
         """Let calls that hang go on."""
@@ -71,15 +76,21 @@ class ChaosStorage:
 
 
 class Witness:
-    """A backend that looks at every page that it is to store."""
+    """A backend that looks at every page that it is to store.
+
+    Attributes:
+        bindings: of the pools that were opened, by name.
+    """
 
     def __init__(self, backend: MemoryBackend, oracle: HostOracle, ledger: Ledger) -> None:
         self.name = f"watched-{backend.name}"
         self._backend = backend
         self._oracle = oracle
         self._ledger = ledger
+        self.bindings: dict[str, PoolBinding] = {}
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        self.bindings[binding.pool] = binding
         engine = await self._backend.open_pool(binding)
         return _WatchedEngine(engine, binding, self._oracle, self._ledger)
 

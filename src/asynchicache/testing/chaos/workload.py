@@ -26,7 +26,7 @@ from asynchicache.testing.chaos.script import (
 )
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
-MEAN_REQUESTS = 28
+MEAN_REQUESTS = 36
 """Requests of a script, about; what else happens grows with them."""
 
 LONGEST = 12
@@ -141,7 +141,7 @@ class Traffic:
             paces=tuple(self._pace() for _ in range(chance.randrange(2, 7))),
             abort=chance.choice([None] * 12 + [0, 1, 2]),
             final=chance.random() < 0.5,
-            durable=chance.random() < 0.15,
+            durable=chance.random() < 0.2,
         )
 
     def _pace(self) -> Pace:
