@@ -147,18 +147,11 @@ class HybridCache:
 
     async def drain(self) -> None:
         """Until every copy, and every write to storage, has ended; new ones may follow.
-
-        Raises:
-            ClosedError: the cache was closed meanwhile, before all had ended.
-        """
+        `ClosedError` if the cache is closed before that."""
         await self._controller.idle()
 
     async def flush(self) -> None:
-        """Forget everything in device and host memory that no request holds; storage is left alone.
-
-        Raises:
-            ClosedError: the cache is closed, or was before all that was under way had ended.
-        """
+        """Forget everything in device and host memory that no request holds; storage is left alone."""
         self._controller.check_open()
         await self._controller.idle()
         self._controller.planner.flush()
