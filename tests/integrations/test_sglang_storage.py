@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from asynchicache.errors import ConfigError, StorageLockedError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
 from asynchicache.integrations.sglang.prefixes import PrefixHits, prefix_hits
-from asynchicache.integrations.sglang.seam import StandInMetrics, StandInTransferResult
+from asynchicache.integrations.sglang.seam import StandInMetrics, StandInTransferResult, load_seam
 from asynchicache.integrations.sglang.storage import AsynchicacheStorage
 from asynchicache.types import ALL_PAGES, Outcome, trailing_pages
 from integrations.sglang_pools import RECORD, RecordedPool, storage_config
@@ -77,6 +78,34 @@ def test_what_is_handed_back_has_the_fields_that_sglang_reads() -> None:
     recorded = SEAM[f"{HICACHE}:PoolTransferResult"]["fields"]
     ours = inspect.signature(StandInTransferResult).parameters.values()
     assert [each.name + ("" if each.default is each.empty else "=") for each in ours] == recorded
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("", "cannot use this backend.*install sglang=="),
+        ("HiCacheStorage = object\n", "cannot use this backend.*PoolTransferResult"),
+        (
+            "from dataclasses import dataclass\nclass HiCacheStorage: ...\n"
+            "@dataclass\nclass PoolTransferResult:\n    kv_hit_pages: int\n",
+            "one hit length for all pools",
+        ),
+    ],
+    ids=["no such names", "no result", "no sets"],
+)
+def test_another_sglang_is_refused_by_name(
+    module: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang/srt/mem_cache").mkdir(parents=True)
+    (tmp_path / "sglang/srt/observability").mkdir()
+    (tmp_path / "sglang/__init__.py").touch()
+    (tmp_path / "sglang/srt/mem_cache/hicache_storage.py").write_text(module)
+    (tmp_path / "sglang/srt/observability/metrics_collector.py").write_text("StorageMetrics = object\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_seam()
+    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+        del sys.modules[name]
 
 
 def test_policies_are_those_that_are_understood_or_left_out() -> None:

@@ -47,8 +47,9 @@ class StandInMetrics:
     backup_bandwidth: list[float] = field(default_factory=list)
 
 
-def _load() -> tuple[Any, Any, Any]:
-    """
+def load_seam() -> tuple[Any, Any, Any]:
+    """`HiCacheStorage`, `PoolTransferResult` and `StorageMetrics`.
+
     Raises:
         ConfigError: SGLang is there, and has another seam.
     """
@@ -70,4 +71,4 @@ def _load() -> tuple[Any, Any, Any]:
     return HiCacheStorage, PoolTransferResult, StorageMetrics
 
 
-HiCacheStorage, PoolTransferResult, StorageMetrics = _load()
+HiCacheStorage, PoolTransferResult, StorageMetrics = load_seam()
