@@ -38,9 +38,10 @@ class PrefixStore:
         self.page_size = page_size
         self.piece = piece
 
-    def pieces(self, start: int, stop: int) -> list[int]:
-        """Where to stop on the way from `start` to `stop`, which is the last."""
-        return [*range(start + self.piece, stop, self.piece), stop] if stop > start else []
+    def pieces(self, start: int, stop: int, most: int | None = None) -> list[int]:
+        """Where to stop on the way from `start` to `stop`, which is the last; pieces of `most` tokens."""
+        piece = self.piece if most is None else min(self.piece, most)
+        return [*range(start + piece, stop, piece), stop] if stop > start else []
 
     def whole(self, tokens: int) -> int:
         """`tokens` down to whole pages."""

@@ -21,6 +21,9 @@ from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 
+_FEW = 16
+"""Forwards of a token each, before others have their turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
@@ -83,10 +86,12 @@ class Turns:
         """Where forwards end on the way to `end`: where it is wanted, and between as often as others are to
         have their turn."""
         stops: list[int] = []
+        one_by_one = feeds_one_by_one(self._model)
         for stop in sorted(stop for stop in wanted if start < stop <= end):
-            # A model that is fed one by one behind a prefix does best with a long beginning.
-            whole = start == 0 and feeds_one_by_one(self._model)
-            stops += [stop] if whole else self.store.pieces(start, stop)
+            if one_by_one and start == 0:
+                stops.append(stop)  # one forward, and the only one of more than a token
+            else:
+                stops += self.store.pieces(start, stop, _FEW if one_by_one else None)
             start = stop
         return stops
 
