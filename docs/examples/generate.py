@@ -18,9 +18,8 @@ def ids(text: str) -> torch.Tensor:
 
 
 with prefix_cached(model, page_size=16, config=CacheConfig(device_bytes=8 << 20)) as cached:
-    answer = cached.generate(
-        ids("You answer questions about gardens. When do roses flower?"), max_new_tokens=24
-    )
+    first = ids("You answer questions about gardens. When do roses flower?")
+    answer = cached.generate(first, max_new_tokens=24)
     print(f"{cached.hit.tokens} tokens from the cache")
 
     second = torch.cat([answer, ids(" And tulips?")], dim=1)
