@@ -57,6 +57,17 @@ async def test_a_turn_of_every_other_model(name: str) -> None:
     await check_two_turns(name)
 
 
+@pytest.mark.parametrize(("name", "prompt", "said"), [("mistral_windows", 20, 60), ("gemma3", 20, 90)])
+async def test_an_answer_longer_than_a_window(name: str, prompt: int, said: int) -> None:
+    """Of the first model all pages are kept, of the second those of the last window."""
+    tokens = random_tokens(prompt)
+    async with serving(name) as served:
+        history = [*tokens, *await answer(served, tokens, said), 5]
+        turn = served.generate(history, max_new_tokens=4, stop_token_ids=())
+        assert await read(turn) == uncached(name, history, 4)
+        assert turn.cached_tokens == (prompt + said - 1) // PAGE * PAGE
+
+
 async def test_many_at_once() -> None:
     prompts = [random_tokens(30 + 7 * number, seed=number) for number in range(6)]
     async with serving("qwen3_5") as served:

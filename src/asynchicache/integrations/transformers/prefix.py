@@ -11,7 +11,7 @@ from functools import partial
 from transformers import DynamicCache, PreTrainedConfig
 
 from asynchicache.cache import Hit, Request
-from asynchicache.errors import CacheError, CapacityError
+from asynchicache.errors import CacheError, CapacityError, UsageError
 from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.snapshot import SavedStates, new_cache, trim_windows
 from asynchicache.integrations.transformers.thread import ModelThread
@@ -49,7 +49,8 @@ class PrefixStore:
 
     def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
         """Drop what no later forward and no later publication reads; on the model's thread."""
-        trim_windows(memory, self.page_size, pages=self.bridge.window_pages + more_pages)
+        if self.bridge.window_pages:  # else windows, if there are any, are kept page by page as a whole
+            trim_windows(memory, self.page_size, pages=self.bridge.window_pages + more_pages)
 
 
 class CachedPrefix:
@@ -94,7 +95,7 @@ class CachedPrefix:
         """
         start = self._request.reserved
         if not self._lost and stop > start and await self._reserve(stop):
-            await self._store.thread.run(partial(self._store.bridge.save, self._request, memory, start, stop))
+            await self._copy(memory, start, stop, None)
 
     async def save_late(self, memory: DynamicCache, stop: int, states: SavedStates | None) -> None:
         """As `save`, when windows have moved on: of them, the pages that are needed at `stop` are copied.
@@ -110,8 +111,14 @@ class CachedPrefix:
                 return
             self._request.advance(end)
         if not self._lost and stop > start:
-            save = partial(self._store.bridge.save, self._request, memory, start, stop, states=states)
-            await self._store.thread.run(save)
+            await self._copy(memory, start, stop, states)
+
+    async def _copy(self, memory: DynamicCache, start: int, stop: int, states: SavedStates | None) -> None:
+        copy = partial(self._store.bridge.save, self._request, memory, start, stop, states=states)
+        try:
+            await self._store.thread.run(copy)
+        except CacheError as error:
+            self._give_up(error)
 
     async def _reserve(self, stop: int) -> bool:
         try:
@@ -131,4 +138,5 @@ class CachedPrefix:
 
     def _give_up(self, error: CacheError) -> None:
         self._lost = True
-        _log.info("nothing more of a request is published: %s", error)
+        level = logging.WARNING if isinstance(error, UsageError) else logging.INFO
+        _log.log(level, "nothing more of a request is published: %s", error)
