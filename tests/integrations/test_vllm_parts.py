@@ -15,6 +15,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.integrations.vllm import seam
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
 from asynchicache.integrations.vllm.lookups import Lookups
+from asynchicache.integrations.vllm.options import for_replica
 
 A, B = b"a" * 36, b"b" * 36
 HASH = "ab" * 32
@@ -68,6 +69,16 @@ def test_a_question_whose_requests_have_ended_is_not_put() -> None:
     lookups.forget("unknown")
 
     assert lookups.take_new() == []
+
+
+def test_a_replica_has_its_number_in_texts_of_the_storage_options() -> None:
+    given = {"storage": "file", "storage_options": {"path": "/kv/{replica}/pages", "capacity_bytes": 5}}
+
+    filled = for_replica(given, 3)
+
+    assert filled["storage_options"] == {"path": "/kv/3/pages", "capacity_bytes": 5}
+    assert given["storage_options"]["path"] == "/kv/{replica}/pages"
+    assert for_replica({"storage_options": "nonsense"}, 3) == {"storage_options": "nonsense"}
 
 
 def action(kind: object, payload: object = None) -> SimpleNamespace:

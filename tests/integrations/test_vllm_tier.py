@@ -36,7 +36,9 @@ Open = Callable[..., AsynchicacheTier]
 
 def offloading_spec(groups: int = 3, *, events: bool = False) -> SimpleNamespace:
     """The part of vLLM's `OffloadingSpec` that the tier reads."""
-    parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=False)
+    parallel = SimpleNamespace(
+        tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=False, data_parallel_index=0
+    )
     config = SimpleNamespace(
         groups=[
             SimpleNamespace(group_id=number, tokens_per_block=16, layer_names=(f"layers.{number}",))
@@ -236,8 +238,8 @@ def test_metrics_count_by_group_and_come_as_differences(open_tier: Open) -> None
 
     chunks = tier.get_stats().data["data"]["asynchicache_tier_chunks"]
 
-    assert chunks["AsynchicacheTier", "group0", "put", "stored"] == 1
-    assert chunks["AsynchicacheTier", "group1", "put", "stored"] == 1
+    assert chunks["memory", "group0", "put", "stored"] == 1
+    assert chunks["memory", "group1", "put", "stored"] == 1
     assert "asynchicache_tier_chunks" not in tier.get_stats().data["data"]
     declared = AsynchicacheTier.build_metric_definitions({})
     assert set(tier.get_stats().data["data"]) <= set(declared)

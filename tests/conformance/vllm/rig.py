@@ -52,6 +52,7 @@ def offloading_config(
     model: str = "org/tiny",
     tp_size: int = 1,
     events: bool = False,
+    replica: int = 0,
     **extra: Any,
 ) -> OffloadingConfig:
     """What vLLM derives from its own configuration and the JSON of the how-to page."""
@@ -68,7 +69,7 @@ def offloading_config(
         engine_id=f"test-{uuid.uuid4().hex}",
         model=OffloadingModelConfig(model, "bfloat16", 4096),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(0, tp_size, tp_size, 1, 1, 1, 0, 1, None, False),
+        parallel=OffloadingParallelConfig(0, tp_size, tp_size, 1, 1, 1, replica, 2, None, False),
     )
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from rig import CHUNK_BYTES, FULL, MAMBA, WINDOW, Rig, content, key
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -310,7 +316,7 @@ def test_a_hint_has_chunks_looked_up_before_they_are_asked_for(open_rig: Open) -
 
     assert rig.ask(KEYS[:3], context) == ["HIT_PENDING", "HIT_PENDING", "MISS"]
     counted = rig.manager.get_stats().data["data"]["asynchicache_tier_hints"]
-    assert counted == {("AsynchicacheTier", "taken"): 1, ("AsynchicacheTier", "ignored"): 1}
+    assert counted == {("file", "taken"): 1, ("file", "ignored"): 1}
 
 
 def test_back_pressure_drops_stores_and_is_told_of_failures(open_rig: Open) -> None:
@@ -358,12 +364,49 @@ def test_metrics_are_those_that_were_declared(open_rig: Open) -> None:
     for name, values in found.items():
         assert all(len(labels) == len(declared[name].labelnames) for labels in values), name
     chunks = found["asynchicache_tier_chunks"]
-    assert chunks["AsynchicacheTier", "group0", "put", "stored"] == len(KEYS)
-    assert chunks["AsynchicacheTier", "group0", "get", "hit"] == len(KEYS)
-    assert found["asynchicache_tier_bytes"]["AsynchicacheTier", "group0", "get"] == len(KEYS) * CHUNK_BYTES
+    assert chunks["file", "group0", "put", "stored"] == len(KEYS)
+    assert chunks["file", "group0", "get", "hit"] == len(KEYS)
+    assert found["asynchicache_tier_bytes"]["file", "group0", "get"] == len(KEYS) * CHUNK_BYTES
     again = rig.manager.get_stats()
     assert again is None or "asynchicache_tier_chunks" not in again.data["data"]  # differences, not sums
     assert "asynchicache_storage" in type(rig.spec).config_info_keys(rig.spec.extra_config)
+
+
+def test_metrics_reach_prometheus_through_vllm(open_rig: Open) -> None:
+    rig = open_rig()
+    rig.store_and_evict(KEYS)
+    extra = dict(rig.spec.extra_config)
+    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    metrics = OffloadPromMetrics(vllm_config, kinds, ["model_name", "engine"], {0: ["org/tiny", "0"]})
+    stats = rig.manager.get_stats()
+    stats.set_info(rig.manager.config_info())
+
+    metrics.observe(stats.data)
+
+    labels = {"model_name": "org/tiny", "engine": "0", "storage": "file", "pool": "group0"}
+    found = registry.get_sample_value(
+        "asynchicache_tier_chunks_total", {**labels, "op": "put", "outcome": "stored"}
+    )
+    assert found == len(KEYS)
+    assert registry.get_sample_value("asynchicache_tier_breaker_open", labels) == 0
+
+
+def test_the_configuration_of_the_page_turns_it_on(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/vllm.md").read_text("utf-8")
+    (block,) = [text for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "kv_connector" in text]
+    extra = json.loads(block)["kv_connector_extra_config"]
+    (tier,) = extra.pop("secondary_tiers")
+    tier["storage_options"] = {"path": f"{tmp_path}/{{replica}}", "capacity_bytes": 1 << 20}
+    assert extra == {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10 << 30}
+
+    rigs = [Rig(tier, replica=replica) for replica in (0, 1)]  # side by side
+
+    for rig in rigs:
+        rig.store_and_evict(KEYS)
+        assert rig.fetch(KEYS) == ["HIT"] * len(KEYS)
+        rig.shutdown()
 
 
 def test_events_tell_what_was_stored(open_rig: Open) -> None:

@@ -24,7 +24,7 @@ HINTS = "asynchicache_tier_hints"
 BREAKER = "asynchicache_tier_breaker_open"
 RUNNING = "asynchicache_tier_running_calls"
 
-_POOL = ("tier", "pool")
+_POOL = ("storage", "pool")
 _CALL = (*_POOL, "op")
 
 Labels = tuple[str, ...]
@@ -38,9 +38,9 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     SECONDS: OffloadingCounterMetadata("Seconds of storage calls, late ones up to their deadline.", _CALL),
     CALLS: OffloadingCounterMetadata("Storage calls.", _CALL),
     SHED: OffloadingCounterMetadata(
-        "Bytes not stored because more than store_bytes were under way.", ("tier",)
+        "Bytes not stored because more than store_bytes were under way.", ("storage",)
     ),
-    HINTS: OffloadingCounterMetadata("Hints of requests, by what became of them.", ("tier", "result")),
+    HINTS: OffloadingCounterMetadata("Hints of requests, by what became of them.", ("storage", "result")),
     BREAKER: OffloadingGaugeMetadata("1 while storage is not asked because it failed lately.", _POOL),
     RUNNING: OffloadingGaugeMetadata("Storage calls that have not ended.", _POOL),
 }
@@ -51,28 +51,28 @@ class TierCounters:
     """Keeps what has been reported.
 
     Args:
-        tier: the value of the label `tier`.
+        storage: the value of that label; it tells two tiers of an engine apart.
     """
 
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
+    def __init__(self, storage: str) -> None:
+        self._storage = storage
         self._reported: Totals = {}
         self._own: Totals = defaultdict(float)
 
     def shed(self, nbytes: int) -> None:
         """Chunks were not stored, for want of room."""
-        self._own[SHED, (self._tier,)] += nbytes
+        self._own[SHED, (self._storage,)] += nbytes
 
     def hinted(self, result: str, count: int) -> None:
         """Hints were `taken` or `ignored`."""
-        self._own[HINTS, (self._tier, result)] += count
+        self._own[HINTS, (self._storage, result)] += count
 
     def report(self, pools: Mapping[str, PagePoolStatistics]) -> OffloadingConnectorStats:
         """What has happened since the last report, and how things are now."""
         totals = dict(self._own)
         stats = OffloadingConnectorStats()
         for name, statistics in pools.items():
-            labels = (self._tier, name)
+            labels = (self._storage, name)
             totals.update(_totals(statistics, labels))
             open_now = statistics.storage.breaker is not BreakerState.CLOSED
             stats.set_gauge(BREAKER, int(open_now), labels)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageIdentity, PageStoreConfig
 from asynchicache.integrations.vllm.seam import Locality
+
+_REPLICA = "{replica}"
 
 
 class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +23,9 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
         store_bytes: chunks on their way to storage; more is shed. Default: 1 GiB.
         enable_kv_events: tell of chunks stored and lost, where vLLM publishes KV events. Default: False.
         close_seconds: how long shutting down waits for what is under way. Default: 10.
+
+    In texts of `storage_options`, `{replica}` stands for the number of the data-parallel replica: each is a
+    process of its own, and two cannot write to one folder.
     """
 
     weight_version: str
@@ -38,6 +44,18 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("store_bytes", "close_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
+
+
+def for_replica(options: Mapping[str, object], replica: int) -> dict[str, object]:
+    """A tier's options with the number of this data-parallel replica filled in."""
+    found = options.get("storage_options")
+    if not isinstance(found, Mapping):
+        return dict(options)
+    filled = {
+        name: value.replace(_REPLICA, str(replica)) if isinstance(value, str) else value
+        for name, value in found.items()
+    }
+    return {**options, "storage_options": filled}
 
 
 def group_pool(group_id: int) -> str:

@@ -18,7 +18,7 @@ from asynchicache.integrations.vllm.chunks import ChunkStore, Moved, is_there
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
 from asynchicache.integrations.vllm.lookups import Lookups
 from asynchicache.integrations.vllm.metrics import DEFINITIONS, TierCounters
-from asynchicache.integrations.vllm.options import TierOptions
+from asynchicache.integrations.vllm.options import TierOptions, for_replica
 from asynchicache.integrations.vllm.seam import (
     JobResult,
     Locality,
@@ -86,14 +86,14 @@ class AsynchicacheTier(SecondaryTierManager):
             StorageError: the storage cannot be used.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        chosen = TierOptions.of(options)
         config = offloading_spec.config
+        chosen = TierOptions.of(for_replica(options, config.parallel.data_parallel_index))
         self.locality = Locality[chosen.locality] if chosen.locality is not None else None
         self._options = chosen
         self._groups = frozenset(group.group_id for group in config.groups)
         self._row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
         self._lookups = Lookups()
-        self._counters = TierCounters(tier_type)
+        self._counters = TierCounters(chosen.storage)
         self._events: list[OffloadingEvent] | None = (
             [] if chosen.enable_kv_events and config.enable_kv_cache_events else None
         )
