@@ -19,7 +19,9 @@ import pytest
 from asynchicache.config import open_backend
 from asynchicache.errors import CacheError, ConfigError
 from asynchicache.integrations import page_store
+from asynchicache.integrations.page_memory import PageMemory
 from asynchicache.integrations.vllm import words
+from asynchicache.integrations.vllm.options import TierOptions, group_identity
 from asynchicache.integrations.vllm.tier import AsynchicacheTier
 from asynchicache.ports import Port
 from asynchicache.testing.faults import FaultRates, Faulty
@@ -190,6 +192,43 @@ def test_a_load_that_fails_in_part_names_what_arrived(open_tier: Open, rows: np.
     assert list(tier.take_events()) == []
 
 
+def test_what_could_not_be_read_is_a_miss_for_those_who_asked(open_tier: Open) -> None:
+    """Else the scheduler would find it, and fail to read it, for ever."""
+    tier = open_tier()
+    asking, later = words.ReqContext("r"), words.ReqContext("later")
+    tier.submit_store(job(0, key("a")))
+    tier.lookup(key("a"), asking)
+    tier.on_schedule_end(words.ScheduleEndContext((), ()))
+    tier.drain_jobs()
+    assert tier.lookup(key("a"), asking) is words.LookupResult.HIT
+
+    tier._bridge.call(tier._chunks._pools[0].clear())  # another process did it
+    tier.submit_load(job(1, key("a"), load=True))
+    tier.drain_jobs()
+    assert [result.success for result in tier.get_finished_jobs()] == [True, False]
+
+    assert tier.lookup(key("a"), asking) is words.LookupResult.MISS
+    assert tier.lookup(key("a"), later) is words.LookupResult.MISS
+    for context in (asking, later):
+        tier.on_request_finished(context)
+    assert tier.lookup(key("a"), later) is words.LookupResult.RETRY  # it may be back by now
+
+
+def test_a_store_that_ends_is_news_for_those_who_asked_before(open_tier: Open) -> None:
+    tier = open_tier()
+    asking = words.ReqContext("r")
+    tier.lookup(key("a"), asking)
+    tier.on_schedule_end(words.ScheduleEndContext((), ()))
+    tier.drain_jobs()
+    assert tier.lookup(key("a"), asking) is words.LookupResult.MISS
+
+    tier.submit_store(job(0, key("a")))
+    tier.drain_jobs()
+    tier.on_schedule_end(words.ScheduleEndContext((), ()))
+
+    assert tier.lookup(key("a"), asking) is words.LookupResult.HIT
+
+
 def test_after_shutting_down_every_job_fails_and_nothing_raises(open_tier: Open) -> None:
     tier = open_tier()
     context = words.ReqContext("r")
@@ -261,6 +300,59 @@ def test_metrics_count_by_group_and_come_as_differences(open_tier: Open) -> None
 def test_wrong_options_are_refused_by_name(open_tier: Open, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_tier(**options)
+
+
+Change = Callable[[Any, Any], object]
+
+
+def fingerprint(rows: np.ndarray, change: Change | None = None, **options: Any) -> bytes:
+    """Of group 0's keys, after `change` to vLLM's configuration and that group."""
+    config = offloading_spec().config
+    group = config.groups[0]
+    if change is not None:
+        change(config, group)
+    chosen = TierOptions.of({"storage": "memory", "weight_version": "w1", **options})
+    return group_identity(config, group, chosen).fingerprint("group0", PageMemory.of_view(memoryview(rows)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config, group: setattr(config.model, "name", "org/other"),
+        lambda config, group: setattr(config.model, "dtype", "float8_e4m3fn"),
+        lambda config, group: setattr(config.cache, "tokens_per_hash", 32),
+        lambda config, group: setattr(config.cache, "blocks_per_chunk", 4),
+        lambda config, group: setattr(config.parallel, "tp_size", 2),
+        lambda config, group: setattr(config.parallel, "dcp_size", 2),
+        lambda config, group: setattr(config.parallel, "is_parallelism_agnostic", True),
+        lambda config, group: setattr(config, "replicated_layout", True),
+        lambda config, group: (
+            setattr(config, "canonical_layout", True),
+            setattr(config, "kv_cache_layout", "HND"),
+        ),
+        lambda config, group: setattr(group, "tokens_per_block", 32),
+        lambda config, group: setattr(group, "layer_names", ("layers.1",)),
+    ],
+)
+def test_what_changes_a_chunks_bytes_changes_its_key(rows: np.ndarray, change: Change) -> None:
+    assert fingerprint(rows, change) != fingerprint(rows)
+
+
+def test_what_does_not_change_a_chunks_bytes_does_not_change_its_key(rows: np.ndarray) -> None:
+    def portable(config: Any, group: Any) -> None:
+        config.parallel.is_parallelism_agnostic = True
+
+    def split_portably(config: Any, group: Any) -> None:
+        portable(config, group)
+        config.parallel.tp_size = 4
+
+    assert fingerprint(rows, portable) == fingerprint(rows, split_portably)
+    assert fingerprint(rows, lambda config, group: setattr(config.parallel, "data_parallel_index", 1)) == (
+        fingerprint(rows)
+    )
+    assert fingerprint(rows, salt="tenant") != fingerprint(rows)
+    assert fingerprint(rows, weight_version="w2") != fingerprint(rows)
+    assert fingerprint(rows[:, : CHUNK_BYTES // 2].copy()) != fingerprint(rows)
 
 
 def test_weights_must_be_named(rows: np.ndarray) -> None:
