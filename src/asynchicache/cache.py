@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -21,7 +20,8 @@ from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.stored import Attachment, StoredPools
 from asynchicache.controller.subscriptions import EventSubscription
-from asynchicache.controller.tasks import OwnedTasks
+from asynchicache.controller.tasks import OwnedTasks, shielded
+from asynchicache.controller.tracing import Tracer
 from asynchicache.errors import ClosedError, ConfigError, UsageError
 from asynchicache.events import PagesStored
 from asynchicache.hashing import pool_fingerprint
@@ -48,8 +48,6 @@ from asynchicache.transfer.opening import (
     open_engine,
 )
 from asynchicache.types import token_array
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class HybridCache:
             try:
                 yield cache
             finally:
-                await _shielded(cache._close())
+                await shielded(cache._close())
 
     async def _close(self) -> None:
         self._controller.close()
@@ -111,7 +109,12 @@ class HybridCache:
             self._controller.stop()
 
     def request(
-        self, tokens: Iterable[int], *, namespace: str | None = None, salt: str | None = None
+        self,
+        tokens: Iterable[int],
+        *,
+        namespace: str | None = None,
+        salt: str | None = None,
+        traceparent: str | None = None,
     ) -> Request:
         """One prompt to serve, as an async context manager.
 
@@ -119,14 +122,22 @@ class HybridCache:
             tokens: token ids of the prompt; images and the like replaced by content ids.
             namespace: LoRA id, tenant or any other name; prefixes of different ones never meet.
             salt: the caller's cache salt; likewise.
+            traceparent: the W3C header of the span that the request belongs to, for a tracer.
 
         Raises:
             InvalidTokensError: no tokens, or ids that are no integers of 0 to 2**63 - 1.
             ClosedError: the cache is closed.
         """
         self._controller.check_open()
-        seed = self._controller.namespaces.seed(namespace, salt)
-        return Request(self._controller, token_array(tokens)[:], seed)
+        controller = self._controller
+        seed = controller.namespaces.seed(namespace, salt)
+        if controller.tracer is None:
+            return Request(controller, token_array(tokens)[:], seed)
+        return controller.tracer.request(controller, token_array(tokens)[:], seed, traceparent)
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Tell a tracer (`integrations.otel`) what takes time from now on; None for nobody, at no cost."""
+        self._controller.trace(tracer)
 
     def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
         """The device memory of one tensor of a pool.
@@ -194,7 +205,7 @@ class HybridCache:
         Requests go on, and miss what was there. Calls that are under way are waited for, with the
         `closing` limit of `storage_limits`, and `durable` answers False.
         """
-        return await _shielded(self._controller.storer.detach())
+        return await shielded(self._controller.storer.detach())
 
     async def clear_storage(self) -> int:
         """Forget every page that storage has of this model, with these weights and this salt, and no
@@ -384,16 +395,6 @@ def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, s
         salt=config.salt,
     )
     return fingerprint, shard
-
-
-async def _shielded(closing: Coroutine[object, object, T]) -> T:
-    """Run to the end even if the caller is cancelled meanwhile, then be cancelled."""
-    task = asyncio.ensure_future(closing)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 __all__ = ["CacheStatistics", "Hit", "HybridCache", "Occupancy", "Request"]

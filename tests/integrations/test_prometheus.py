@@ -209,7 +209,7 @@ async def test_statistics_do_not_change_later():
 
         assert sum(before.served.reasons.values()) == sum(before.served.hit_tokens.values()) == 0
         assert not before.served.missed_tokens
-        assert not before.planner.restored
+        assert not before.served.hit_slots
         assert before.transfers.latencies != cache.statistics().transfers.latencies
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.tracing import Span
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import Flight
 from asynchicache.tree.node import Node, Pins
@@ -23,6 +24,7 @@ class Copy:
         user: the request whose own slots it touches, kept until it has ended.
         reads: device slots that its user will read though this copy does not write them.
         publishes: the end of the path that is due for the next tier once the copy is there.
+        span: to be told when it has ended, if somebody traces.
     """
 
     direction: Direction
@@ -31,6 +33,7 @@ class Copy:
     user: Sequence | None = None
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
     publishes: Node | None = None
+    span: Span | None = None
 
     def serve(self, sequence: Sequence) -> Copy:
         """This copy, which keeps the slots of `sequence` from being given back until it has ended."""

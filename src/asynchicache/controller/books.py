@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Self
 
 from asynchicache.controller.actions import Transfers
 from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.tracing import Tracer
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.specs import ModelSpec
@@ -38,8 +38,6 @@ class Counters:
         backed_up: pages and states that went to the host.
         host_pressure: pages and states that did not, for want of host slots.
         states_skipped: checkpoints without a state, for want of a device slot.
-        restored: by pool and tier, what hits consisted of, where it lay before the request; `STORAGE`
-            is what its own prefetch brought.
     """
 
     evicted: list[int] = field(default_factory=list)
@@ -48,10 +46,9 @@ class Counters:
     backed_up: int = 0
     host_pressure: int = 0
     states_skipped: int = 0
-    restored: Counter[tuple[str, Tier]] = field(default_factory=Counter)
 
     def copy(self) -> Self:
-        return replace(self, evicted=list(self.evicted), restored=Counter(self.restored))
+        return replace(self, evicted=list(self.evicted))
 
 
 class Books:
@@ -62,6 +59,7 @@ class Books:
         followers: by pool, the pools that share its slots and move along.
         free: by `place`, the allocator of that component and tier.
         sequences, flights, pinned, private: everyone who holds pins or slots outside the tree.
+        tracer: told of evictions, if there is one.
     """
 
     def __init__(
@@ -95,6 +93,7 @@ class Books:
         ]
         self._check_windows()
         self.counters = Counters(evicted=[0] * len(self.free))
+        self.tracer: Tracer | None = None
         self.sequences: set[Sequence] = set()
         self.flights: list[Flight] = []
         self.pinned: list[Pins] = []
@@ -144,12 +143,20 @@ class Books:
     def evict(self, at: int, count: int, *, dirty: bool) -> None:
         if count <= 0:
             return
+        tracer = self.tracer
+        span = tracer.evicting(*self._names_of(at), count) if tracer is not None else None
         freed = eviction.evict(self.tree, at, count, dirty=dirty)
         for where, slots in freed.slots.items():
             self.free[where].release(slots)
             self.counters.evicted[where] += len(slots)
         self.counters.demoted += freed.demoted
         self.counters.lost += freed.lost
+        if span is not None:
+            span.finish(freed=freed.count(at), demoted=freed.demoted, lost=freed.lost)
+
+    def _names_of(self, at: int) -> tuple[str, str]:
+        """Pool and tier of a place."""
+        return self.names[at // TIERS], Tier(at % TIERS).name.lower()
 
     def sharing(self, number: int) -> list[str]:
         """The pools that use a component's slots."""

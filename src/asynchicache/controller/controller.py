@@ -24,6 +24,7 @@ from asynchicache.controller.stored import StoredPools
 from asynchicache.controller.storing import Storer
 from asynchicache.controller.subscriptions import EventHub
 from asynchicache.controller.tasks import OwnedTasks
+from asynchicache.controller.tracing import Tracer
 from asynchicache.errors import CapacityError, ClosedError, RequestStateError
 from asynchicache.histograms import Histogram
 from asynchicache.streams.base import Device, Event, Stream
@@ -44,6 +45,7 @@ class HybridCacheController:
         namespaces: what the seeds of digests stand for.
         events: who is told what becomes of pages.
         served: what requests were given.
+        tracer: told of copies, if there is one.
         room_waits: how long `admit` and `reserve` took: waits for others to give back slots.
         closing: requests are refused; what is under way goes on.
     """
@@ -72,6 +74,7 @@ class HybridCacheController:
         self.namespaces = Namespaces(planner.books.tree.roots)
         self.events = EventHub(planner, self.namespaces)
         self.served = Served()
+        self.tracer: Tracer | None = None
         self.room_waits = Histogram()
         self._failure: BaseException | None = None
         self.closing = False
@@ -109,6 +112,10 @@ class HybridCacheController:
         or that of a copy. What is published after it might have been computed from what never came."""
         return self._failure or self._device.error
 
+    def trace(self, tracer: Tracer | None) -> None:
+        """Tell `tracer` of what takes time from now on; None for nobody."""
+        self.tracer = self.planner.books.tracer = self.storer.tracer = tracer
+
     # Requests
 
     def open(self, sequence: RequestSequence) -> None:
@@ -135,6 +142,7 @@ class HybridCacheController:
         prompt, hit = len(sequence.tokens), sequence.hit_pages * self.planner.books.page_size
         reason = self.planner.reason(sequence)
         self.served.count(prompt, hit, sequence.tier, reason, self.planner.limiting_pool(sequence))
+        self.served.hit_slots.update(sequence.sources)
         if self._count_namespaces:
             name = self.namespaces.named(sequence.seed).name or ""
             self.served.count_namespace(name, prompt, hit, self._count_namespaces)
@@ -277,6 +285,8 @@ class HybridCacheController:
         """Enqueue copies, those from the device behind the forwards that still run; the last one's ticket."""
         ticket = None
         for copy in copies:
+            if self.tracer is not None:
+                copy.span = self.tracer.copying(copy)
             self._active += 1
             done = partial(self._copied, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
@@ -285,6 +295,8 @@ class HybridCacheController:
         return ticket
 
     def _copied(self, copy: Copy, error: BaseException | None) -> None:
+        if copy.span is not None:
+            copy.span.finish(error)
         if error is not None:
             self.storer.traffic.copies_failed += 1
             self._failure = self._failure or error

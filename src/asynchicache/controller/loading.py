@@ -109,10 +109,9 @@ class Loader:
         """`slots` of a component, `host` of which are on the host only; the last ones of these are what the
         request's own prefetch brought."""
         name, stored = self._books.names[number], min(host, sequence.fetched_pages)
-        restored = self._books.counters.restored
-        restored[name, Tier.DEVICE] += slots - host
-        restored[name, Tier.HOST] += host - stored
-        restored[name, Tier.STORAGE] += stored
+        sequence.sources[name, Tier.DEVICE] += slots - host
+        sequence.sources[name, Tier.HOST] += host - stored
+        sequence.sources[name, Tier.STORAGE] += stored
 
     def _load_copies(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> list[Copy]:
         """One copy from the host, and one within the device if a state is there already.

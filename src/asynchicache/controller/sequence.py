@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from asynchicache.tree.matching import HeldBack, Match
@@ -59,6 +60,8 @@ class Sequence:
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
         fetched_pages: by how many pages its prefetch made the match longer.
+        sources: by pool and tier, the pages and states of what was restored, where they lay before;
+            `STORAGE` is what its prefetch brought.
         resting: it keeps nothing for now, so nobody need wait for it.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
         closed: the request is over; its slots may still be kept for copies.
@@ -84,6 +87,7 @@ class Sequence:
     tier: Tier = Tier.DEVICE
     reason: MissReason = MissReason.NONE
     fetched_pages: int = 0
+    sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     loaded: bool = False
     resting: bool = False
     poisoned: bool = False

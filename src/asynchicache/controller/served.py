@@ -26,6 +26,8 @@ class Served:
 
     Attributes:
         reasons: requests by why they were not given more.
+        hit_slots: by pool and tier, the pages and states that hits consisted of, where they lay before
+            the request; `STORAGE` is what its own prefetch brought.
         missed_tokens: prompt tokens that were not given, by the pool that kept the hit from being longer
             (the first one where no other did) and why. Those of reason `NONE` are the tokens behind the last
             page that can be given.
@@ -36,6 +38,7 @@ class Served:
     prompt_tokens: int = 0
     hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     reasons: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    hit_slots: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     missed_tokens: Counter[tuple[str, MissReason]] = field(default_factory=Counter)
     namespaces: dict[str, NamespaceServed] = field(default_factory=dict)
 
@@ -60,6 +63,7 @@ class Served:
             self,
             hit_tokens=dict(self.hit_tokens),
             reasons=dict(self.reasons),
+            hit_slots=Counter(self.hit_slots),
             missed_tokens=Counter(self.missed_tokens),
             namespaces={name: replace(served) for name, served in self.namespaces.items()},
         )

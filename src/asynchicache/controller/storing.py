@@ -11,6 +11,7 @@ from typing import Self
 from asynchicache.controller.actions import Store
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.stored import Attachment, StoredPools, linger
+from asynchicache.controller.tracing import Tracer
 from asynchicache.errors import UsageError
 from asynchicache.storage.limits import Batch
 from asynchicache.tree.node import Node
@@ -48,6 +49,7 @@ class Storer:
         traffic: what became of it.
         under_way: tasks that read from storage or write to it.
         storing_bytes: bytes of writes that are under way.
+        tracer: told of writes, if there is one.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Storer:
         """
         self.traffic = Traffic()
         self.under_way: set[asyncio.Task[None]] = set()
+        self.tracer: Tracer | None = None
         self._writer = planner.writer
         self._stored = stored
         self._limit = limit_bytes
@@ -95,6 +98,7 @@ class Storer:
 
     async def _write(self, work: Store, size: int) -> None:
         stored, late = False, False
+        span = self.tracer.storing(work) if self.tracer is not None else None
         try:
             batches = await self._stored.put(work)
             stored = self._count(batches)
@@ -102,6 +106,8 @@ class Storer:
         finally:
             self._writer.wrote(work, stored=stored, late=late)
             self.storing_bytes -= 0 if late else size
+            if span is not None:
+                span.finish(bytes=size, stored=stored)
         if late:
             self._spawn_late(self._finish_late(work, size, batches))
 

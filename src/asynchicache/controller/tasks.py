@@ -1,9 +1,12 @@
-"""A task group that outlives the coroutine that opened it, and ends when its owner says so."""
+"""A task group that ends when its owner says so, and work that a cancelled caller does not cut short."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class OwnedTasks:
@@ -33,3 +36,13 @@ class OwnedTasks:
         """Cancel what still runs and wait for its end."""
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
+
+
+async def shielded(closing: Coroutine[object, object, T]) -> T:
+    """Run to the end even if the caller is cancelled meanwhile, then be cancelled."""
+    task = asyncio.ensure_future(closing)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

@@ -159,7 +159,7 @@ FAMILIES = (
         "hit_slots_total",
         "Pages and states that hits consisted of, by where they lay before the request.",
         ("pool", "tier"),
-        lambda s: (((pool, _tier(tier)), count) for (pool, tier), count in s.planner.restored.items()),
+        lambda s: (((pool, _tier(tier)), count) for (pool, tier), count in s.served.hit_slots.items()),
     ),
     Family("wait_seconds", "How long requests waited.", ("op",), _waits),
     Family(

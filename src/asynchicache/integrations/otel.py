@@ -1,0 +1,179 @@
+"""OpenTelemetry spans of what a cache does, beneath the span of the request that it does it for.
+
+    instrument(cache)
+    async with cache.request(tokens, traceparent=headers.get("traceparent")) as request: ...
+
+Nothing here is imported, and a cache does no more than compare an attribute with None, until `instrument`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from opentelemetry import context as context_api
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Status, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from asynchicache.cache import HybridCache
+from asynchicache.controller.actions import Copy, Store
+from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.request import Hit, Request
+from asynchicache.streams.base import Stream
+from asynchicache.transfer.plan import Direction
+from asynchicache.transfer.ticket import Ticket
+
+PREFIX = "asynchicache."
+"""Of the names of spans and of their attributes."""
+
+_propagator = TraceContextTextMapPropagator()
+
+
+def instrument(cache: HybridCache, provider: TracerProvider | None = None) -> None:
+    """Trace what a cache does from now on; `cache.trace(None)` ends it.
+
+    Args:
+        cache: which.
+        provider: makes the spans; the application's global one if None.
+    """
+    cache.trace(CacheTracer(cache, trace.get_tracer("asynchicache", tracer_provider=provider)))
+
+
+class CacheTracer:
+    """Begins the spans of one cache; see `docs/howto/observability.md` for their attributes."""
+
+    def __init__(self, cache: HybridCache, tracer: trace.Tracer) -> None:
+        self._page_size = cache.spec.page_size
+        self._tracer = tracer
+
+    def request(
+        self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
+    ) -> Request:
+        """A request whose spans are beneath `traceparent`, or beneath the current span if that is None or
+        malformed."""
+        current = context_api.get_current()
+        carrier = {} if traceparent is None else {"traceparent": traceparent}
+        return TracedRequest(controller, tokens, seed, self, _propagator.extract(carrier, context=current))
+
+    @contextmanager
+    def span(self, name: str, **attributes: str | int) -> Iterator[trace.Span]:
+        """A span that is the current one inside; an exception is recorded, and goes on."""
+        with self._tracer.start_as_current_span(PREFIX + name, attributes=_named(attributes)) as span:
+            yield span
+
+    def copying(self, copy: Copy) -> OpenSpan:
+        pages = {f"slots.{transfer.pool}": len(transfer.sources) for transfer in copy.transfers}
+        attributes: dict[str, str | int] = dict(pages)
+        user = copy.user
+        if copy.direction is Direction.LOAD and user is not None:
+            attributes |= {"hit_tokens": user.hit_pages * self._page_size, "tier": user.tier.name.lower()}
+        return self._begin(copy.direction.value, attributes)
+
+    def storing(self, work: Store) -> OpenSpan:
+        return self._begin("store", {f"slots.{pool}": len(slots) for pool, (_, slots) in work.pages.items()})
+
+    def evicting(self, pool: str, tier: str, slots: int) -> OpenSpan:
+        return self._begin("evict", {"pool": pool, "tier": tier, "wanted": slots})
+
+    def _begin(self, name: str, attributes: Mapping[str, str | int]) -> OpenSpan:
+        return OpenSpan(self._tracer.start_span(PREFIX + name, attributes=_named(attributes)))
+
+
+class OpenSpan:
+    """A span that ends elsewhere than it began."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    def finish(self, error: BaseException | None = None, **attributes: str | int) -> None:
+        self._span.set_attributes(_named(attributes))
+        if error is not None:
+            self._span.record_exception(error)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self._span.end()
+
+
+class TracedRequest(Request):
+    """A request that makes spans of its phases, and whose copies and evictions are beneath its parent."""
+
+    def __init__(
+        self,
+        controller: HybridCacheController,
+        tokens: array[int],
+        seed: bytes,
+        tracer: CacheTracer,
+        parent: Context,
+    ) -> None:
+        super().__init__(controller, tokens, seed)
+        self._tracer = tracer
+        self._parent = parent
+
+    async def __aenter__(self) -> Self:
+        with self._beneath_parent(), self._tracer.span("lookup", prompt_tokens=len(self.tokens)) as span:
+            await super().__aenter__()
+            span.set_attributes(_hit(self.hit))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._beneath_parent():
+            await super().__aexit__(kind, error, traceback)
+
+    async def prefetch(self) -> Hit:
+        with self._beneath_parent(), self._tracer.span("fetch") as span:
+            hit = await super().prefetch()
+            span.set_attributes(_hit(hit))
+        return hit
+
+    def load(self, *, counted: bool = True) -> Ticket:
+        with self._beneath_parent():  # the span is the copy's: it ends when the bytes have landed
+            return super().load(counted=counted)
+
+    def extend(self, tokens: int) -> dict[str, list[int]]:
+        with self._beneath_parent():
+            return super().extend(tokens)
+
+    async def reserve(self, tokens: int) -> dict[str, list[int]]:
+        with self._beneath_parent():
+            return await super().reserve(tokens)
+
+    def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
+        with self._beneath_parent():
+            return super().snapshot(length, after=after)
+
+    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
+        with self._beneath_parent(), self._tracer.span("checkpoint", tokens=length):
+            return super().checkpoint(length, after=after, final=final)
+
+    @contextmanager
+    def _beneath_parent(self) -> Iterator[None]:
+        token = context_api.attach(self._parent)
+        try:
+            yield
+        finally:
+            context_api.detach(token)
+
+
+def _hit(hit: Hit) -> dict[str, str | int]:
+    tier = max(hit.by_tier, default=None)
+    found: dict[str, str | int] = {"hit_tokens": hit.tokens, "reason": hit.reason.value}
+    if tier is not None:
+        found["tier"] = tier.name.lower()
+    if hit.held_back_by:
+        found["held_back_by"] = hit.held_back_by
+    return _named(found)
+
+
+def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {PREFIX + name: value for name, value in attributes.items()}
