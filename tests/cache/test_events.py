@@ -75,7 +75,9 @@ async def churn(cache: HybridCache, rng: random.Random) -> None:
             )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
+)
 @pytest.mark.parametrize(
     "spec",
     [SPEC, synthetic_spec(PAGE, ("kv", "mamba", "swa"), window_pages=2)],

@@ -141,6 +141,26 @@ async def test_events_faster_than_they_are_sent_begin_the_stream_anew():
         assert router.known() == await truth(cache) != {}
 
 
+async def test_a_snapshot_comes_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asynchicache.integrations.kv_events.publisher._BATCH_BLOCKS", 8)
+    async with HybridCache.open(SPEC, config()) as cache, KvEventPublisher.open(cache, LOCAL) as publisher:
+        for start in range(0, 500, 100):
+            await Engine(cache).serve(range(start, start + 21))
+        await publisher.flush()
+        async with follow(publisher) as subscriber:
+            router = Router(subscriber)
+            updates = subscriber.take()
+            router.apply(updates)
+            sizes = [
+                sum(len(getattr(event, "block_hashes", [1])) for event in update.batch.events)
+                for update in updates
+            ]
+            assert len(sizes) > 4
+            assert max(sizes) < 8 + 5  # and what is left of a node
+            assert len({update.sequence for update in updates}) == 1
+            assert router.known() == await truth(cache) != {}
+
+
 async def test_a_publisher_that_was_started_anew_is_noticed(tmp_path: Path):
     """Its numbers begin at 0 again, and may be as many: the epoch tells it from the one before."""
     options = KvEventsConfig(

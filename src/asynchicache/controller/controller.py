@@ -63,13 +63,8 @@ class HybridCacheController:
         store_bytes: int,
         count_namespaces: int = 0,
     ) -> None:
-        """
-        Args:
-            planner, device, reactor, engine, stored, tasks: what it runs.
-            prefetch: how long a request waits for storage.
-            store_bytes: writes to storage under way; what would go beyond is shed.
-            count_namespaces: how many namespaces are counted apart.
-        """
+        """`store_bytes`: of writes to storage under way, beyond which they are shed; `count_namespaces`: how
+        many are counted apart."""
         self.planner = planner
         self.namespaces = Namespaces(planner.books.tree.roots)
         self.events = EventHub(planner, self.namespaces)

@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from itertools import chain
 
 import zmq
 import zmq.asyncio
@@ -29,6 +30,8 @@ from asynchicache.integrations.kv_events.wire import (
     SEQUENCE_BYTES,
     SNAPSHOT_REQUEST,
     AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     KvEvent,
     encode,
 )
@@ -37,8 +40,8 @@ _Socket = zmq.asyncio.Socket
 
 _log = logging.getLogger(__name__)
 
-_BATCH_EVENTS = 256
-"""Events of one message; each may have a thousand blocks."""
+_BATCH_BLOCKS = 1024
+"""Blocks of one message, or those of one event if it has more: encoding takes a few milliseconds."""
 
 _MAX_REQUEST_BYTES = 1024
 
@@ -157,21 +160,24 @@ class KvEventPublisher:
             self.resynchronised += 1
             _log.warning("%d events were not published in time: the stream begins anew", event.count)
         snapshot = await self._cache.snapshot()
-        await self._send([AllBlocksCleared(media), *self._encoder.encode(snapshot)])
+        await self._send(chain([AllBlocksCleared(media)], self._encoder.encode(snapshot)))
 
     async def _send(self, events: Iterable[KvEvent]) -> None:
         for payload in self._payloads(events):
             sequence, self.sequence = self.sequence, self.sequence + 1
             self._buffer.append(sequence, payload)
             await self._pub.send_multipart([self._topic, _frame(sequence), payload])
+            await asyncio.sleep(0)  # a publication never waits, and others want their turn
 
     def _payloads(self, events: Iterable[KvEvent]) -> Iterator[bytes]:
         batch: list[KvEvent] = []
+        blocks = 0
         for event in events:
             batch.append(event)
-            if len(batch) == _BATCH_EVENTS:
+            blocks += len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
+            if blocks >= _BATCH_BLOCKS:
                 yield self._payload(batch)
-                batch = []
+                batch, blocks = [], 0
         if batch:
             yield self._payload(batch)
 
@@ -208,8 +214,12 @@ class KvEventPublisher:
     async def _snapshot(self) -> list[tuple[int, bytes]]:
         """What is there now, as batches with the number of the next one that will be sent."""
         snapshot = await self._cache.snapshot()
-        events = [AllBlocksCleared(), *self._encoder.encode(snapshot)]
-        return [(self.sequence, payload) for payload in self._payloads(events)]
+        following = self.sequence
+        batches = []
+        for payload in self._payloads(chain([AllBlocksCleared()], self._encoder.encode(snapshot))):
+            batches.append((following, payload))
+            await asyncio.sleep(0)
+        return batches
 
 
 def _frame(sequence: int) -> bytes:
