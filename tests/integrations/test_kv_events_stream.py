@@ -332,7 +332,7 @@ async def engine(*known: int, replay: bool = True) -> AsyncIterator[tuple[Engine
         endpoint = publisher.replay_endpoint if replay else None
         try:
             async with KvEventSubscriber.open(
-                publisher.endpoint, replay_endpoint=endpoint, patience=0.3
+                publisher.endpoint, replay_endpoint=endpoint, patience=30
             ) as subscriber:
                 await publisher.subscribed()
                 yield publisher, Router(subscriber)
@@ -419,6 +419,7 @@ async def test_a_publisher_that_leaves_a_request_without_an_end_is_not_waited_fo
     async with engine(0) as (publisher, router):
         await received(router, 1)
         publisher.mute = True
+        router.subscriber._patience = 0.05
         publisher.buffer |= {1: batch(1)}
         await publisher.send(2)
         assert await received(router, 2) == [(Origin.LOST, 2), (Origin.LIVE, 2)]

@@ -135,10 +135,10 @@ async def test_namespaces_are_counted_on_request_only_and_few_of_them():
         assert scrape.total("namespace_prompt_tokens_total", namespace="other") == 42
 
 
-async def scrape_beside(rates: FaultRates) -> Scrape:
+async def scrape_beside(rates: FaultRates, deadline: float) -> Scrape:
     """What is told after a prompt was served beside storage that is broken like this."""
     backend = Faulty(MemoryBackend(MemoryStore()), rates, random.Random(0))
-    options = config(storage_limits=PoolLimits(deadline=0.02, closing=1.0, retries=0, failures=2))
+    options = config(storage_limits=PoolLimits(deadline=deadline, closing=1.0, retries=0, failures=2))
     async with HybridCache.open(SPEC, options, storage=backend) as cache:
         await serve_all(cache, [PROMPT])
         scrape = Scrape(registered(cache))
@@ -149,13 +149,13 @@ async def scrape_beside(rates: FaultRates) -> Scrape:
 
 @pytest.mark.asyncio
 async def test_storage_that_fails_is_told_from_storage_that_hangs():
-    failing = await scrape_beside(FaultRates(fail=1.0))
+    failing = await scrape_beside(FaultRates(fail=1.0), deadline=60)
     assert failing.total("storage_faults_total", reason="error") > 0
     assert failing.total("storage_faults_total", reason="timeout") == 0
     assert failing.total("shed_slots_total", reason="failed") > 0
     assert failing.total("requests_total", reason="storage_failed") == 1
 
-    hanging = await scrape_beside(FaultRates(hang=1.0))
+    hanging = await scrape_beside(FaultRates(hang=1.0), deadline=0.02)
     assert hanging.total("storage_faults_total", reason="timeout") > 0
     assert hanging.total("storage_faults_total", reason="error") == 0
     assert hanging.total("storage_breaker_opened_total") > 0
@@ -167,19 +167,20 @@ async def test_storage_that_fails_is_told_from_storage_that_hangs():
 @pytest.mark.asyncio
 async def test_another_thread_may_scrape_and_never_hangs_with_the_loop():
     async with HybridCache.open(SPEC, config()) as cache:
-        registry = CollectorRegistry()
-        registry.register(CacheCollector(cache, patience=0.05))
+        patient, hurried = CollectorRegistry(), CollectorRegistry()
+        patient.register(CacheCollector(cache, patience=60))
         await serve_all(cache, [PROMPT])
-        seen = await asyncio.to_thread(Scrape, registry)
-        assert seen.total("requests_total") == 1
+        hurried.register(CacheCollector(cache, patience=0.01))
+        await serve_all(cache, [PROMPT])
+        seen = await asyncio.to_thread(Scrape, patient)
+        assert seen.total("requests_total") == 2
 
-        await serve_all(cache, [PROMPT])
         stale: list[Scrape] = []
-        other = threading.Thread(target=lambda: stale.append(Scrape(registry)))
+        other = threading.Thread(target=lambda: stale.append(Scrape(hurried)))
         other.start()
         other.join()  # the loop is held up: this thread is the loop's
         assert stale[0].total("requests_total") == 1
-    assert Scrape(registry).total("requests_total") == 2
+    assert Scrape(hurried).total("requests_total") == 2
 
 
 def test_a_closed_loop_leaves_the_last_metrics():
