@@ -265,6 +265,31 @@ def test_a_read_that_never_ends_keeps_the_rows_from_being_unmapped(
         tier.shutdown()
 
 
+@pytest.mark.timeout(30)
+def test_no_call_of_the_scheduler_waits_for_storage(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage answers nothing, for longer than the test may take."""
+    monkeypatch.setattr(page_store, "open_backend", silent_backend)
+    patience = {"deadline": 3600.0, "closing": 0.05}
+    tier = open_tier(zero_copy=False, storage_limits=patience, close_seconds=0.2)
+    context = words.ReqContext("r", {"asynchicache": {"prefetch": {"block_hashes": ["ab" * 32]}}})
+    tier.on_new_request(context)
+
+    for _ in range(3):
+        assert tier.lookup(key("a"), context) is words.LookupResult.RETRY
+        tier.submit_store(job(0, key("b")))
+        tier.submit_load(job(1, key("a"), load=True))
+        tier.on_schedule_end(words.ScheduleEndContext((), ()))
+        assert list(tier.get_finished_jobs()) == []
+        tier.get_stats()
+        assert list(tier.take_events()) == []
+    tier.on_request_finished(context)
+
+
+def silent_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:
+    """No call of it ever ends."""
+    return Faulty(open_backend(name, options, port), FaultRates(hang=1), port.random)
+
+
 def hanging_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:
     """Reads of it never end."""
     return Faulty(open_backend(name, options, port), FaultRates(hang=1, calls=("get",)), port.random)
