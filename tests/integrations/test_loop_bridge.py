@@ -21,6 +21,7 @@ import pytest
 
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
+from asynchicache.integrations.gate import ByteGate
 from asynchicache.integrations.wakeups import EventfdWakeup, SocketWakeup, open_wakeup
 
 PATIENCE = 30.0  # of a test that waits for what must come; it never runs out
@@ -280,6 +281,19 @@ def test_bytes_over_the_cap_are_shed_if_they_shall_not_wait() -> None:
     held.release()
     assert first.result(PATIENCE) == 1
     assert bridge.close()
+
+
+@pytest.mark.asyncio
+async def test_room_that_came_with_a_cancellation_is_given_back() -> None:
+    gate = ByteGate(10)
+    await gate.enter(10)
+    waiting = asyncio.create_task(gate.enter(10))
+    await asyncio.sleep(0)
+    gate.leave(10)  # lets it in, and it has not noticed yet
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(gate.enter(10), PATIENCE)
 
 
 def test_a_job_larger_than_the_cap_runs_alone() -> None:

@@ -217,6 +217,9 @@ def test_sets_of_pools_are_intersected() -> None:
         {"swa": (trailing_pages(2), window), "indexer": (ALL_PAGES, [True] * 4 + [False] * 2)},
     )
     assert hits == PrefixHits(3, {"kv": 5, "swa": 3, "indexer": 4}, [3])
+    states, kv, index = [False, False, True, False, True], [True] * 5, [True] * 4
+    hits = prefix_hits("kv", kv, {"mamba": (trailing_pages(1), states), "indexer": (ALL_PAGES, index)})
+    assert hits == PrefixHits(3, {"kv": 5, "mamba": 5, "indexer": 4}, [3]), "not 4, the least of the longest"
     assert prefix_hits("kv", [False, True], {"swa": (trailing_pages(2), every)}) == PrefixHits(0, {}, [])
     assert prefix_hits("kv", [], {}) == PrefixHits(0, {}, [])
 
@@ -306,6 +309,7 @@ def test_with_mla_the_first_rank_writes_and_all_read(tmp_path: Path) -> None:
         assert pools[1]["kv"].page(5) == written
         state = [transfer("mamba", KEYS[:1], pools[1]["mamba"].indices(3))]
         assert second.batch_set_v2(state) == {"mamba": [True]}
+        assert second.batch_get_v2(state) == {"mamba": [True]}
         assert first.batch_get_v2([transfer("mamba", KEYS[:1], pools[0]["mamba"].indices(3))]) == {
             "mamba": [False]
         }, "states are split by heads, so each rank has its own"
