@@ -12,6 +12,7 @@ import pytest
 from sglang_trees import Tree, equal, stand_in_for_kernels, tree
 
 from asynchicache.integrations.sglang.storage import AsynchicacheStorage
+from engines import Server, executable, free_port
 
 KINDS = ("full", "mla", "full+mamba", "full+swa")
 POOLS = {"full": {"kv"}, "mla": {"kv"}, "full+mamba": {"kv", "mamba"}, "full+swa": {"kv", "swa"}}
@@ -161,6 +162,42 @@ def test_a_backend_that_ends_first_costs_misses(tmp_path: Path) -> None:
         second.compute(TOKENS, seed=4)
         second.stored()
         assert second.load(TOKENS) == len(TOKENS), "from the device itself"
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[tuple[Server, str]]:
+    """A server, and where it is."""
+    port = free_port()
+    arguments = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(tmp_path)]
+    ready = "Ready to accept connections"
+    with Server([executable("redis-server"), *arguments], ready=ready, port=port) as server:
+        yield server, f"redis://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_a_server_that_goes_costs_misses(fault: str, redis: tuple[Server, str], tmp_path: Path) -> None:
+    server, url = redis
+    extra = options(
+        tmp_path,
+        storage="redis",
+        storage_options={"url": url},
+        storage_limits={"deadline": 0.5, "closing": 0.5, "cooldown": 0.1},
+    )
+    with tree("full+mamba", "python", extra) as first:
+        computed = first.compute(TOKENS, seed=1)
+        first.stored()
+    with tree("full+mamba", "python", extra) as second:
+        assert second.prefetch(TOKENS, "before") == len(TOKENS)
+        assert second.load(TOKENS) == len(TOKENS)
+        assert equal(second.bytes_of(TOKENS), computed)
+    with tree("full+mamba", "python", extra) as third:
+        getattr(server, fault)()
+        assert third.prefetch(TOKENS) == 0
+        third.compute(TOKENS, seed=4)
+        third.stored()
+        assert third.load(TOKENS) == len(TOKENS), "what is on the device is as it was"
+        if fault == "pause":
+            server.resume()
 
 
 @pytest.mark.parametrize(

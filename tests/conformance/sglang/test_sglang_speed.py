@@ -67,6 +67,7 @@ def line(name: str, rounds: list[Round]) -> str:
     return f"{name:28}" + "   ".join(cells)
 
 
+@pytest.mark.timeout(600)
 def test_pages_to_storage_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
