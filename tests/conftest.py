@@ -48,3 +48,11 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"{', '.join(engines)} is required here, but the test skipped: {reason}"
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many suspensions were interrupted; see `tests/cache/test_interruptions.py`."""
+    passed = terminalreporter.stats.get("passed", [])
+    found = [value for report in passed for name, value in report.user_properties if name == "suspensions"]
+    if found:
+        terminalreporter.write_line(f"interrupted at {sum(found):,} suspensions of public coroutines")

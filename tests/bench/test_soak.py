@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.bench.soak import run
 from asynchicache.bench.soak.options import LOOPS, STORES, SoakOptions
 from asynchicache.bench.soak.samples import Sample, hit_drift, hit_rates, memory_level
 from asynchicache.bench.soak.traffic import Engine, Talks
@@ -78,6 +79,7 @@ def test_a_slot_that_is_left_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         release(planner, sequence)
 
     monkeypatch.setattr(Planner, "release", keep_one)
+    monkeypatch.setattr(run, "HANG_SECONDS", 0.1)
 
     code, result = soak(tmp_path)
 

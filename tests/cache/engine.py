@@ -74,6 +74,11 @@ class Engine:
         """Run a forward up to `length` tokens and publish its end."""
         done = request.reserved
         request.extend(max(length - done, 0))
+        self.write(request, done, length, namespace)
+        await request.checkpoint(length)
+
+    def write(self, request: Request, done: int, length: int, namespace: str | None = None) -> None:
+        """What a forward from `done` to `length` tokens would write."""
         digests = self.digests(request, namespace)
         first, last = done // PAGE, length // PAGE
         for pool in self.cache.spec.pools:
@@ -83,4 +88,3 @@ class Engine:
                 self.oracle.write(pool.name, slots, digests[first:last])
             elif length % PAGE == 0:
                 self.oracle.write(pool.name, [request.state(pool.name)], [digests[last - 1]])
-        await request.checkpoint(length)

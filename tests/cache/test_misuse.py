@@ -22,6 +22,7 @@ from asynchicache import (
 )
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.ports import AsyncioPort
+from asynchicache.testing.kit import OpenSmallCache
 
 pytestmark = pytest.mark.asyncio
 
@@ -29,21 +30,21 @@ PROMPT = list(range(100, 120))
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [1.5], ["a"], [[1, 2]], [1 << 63], None])
-async def test_bad_tokens_are_refused(tokens: object):
-    async with HybridCache.open(SPEC, config()) as cache:
+async def test_bad_tokens_are_refused(tokens: object, small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
         with pytest.raises((InvalidTokensError, TypeError)):
             cache.request(tokens)
 
 
-async def test_too_long_a_prompt_is_refused_at_once():
-    async with HybridCache.open(SPEC, config()) as cache:
+async def test_too_long_a_prompt_is_refused_at_once(small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
         with pytest.raises(CapacityError, match="132 tokens need 33 pages of 4; the device holds 32"):
             async with cache.request(list(range(132))):
                 raise AssertionError("entered")
 
 
-async def test_a_request_is_used_once():
-    async with HybridCache.open(SPEC, config()) as cache:
+async def test_a_request_is_used_once(small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
         request = cache.request(PROMPT)
         async with request:
             with pytest.raises(RequestStateError, match="used once"):
@@ -55,8 +56,8 @@ async def test_a_request_is_used_once():
         assert cache.verify() == []
 
 
-async def test_order_is_enforced():
-    async with HybridCache.open(SPEC, config()) as cache:
+async def test_order_is_enforced(small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
         with pytest.raises(RequestStateError, match="not entered"):
             cache.request(PROMPT).load()
         async with cache.request(PROMPT) as request:
@@ -77,8 +78,8 @@ async def test_order_is_enforced():
                 request.state("kv")
 
 
-async def test_a_closed_cache_says_so():
-    async with HybridCache.open(SPEC, config()) as cache:
+async def test_a_closed_cache_says_so(small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
         pass
     with pytest.raises(ClosedError):
         cache.request(PROMPT)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -325,3 +326,17 @@ async def test_pools_may_be_missing_on_the_host(host: dict[str, int]):
         engine = Engine(cache)
         await engine.serve(PROMPT)
         assert (await engine.serve([*PROMPT, 1])).by_tier == {Tier.DEVICE: 40}
+
+
+async def test_tokens_that_somebody_looks_at_can_grow():
+    async with HybridCache.open(SPEC, config()) as cache:
+        engine = Engine(cache)
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            await engine.compute(request, 40)
+            seen = np.frombuffer(request.tokens, np.int64)
+            request.append([1, 2, 3, 4])
+            await engine.compute(request, 44)
+            assert list(seen) == PROMPT
+            assert list(request.tokens) == [*PROMPT, 1, 2, 3, 4]
+        assert (await engine.serve([*PROMPT, 1, 2, 3, 4, 5])).tokens == 44

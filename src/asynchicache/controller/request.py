@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -208,7 +209,9 @@ class Request:
 
         Always a cancellation point; the read goes on for others when this waiter leaves.
         """
-        await self._controller.prefetch(self._unloaded("prefetch"))
+        sequence = self._unloaded("prefetch")
+        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.prefetch(sequence)
         return self.hit
 
     def rest(self) -> None:
@@ -247,7 +250,9 @@ class Request:
             RequestStateError: after `load`, or the request was closed meanwhile.
             ClosedError: the cache was.
         """
-        await self._controller.admit(self._unloaded("admit"))
+        sequence = self._unloaded("admit")
+        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.admit(sequence)
         return self.hit
 
     def load(self, *, counted: bool = True) -> Ticket:
@@ -289,7 +294,9 @@ class Request:
             RequestStateError: the request was closed meanwhile.
             ClosedError: the cache was.
         """
-        return await self._controller.reserve(self._growing("reserve", tokens), tokens)
+        sequence = self._growing("reserve", tokens)
+        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        return await self._controller.reserve(sequence, tokens)
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -297,8 +304,11 @@ class Request:
         Raises:
             InvalidTokensError: as for a prompt.
         """
-        self._open()
-        self._tokens.extend(token_array(tokens))
+        sequence, added = self._open(), token_array(tokens)
+        try:
+            self._tokens.extend(added)
+        except BufferError:  # somebody looks at them through numpy, say, and keeps what was there
+            sequence.tokens = self._tokens = self._tokens + added
 
     def advance(self, length: int, *, after: Stream | None = None) -> None:
         """The first `length` tokens are computed: give back the pages that lie before every window.
@@ -353,7 +363,9 @@ class Request:
 
     async def durable(self) -> bool:
         """Wait until what was published is in storage; False if there is none, or it refuses."""
-        return await self._controller.durable(self._in_use())
+        sequence = self._in_use()
+        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        return await self._controller.durable(sequence)
 
     def _checked(self, length: int) -> RequestSequence:
         sequence = self._unfinished()

@@ -14,9 +14,13 @@ class OwnedTasks:
 
     A group entered by `HybridCache.open` itself would wrap whatever the caller's body raises in an
     exception group, and cancel the caller when a child fails. Children must not raise.
+
+    Attributes:
+        running: tasks that have not ended.
     """
 
     def __init__(self) -> None:
+        self.running: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._ready = asyncio.Event()
         self._supervisor = asyncio.create_task(self._supervise(), name="asynchicache-tasks")
@@ -30,7 +34,10 @@ class OwnedTasks:
         await self._ready.wait()
 
     def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        return self._group.create_task(work)
+        task = self._group.create_task(work)
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+        return task
 
     async def aclose(self) -> None:
         """Cancel what still runs and wait for its end."""
@@ -38,11 +45,15 @@ class OwnedTasks:
         await asyncio.wait([self._supervisor])
 
 
-async def shielded(closing: Coroutine[object, object, T]) -> T:
-    """Run to the end even if the caller is cancelled meanwhile, then be cancelled."""
-    task = asyncio.ensure_future(closing)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
+async def shielded(work: Coroutine[object, object, T]) -> T:
+    """Run to the end even if the caller is cancelled meanwhile, however often, then be cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    return task.result()

@@ -116,6 +116,10 @@ class SlotAllocator:
         """Every slot that has an owner; for `verify`, linear in the capacity."""
         return {slot for slot, state in enumerate(self._state) if state == _HELD}
 
+    def is_free(self, slot: int) -> bool:
+        """Whether nobody has the slot; those whose memory is not ready count as free."""
+        return self._state[slot] == _FREE
+
     def problems(self) -> list[str]:
         """Broken invariants, in words; empty when all is well."""
         found = []

@@ -185,6 +185,10 @@ class TransferEngine:
             self._landed.latencies(),
         )
 
+    def live(self) -> list[CacheOperation]:
+        """Operations whose end was not told yet."""
+        return [submission.operation for submission in self._untold]
+
     async def aclose(self, deadline_seconds: float) -> int:
         """Refuse new operations and wait for those in flight, for `deadline_seconds` at most.
 
@@ -310,10 +314,7 @@ class TransferEngine:
 
     def _event(self) -> Event:
         """Events are used again: making and destroying them takes the CUDA context's lock."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return self._device.event()
+        return self._spare.pop() if self._spare else self._device.event()
 
     def _tell(self, call: Callable[[], object]) -> None:
         if self._submitter is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from asynchicache.hashing import page_digests
 from asynchicache.tree.copies import Flight
-from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, TIERS, Node, place
+from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
 from asynchicache.tree.policies import Key
 from asynchicache.tree.store import NodeStore
 from asynchicache.tree.tree import PathLease
@@ -33,7 +33,9 @@ def problems(
     found.extend(_slots_disjoint(tree))
     found.extend(_candidates(tree))
     if leases is not None:
+        flights = list(flights)
         found.extend(_pins(tree, leases, flights))
+        found.extend(_arrivals(tree, flights))
     return found
 
 
@@ -117,3 +119,15 @@ def _pins(tree: NodeStore, leases: Iterable[PathLease], flights: Iterable[Flight
         for at, count in enumerate(node.pins):
             if count != expected[id(node), at]:
                 yield f"{node!r} has {count} pins at place {at}, leases hold {expected[id(node), at]}"
+
+
+def _arrivals(tree: NodeStore, flights: Iterable[Flight]) -> Iterator[str]:
+    """What is on its way to a place is brought there by one copy, no more and no less."""
+    brought: Counter[tuple[int, int]] = Counter()
+    for flight in flights:
+        brought.update((id(node), at) for at, pending in flight.pending.items() for node in pending.nodes)
+    for node in tree.nodes():
+        for at, residency in enumerate(node.residency):
+            copies = brought[id(node), at]
+            if residency not in (ABSENT, RESIDENT) and copies != 1:
+                yield f"{node!r} is on its way to place {at}, brought by {copies} copies"

@@ -68,10 +68,7 @@ class SoakReport:
     ) -> Self:
         """Judge a run."""
         rates = hit_rates(samples)
-        stalls = [
-            f"the loop was blocked for {stall.blocked * 1e3:.0f} ms: {stall.stack}"
-            for stall in watchdog.stalls
-        ]
+        stalls = [str(stall) for stall in watchdog.stalls]
         memory, drift = memory_level(samples), hit_drift(rates)
         violations = [*served.wrong, *problems, *stalls]
         if memory is not None and memory.drift > MOST_DRIFT:

@@ -230,13 +230,22 @@ class Soak:
 
     async def _settled(self, cache: HybridCache) -> None:
         """Nobody is served, so nothing is held: what is left can all be forgotten."""
-        await cache.drain()
+        await self._idle(cache)
         await cache.flush()
-        self.problems += cache.verify()
+        self.problems += cache.verify(idle=True)
         for pool, tiers in cache.statistics().occupancy.items():
             for tier, occupancy in zip(("device", "host"), tiers, strict=True):
                 if occupancy.held or occupancy.quarantined:
                     self.problems.append(f"slots left of {pool} {tier}: {occupancy}")
+
+    async def _idle(self, cache: HybridCache) -> None:
+        """Also calls of storage that have outlived their deadline have ended: they keep their slots."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HANG_SECONDS):
+                await cache.drain()
+                while cache.verify(idle=True):
+                    await asyncio.sleep(SAMPLE_SECONDS)
+                    await cache.drain()
 
     def _nothing_left(self, threads: int) -> None:
         """A closed cache has no task, thread or file."""

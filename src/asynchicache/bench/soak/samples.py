@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -48,11 +49,20 @@ def look(at: float, served: Served) -> Sample:
         _resident(),
         len(asyncio.all_tasks()),
         threading.active_count(),
-        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        _open_files(),
         served.turns,
         served.prompt_tokens,
         served.hits,
     )
+
+
+def _open_files() -> int:
+    """Descriptors, without those by which the kernel's accounts are read: they come and go."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            count += not str(link.readlink()).startswith("/proc/")
+    return count
 
 
 def _resident() -> int:

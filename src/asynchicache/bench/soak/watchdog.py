@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Self
 
 _BEAT_SECONDS = 0.005
 _LOOK_SECONDS = 0.02
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STAT = Path("/proc/stat")
 _TASKS = Path("/proc/self/task")
 _FRAMES = 8
 
@@ -26,11 +29,16 @@ class Stall:
     Attributes:
         seconds: for how long.
         starved: how much of that threads of ours waited for a core, which no code can help.
-        stack: where the loop's thread was, outermost first.
+        cpu: how much of it the loop's thread computed.
+        collecting: how much of it was garbage collection, on any thread.
+        stack: where the loop's thread was, outermost first; empty if nobody could look, because somebody
+            held the interpreter's lock.
     """
 
     seconds: float
     starved: float
+    cpu: float
+    collecting: float
     stack: str
 
     @property
@@ -38,12 +46,19 @@ class Stall:
         """Seconds that something on the loop took, or waited for."""
         return self.seconds - self.starved
 
+    def __str__(self) -> str:
+        return (
+            f"the loop was blocked for {self.blocked * 1e3:.0f} ms ({self.cpu * 1e3:.0f} ms computing, "
+            f"{self.collecting * 1e3:.0f} ms collecting garbage): {self.stack or 'nobody could look'}"
+        )
+
 
 class LoopWatchdog:
     """Watches the running loop for as long as it is entered.
 
     A machine that others use stops threads for a while, and so stops the loop; the kernel's accounts
-    (`schedstat`, Linux) say for how long a thread was ready and had no core, and that is taken off.
+    (`schedstat` and `stat`, Linux) say for how long a thread was ready and had no core, or the machine had
+    none because its host gave them to others, and that is taken off.
 
     Attributes:
         stalls: when something blocked the loop for longer than the limit.
@@ -61,13 +76,16 @@ class LoopWatchdog:
         self._native = str(threading.get_native_id())
         self._last = time.monotonic()
         self._stack = ""
+        self._cpu = time.thread_time()
+        self._collecting = self._collection_began = 0.0
         self._seen = threading.Event()
-        self._waits = _waits()
+        self._waits, self._stolen = _waits(), _stolen()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="soak-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         self._last = time.monotonic()
+        gc.callbacks.append(self._collects)
         self._beat()
         self._thread.start()
         return self
@@ -77,6 +95,7 @@ class LoopWatchdog:
     ) -> None:
         self._stop.set()
         self._timer.cancel()
+        gc.callbacks.remove(self._collects)
         self._thread.join()
 
     def wait_until_seen(self, timeout: float) -> bool:
@@ -90,16 +109,24 @@ class LoopWatchdog:
         late = now - self._last - _BEAT_SECONDS
         if late > self._limit / 4:
             self._judge(late)
-        self._last, self._stack = now, ""
+        self._last, self._stack, self._cpu, self._collecting = now, "", time.thread_time(), 0.0
         self._timer = self._loop.call_later(_BEAT_SECONDS, self._beat)
 
     def _judge(self, seconds: float) -> None:
-        stall = Stall(seconds, _starved(self._waits, _waits(), self._native), self._stack)
+        starved = _starved(self._waits, _waits(), self._native) + _stolen() - self._stolen
+        cpu = time.thread_time() - self._cpu
+        stall = Stall(seconds, starved, cpu, self._collecting, self._stack)
         self.longest = max(self.longest, stall.blocked)
         if stall.blocked > self._limit:
             self.stalls.append(stall)
         elif seconds > self._limit:
             self.starved += 1
+
+    def _collects(self, phase: str, _: object) -> None:
+        if phase == "start":
+            self._collection_began = time.monotonic()
+        else:
+            self._collecting += time.monotonic() - self._collection_began
 
     # On the watchdog's thread.
 
@@ -111,14 +138,18 @@ class LoopWatchdog:
             if age > self._limit + 2 * _BEAT_SECONDS:
                 self._seen.set()
             elif age < _LOOK_SECONDS:
-                self._waits = _waits()
+                self._waits, self._stolen = _waits(), _stolen()
 
 
 def _where(frame: FrameType | None) -> str:
-    if frame is None:
-        return ""
-    lines = traceback.extract_stack(frame)[-_FRAMES:]
-    return " > ".join(f"{line.name} ({Path(line.filename).name}:{line.lineno})" for line in lines)
+    """The innermost calls. Quick, and without a look at source files: while somebody holds a frame, what
+    its function held stays alive, even if the function has returned."""
+    calls: list[str] = []
+    while frame is not None and len(calls) < _FRAMES:
+        code = frame.f_code
+        calls.append(f"{code.co_qualname} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})")
+        frame = frame.f_back
+    return " > ".join(reversed(calls))
 
 
 def _waits() -> Mapping[str, int]:
@@ -130,6 +161,12 @@ def _waits() -> Mapping[str, int]:
         except (OSError, IndexError):  # it ended meanwhile
             continue
     return found
+
+
+def _stolen() -> float:
+    """Seconds that other guests of this machine's host had its cores, of all cores."""
+    with _STAT.open("rb") as file:
+        return int(file.readline().split()[8]) / _TICKS
 
 
 def _starved(before: Mapping[str, int], after: Mapping[str, int], loop: str) -> float:
