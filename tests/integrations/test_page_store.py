@@ -491,6 +491,8 @@ async def test_misuse_is_refused_by_name(tmp_path: Path) -> None:
         for page in (-1, PAGES):
             with pytest.raises(UsageError, match=f"no page {page}; it has {PAGES}"):
                 await pool.put(["a"], [page])
+        with pytest.raises(UsageError, match="key 5 of pool 'kv' must be text or bytes"):
+            await pool.exists([5])  # type: ignore[list-item]
         assert await pool.get([], []) == []
         assert await pool.exists([]) == []
     store = await PageStore.open(config("memory", tmp_path))

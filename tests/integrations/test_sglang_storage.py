@@ -315,21 +315,21 @@ def test_with_mla_the_first_rank_writes_and_all_read(tmp_path: Path) -> None:
         }, "states are split by heads, so each rank has its own"
 
 
-def test_ranks_with_files_have_a_folder_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", ["tp_rank", "dp_rank"])
+def test_processes_with_files_have_a_folder_each(rank: str, tmp_path: Path) -> None:
     extra = options(tmp_path, storage="file", storage_options={"path": str(tmp_path / "store")})
+    size = 2 if rank == "tp_rank" else 1  # with data-parallel attention every process has all heads
     pools = [{"kv": RecordedPool("mha-page_first_direct")} for _ in range(2)]
     with (
-        attached(extra, pools[0], tp_size=2, tp_rank=0) as first,
-        attached(extra, pools[1], tp_size=2, tp_rank=1) as second,
+        attached(extra, pools[0], tp_size=size) as first,
+        attached(extra, pools[1], tp_size=size, **{rank: 1}) as second,
     ):
         first.batch_set_v1(KEYS[:1], pools[0]["kv"].indices(1))
         assert (first.batch_exists(KEYS[:1]), second.batch_exists(KEYS[:1])) == (1, 0)
         with pytest.raises(StorageLockedError):
-            AsynchicacheStorage(storage_config(extra, tp_size=2, tp_rank=1))
-    assert {path.name for path in (tmp_path / "store").iterdir()} == {
-        "rank-dp0-tp0-pp0-cp0",
-        "rank-dp0-tp1-pp0-cp0",
-    }
+            AsynchicacheStorage(storage_config(extra, tp_size=size, **{rank: 1}))
+    other = "rank-dp0-tp1-pp0-cp0" if rank == "tp_rank" else "rank-dp1-tp0-pp0-cp0"
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"rank-dp0-tp0-pp0-cp0", other}
 
 
 # Bad input.
@@ -389,3 +389,5 @@ def test_a_layout_that_cannot_be_addressed_is_refused_by_name(tmp_path: Path) ->
 def test_options_have_the_defaults_that_are_documented(tmp_path: Path) -> None:
     read = SGLangOptions.of(options(tmp_path, interface_v1=True))
     assert (read.interface_v1, read.storage_limits.deadline, read.max_bytes) == (1, 3.0, 1 << 30)
+    read = SGLangOptions.of(options(tmp_path, storage_limits={"retries": 0}))
+    assert (read.storage_limits.retries, read.storage_limits.closing) == (0, 3.0)

@@ -138,7 +138,7 @@ class PagePool:
         A page that is no HIT may hold anything.
 
         Raises:
-            UsageError: there are not as many pages as keys, or there is no such page.
+            UsageError: there are not as many pages as keys, no such page, or a key is neither text nor bytes.
         """
         flights = self._flights(keys, pages)
         return await self._to_the_end(self._move(flights, self._reading, self._read))
@@ -147,7 +147,7 @@ class PagePool:
         """Store memory page `pages[i]` as `keys[i]`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
 
         Raises:
-            UsageError: there are not as many pages as keys, or there is no such page.
+            UsageError: as `get`.
         """
         flights = self._flights(keys, pages)
         if not self._writes:
@@ -193,9 +193,10 @@ class PagePool:
 
     def _object_keys(self, name: PageKey) -> list[ObjectKey]:
         """Keys of a page's units."""
-        base = sha256(_KEY_TAG)
-        base.update(b"s" + name.encode() if isinstance(name, str) else b"b" + bytes(name))
-        digest = base.digest()
+        if not isinstance(name, str | bytes):
+            raise UsageError(f"key {name!r} of pool {self._binding.pool!r} must be text or bytes")
+        kind, data = (b"s", name.encode()) if isinstance(name, str) else (b"b", name)
+        digest = sha256(_KEY_TAG + kind + data).digest()
         if self.memory.units == 1:
             return [self._binding.key(digest)]
         return [

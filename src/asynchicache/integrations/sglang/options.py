@@ -16,6 +16,7 @@ _EXAMPLE = (
     '"class_name": "AsynchicacheStorage", "interface_v1": 1, "weight_version": "...", '
     '"storage": "file", "storage_options": {"path": "..."}}'
 )
+_LIMITS: dict[str, Any] = {"deadline": 3.0, "closing": 3.0}
 _OF_ONE_PROCESS = frozenset({"file", "memory"})
 
 
@@ -34,7 +35,7 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     weight_version: str
-    storage_limits: PoolLimits = PoolLimits(deadline=3.0, closing=3.0)
+    storage_limits: PoolLimits = PoolLimits(**_LIMITS)
     salt: str = ""
     max_bytes: int = 1 << 30
     interface_v1: int = 0
@@ -58,18 +59,21 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_f
         given = dict(options)
         if isinstance(given.get("interface_v1"), bool):
             given["interface_v1"] = int(bool(given["interface_v1"]))
+        limits = given.get("storage_limits", {})
+        if isinstance(limits, Mapping):
+            given["storage_limits"] = {**_LIMITS, **limits}
         try:
             return super().of(given)
         except ConfigError as error:
             raise ConfigError(f"{_FLAG}: {error}; the least that is needed: {_EXAMPLE}") from error
 
     def for_rank(self, rank: RankIdentity) -> Self:
-        """The same, with a folder of its own for each rank where the storage is one process's.
+        """The same, with a folder of its own for each process where the storage is one process's.
 
         Raises:
             ConfigError: ranks must share pages that only one of them could see.
         """
-        if self.storage not in _OF_ONE_PROCESS or rank.ranks == 1:
+        if self.storage not in _OF_ONE_PROCESS:
             return self
         if rank.replicated and rank.tp_size > 1:
             raise ConfigError(
@@ -91,7 +95,6 @@ class RankIdentity:
         replicated: MLA: every tensor-parallel rank holds the same KV, and one of them writes it.
         writer: this rank writes replicated pages.
         tp_size: tensor-parallel ranks.
-        ranks: processes that hold different pages, or copies.
         folder: a name for this process's own storage.
     """
 
@@ -115,7 +118,6 @@ class RankIdentity:
             "pp": (config.pp_rank, config.pp_size),
             "cp": (config.attn_cp_rank, config.attn_cp_size),
         }
-        self.ranks = config.tp_size * config.pp_size * config.attn_cp_size
         self.folder = f"dp{config.dp_rank}-tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}"
 
     def shard(self, *, replicated: bool) -> str:
