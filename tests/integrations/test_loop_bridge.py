@@ -490,8 +490,12 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(bridge: LoopBridge) ->
     held = Held()
     job = bridge.submit(held.run())
     assert held.begun.wait(PATIENCE)
+    ended = bridge.submit(answer())
+    assert ended.wait(PATIENCE)
 
     def child() -> None:
+        assert bridge.finished() == [], "they are the parent's, and so is what its descriptor says"
+        job.cancel()
         with pytest.raises(ClosedError, match="after the fork"):
             bridge.submit(answer())
         with pytest.raises(ClosedError, match="never ends here"):
@@ -502,11 +506,23 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(bridge: LoopBridge) ->
         assert own.call(answer()) == 42
         assert own.close()
 
+    taken, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with bridge._changed:  # as any thread may while a process is forked
+            taken.set()
+            forked.wait(PATIENCE)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert taken.wait(PATIENCE)
     assert _in_child(child) == 0
+    forked.set()
+    holder.join(PATIENCE)
+    assert readable(bridge)
     held.release()
     assert job.result(PATIENCE) == 1
-    assert readable(bridge, PATIENCE)
-    assert bridge.finished() == [job]
+    assert bridge.finished() == [ended, job]
 
 
 def test_the_interpreter_ends_although_nobody_closed_the_bridge() -> None:

@@ -166,6 +166,8 @@ class LoopBridge:
 
     def finished(self) -> list[Job[Any]]:
         """Jobs that have ended since the last call, each once, in the order of their ends; never waits."""
+        if self._forked:  # the descriptor is shared with the parent, and its lock may be held for ever
+            return []
         with self._changed:
             jobs = list(self._finished)
             self._finished.clear()
@@ -251,6 +253,11 @@ class LoopBridge:
             return "the bridge belongs to the parent of this process; make one after the fork"
         return self._refusal
 
+    def _check_open(self) -> None:
+        refusal = self._why_closed()
+        if refusal is not None:
+            raise ClosedError(f"{refusal}; nothing can be submitted")
+
     def _check_waitable(self) -> None:
         if self._forked:
             raise ClosedError("the job is one of the parent of this process; it never ends here")
@@ -259,10 +266,9 @@ class LoopBridge:
 
     def _enlist(self, run: _Run, *, wait: bool) -> bool:
         """Note a job and have the loop start it; False if it was shed."""
+        self._check_open()  # before the lock, which a fork may have left taken
         with self._changed:
-            refusal = self._why_closed()
-            if refusal is not None:
-                raise ClosedError(f"{refusal}; nothing can be submitted")
+            self._check_open()
             over = self._max_bytes is not None and self._bytes + run.job.nbytes > self._max_bytes
             if over and self._bytes and not wait:
                 text = f"{run.job.nbytes} bytes more than {self._bytes} of {self._max_bytes} under way"
@@ -274,6 +280,8 @@ class LoopBridge:
         return True
 
     def _request_cancel(self, job: Job[Any]) -> None:
+        if self._forked:
+            return
         with suppress(RuntimeError):  # the loop is closed, and so is the job
             self._loop.call_soon_threadsafe(self._end_early, job, JobState.CANCELLED)
 
