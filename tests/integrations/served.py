@@ -11,12 +11,15 @@ from asynchicache import CacheConfig, PrefetchOptions, PrefetchPolicy
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.generation import Generation
 from asynchicache.integrations.transformers.model import PrefixCachedModel
+from asynchicache.integrations.transformers.sampling import Sampler, Sampling
 from asynchicache.integrations.transformers.snapshot import new_cache
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from integrations.zoo import PAGE, tiny_config, tiny_model, tiny_spec
 
 PATIENT = PoolLimits()
+DRAWN = Sampling(temperature=1.0, seed=11)
+"""Random weights repeat their likeliest token soon, whatever they remember; a draw tells of small errors."""
 WAIT = PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE)
 
 
@@ -55,8 +58,16 @@ async def read(generation: Generation) -> list[int]:
     return [token async for token in generation]
 
 
-async def answer(served: PrefixCachedModel, prompt: Sequence[int], count: int) -> list[int]:
-    return await read(served.generate(prompt, max_new_tokens=count, stop_token_ids=()))
+def begin(
+    served: PrefixCachedModel, prompt: Sequence[int], count: int, sampling: Sampling = DRAWN
+) -> Generation:
+    return served.generate(prompt, max_new_tokens=count, sampling=sampling, stop_token_ids=())
+
+
+async def answer(
+    served: PrefixCachedModel, prompt: Sequence[int], count: int, sampling: Sampling = DRAWN
+) -> list[int]:
+    return await read(begin(served, prompt, count, sampling))
 
 
 async def answers(served: PrefixCachedModel, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -64,17 +75,16 @@ async def answers(served: PrefixCachedModel, prompts: Sequence[Sequence[int]], c
     return await asyncio.gather(*(answer(served, prompt, count) for prompt in prompts))
 
 
-def uncached(name: str, prompt: Sequence[int], count: int) -> list[int]:
-    """The likeliest tokens, computed from the beginning."""
-    return list(_uncached(name, tuple(prompt), count))
+def uncached(name: str, prompt: Sequence[int], count: int, sampling: Sampling = DRAWN) -> list[int]:
+    """The tokens of a sequence that is computed from its beginning, by itself."""
+    return list(_uncached(name, tuple(prompt), count, sampling))
 
 
 @functools.cache
-def _uncached(name: str, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    model, memory = tiny_model(name), new_cache(tiny_config(name))
-    logits = prefill(model, memory, prompt, 0, len(prompt))
-    generated = [int(logits.argmax())]
+def _uncached(name: str, prompt: tuple[int, ...], count: int, sampling: Sampling) -> tuple[int, ...]:
+    model, memory, sampler = tiny_model(name), new_cache(tiny_config(name)), Sampler(sampling)
+    generated = [sampler.choose(prefill(model, memory, prompt, 0, len(prompt)))]
     while len(generated) < count:
         logits = decode(model, memory, generated[-1:], memory.get_seq_length())
-        generated.append(int(logits[0].argmax()))
+        generated.append(sampler.choose(logits[0]))
     return tuple(generated)

@@ -17,8 +17,8 @@ from asynchicache.errors import (
     UsageError,
 )
 from asynchicache.integrations.transformers.model import PrefixCachedModel
-from asynchicache.integrations.transformers.sampling import Sampling
-from integrations.served import answer, answers, nothing_held, read, serving, uncached
+from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
+from integrations.served import DRAWN, answer, begin, nothing_held, read, serving, uncached
 from integrations.zoo import ALL, PAGE, VOCABULARY, random_tokens, tiny_model
 
 pytestmark = pytest.mark.asyncio
@@ -37,7 +37,7 @@ async def check_two_turns(name: str) -> None:
         said = await answer(served, first, ANSWER)
         assert said == uncached(name, first, ANSWER)
         second = [*first, *said, *random_tokens(QUESTION, seed=1)]
-        turn = served.generate(second, max_new_tokens=ANSWER, stop_token_ids=())
+        turn = begin(served, second, ANSWER)
         assert await read(turn) == uncached(name, second, ANSWER)
         # The last generated token was not fed to the model, so its page is not whole.
         assert turn.cached_tokens == (PROMPT + ANSWER - 1) // PAGE * PAGE
@@ -63,22 +63,24 @@ async def test_an_answer_longer_than_a_window(name: str, prompt: int, said: int)
     tokens = random_tokens(prompt)
     async with serving(name) as served:
         history = [*tokens, *await answer(served, tokens, said), 5]
-        turn = served.generate(history, max_new_tokens=4, stop_token_ids=())
+        turn = begin(served, history, 4)
         assert await read(turn) == uncached(name, history, 4)
         assert turn.cached_tokens == (prompt + said - 1) // PAGE * PAGE
 
 
-async def test_many_at_once() -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+async def test_many_at_once(sampling: Sampling) -> None:
     prompts = [random_tokens(30 + 7 * number, seed=number) for number in range(6)]
     async with serving("qwen3_5") as served:
-        assert await answers(served, prompts, 12) == [uncached("qwen3_5", prompt, 12) for prompt in prompts]
+        said = await asyncio.gather(*(answer(served, prompt, 12, sampling) for prompt in prompts))
+        assert said == [uncached("qwen3_5", prompt, 12, sampling) for prompt in prompts]
 
 
 async def test_those_who_wait_for_their_turn_meet_what_those_before_published() -> None:
     shared = random_tokens(4 * PAGE)
     prompts = [[*shared, *random_tokens(9, seed=number)] for number in range(4)]
     async with serving("qwen3_5") as served:
-        turns = [served.generate(p, max_new_tokens=4, stop_token_ids=()) for p in prompts]
+        turns = [begin(served, p, 4) for p in prompts]
         assert [await read(turn) for turn in turns] == [uncached("qwen3_5", p, 4) for p in prompts]
         assert [turn.cached_tokens for turn in turns] == [0, *[4 * PAGE] * 3]
         assert served.cache.statistics().served.requests == 4  # publications are none
@@ -101,7 +103,7 @@ async def test_end_tokens() -> None:
     said = uncached("llama", prompt, ANSWER)
     end = said[10]
     async with serving("llama") as served:
-        turn = served.generate(prompt, max_new_tokens=ANSWER, stop_token_ids=(end,))
+        turn = served.generate(prompt, max_new_tokens=ANSWER, sampling=DRAWN, stop_token_ids=(end,))
         assert await read(turn) == said[: said.index(end) + 1]
         assert turn.finish_reason == "stop"
         assert turn.token_ids == said[: said.index(end) + 1]
@@ -125,7 +127,7 @@ async def test_drawn_tokens_follow_their_seed() -> None:
 async def test_closing_frees_everything_wherever_it_is() -> None:
     prompts = [random_tokens(100, seed=number) for number in range(6)]
     async with serving("qwen3_5", max_running=3, prefill_chunk=16) as served:
-        turns = [served.generate(p, max_new_tokens=50, stop_token_ids=()) for p in prompts]
+        turns = [begin(served, p, 50) for p in prompts]
         async for _ in turns[0]:  # it decodes, the next one prefills, the last ones wait in the line
             break
         for turn in turns:
@@ -140,7 +142,7 @@ async def test_closing_frees_everything_wherever_it_is() -> None:
 async def test_what_a_closed_generation_computed_is_kept() -> None:
     prompt = random_tokens(PROMPT)
     async with serving("qwen3_5") as served:
-        async with served.generate(prompt, max_new_tokens=200, stop_token_ids=()) as turn:
+        async with begin(served, prompt, 200) as turn:
             async for _ in turn:
                 if len(turn.token_ids) > 30:
                     break
@@ -151,7 +153,7 @@ async def test_what_a_closed_generation_computed_is_kept() -> None:
 
 async def test_a_cancelled_reader_ends_its_generation() -> None:
     async with serving("qwen3_5") as served:
-        turn = served.generate(random_tokens(PROMPT), max_new_tokens=900, stop_token_ids=())
+        turn = begin(served, random_tokens(PROMPT), 900)
         reader = asyncio.create_task(read(turn))
         await anext(aiter(turn))
         reader.cancel()
@@ -164,7 +166,7 @@ async def test_a_cancelled_reader_ends_its_generation() -> None:
 
 async def test_a_generation_that_nobody_holds_ends() -> None:
     async with serving("llama") as served:
-        async for _ in served.generate(random_tokens(PROMPT), max_new_tokens=900, stop_token_ids=()):
+        async for _ in begin(served, random_tokens(PROMPT), 900):
             break
         gc.collect()
         await served.drain()
@@ -175,7 +177,7 @@ async def test_a_generation_that_nobody_holds_ends() -> None:
 async def test_half_of_many_hang_up() -> None:
     prompts = [random_tokens(60 + number, seed=number) for number in range(12)]
     async with serving("lfm3", slots=40, max_running=4) as served:
-        turns = [served.generate(p, max_new_tokens=24, stop_token_ids=()) for p in prompts]
+        turns = [begin(served, p, 24) for p in prompts]
 
         async def hang_up(number: int) -> None:
             async for _ in turns[number]:
@@ -192,7 +194,7 @@ async def test_half_of_many_hang_up() -> None:
 
 async def test_leaving_the_model_ends_what_runs() -> None:
     async with serving("llama") as served:
-        turn = served.generate(random_tokens(PROMPT), max_new_tokens=900, stop_token_ids=())
+        turn = begin(served, random_tokens(PROMPT), 900)
         await anext(turn)
         await served._close()
         assert turn.finish_reason == "cancelled"
@@ -223,8 +225,8 @@ async def test_requests_wait_for_room_in_their_order() -> None:
 
 async def test_too_many_are_refused() -> None:
     async with serving("llama", max_running=1, max_waiting=1) as served:
-        first = served.generate(random_tokens(PROMPT), max_new_tokens=4, stop_token_ids=())
-        second = served.generate(random_tokens(PROMPT), max_new_tokens=4, stop_token_ids=())
+        first = begin(served, random_tokens(PROMPT), 4)
+        second = begin(served, random_tokens(PROMPT), 4)
         with pytest.raises(BusyError, match="1 requests wait already"):
             served.generate([1], max_new_tokens=1)
         assert await read(first) == await read(second)

@@ -15,7 +15,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.devices import break_device
 from asynchicache.testing.faults import FaultRates, Faulty
 from engines import Server, executable, free_port
-from integrations.served import WAIT, answer, answers, nothing_held, read, serving, uncached
+from integrations.served import DRAWN, WAIT, answer, answers, begin, nothing_held, read, serving, uncached
 from integrations.zoo import MAIN, PAGE, random_tokens, tiny_model, tiny_spec
 
 pytestmark = pytest.mark.asyncio
@@ -31,7 +31,7 @@ async def converse(
     hits = []
     for turn in range(turns):
         history += random_tokens(asked, seed=100 * seed + turn)
-        generation = served.generate(history, max_new_tokens=said, stop_token_ids=())
+        generation = begin(served, history, said)
         tokens = await read(generation)
         assert tokens == uncached(name, history, said)
         history += tokens
@@ -62,7 +62,7 @@ async def test_what_was_evicted_comes_back_from_storage() -> None:
         said = await answer(served, prompt, 20)
         await served.drain()
         await served.cache.flush()
-        turn = served.generate([*prompt, *said, 5], max_new_tokens=8, stop_token_ids=())
+        turn = begin(served, [*prompt, *said, 5], 8)
         assert await read(turn) == uncached("qwen3_5", [*prompt, *said, 5], 8)
         assert turn.tokens_by_tier == {Tier.STORAGE: 89 // PAGE * PAGE}
 
@@ -76,7 +76,7 @@ async def test_storage_that_breaks_in_the_middle(fault: str) -> None:
         await served.drain()
         await served.cache.flush()
         storage.rates = FaultRates(**{fault: 1.0})
-        turns = [served.generate(p, max_new_tokens=4, stop_token_ids=()) for p in prompts]
+        turns = [begin(served, p, 4) for p in prompts]
         assert [await read(turn) for turn in turns] == [uncached("llama", p, 4) for p in prompts]
         assert storage.injected[fault] > 0
         assert [turn.cached_tokens for turn in turns] == [0] * 4
@@ -120,7 +120,7 @@ async def test_a_device_that_breaks() -> None:
         assert await answers(served, prompts, 4) == [uncached("qwen3_5", p, 4) for p in prompts]
         await served.drain()
         break_device(served.cache.device)
-        turns = [served.generate(p, max_new_tokens=20, stop_token_ids=()) for p in prompts]
+        turns = [begin(served, p, 20) for p in prompts]
         assert [await read(turn) for turn in turns] == [uncached("qwen3_5", p, 20) for p in prompts]
         assert turns[-1].miss_reason is MissReason.TRANSFER_FAILED
 
@@ -138,7 +138,7 @@ async def test_a_model_that_raises_fails_those_that_it_computed(monkeypatch: pyt
 
     monkeypatch.setattr(model, "forward", fails_once)
     async with serving("llama") as served:
-        turn = served.generate(random_tokens(20), max_new_tokens=9, stop_token_ids=())
+        turn = begin(served, random_tokens(20), 9)
         with pytest.raises(RuntimeError, match="made to fail"):
             await read(turn)
         assert len(turn.token_ids) == 5  # those before are good
@@ -154,7 +154,9 @@ async def test_stop_strings() -> None:
     async with PrefixCachedModel.open(
         tiny_model("lfm3"), config=config, page_size=PAGE, tokenizer=tokenizer
     ) as served:
-        turn = served.generate(prompt, max_new_tokens=24, stop_token_ids=(), stop=["not there", stop])
+        turn = served.generate(
+            prompt, max_new_tokens=24, sampling=DRAWN, stop_token_ids=(), stop=["?!?", stop]
+        )
         tokens = await read(turn)
         assert turn.finish_reason == "stop"
         assert tokens == said[: len(tokens)]
