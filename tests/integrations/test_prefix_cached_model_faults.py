@@ -39,15 +39,6 @@ async def converse(
     return hits
 
 
-async def test_conversations_side_by_side() -> None:
-    """Each resumes at a state of its own that was copied out of the common batch."""
-    async with serving("qwen3_5") as served:
-        hits = await asyncio.gather(
-            *(converse(served, "qwen3_5", seed, 2, 20, 17 + seed) for seed in range(3))
-        )
-        assert hits == [[0, (36 + seed) // PAGE * PAGE] for seed in range(3)]
-
-
 async def test_conversations_in_pools_that_are_too_small() -> None:
     """Nine pages for five conversations of up to six: they wait, evict each other, and hit nevertheless."""
     async with serving("qwen3_5", device_slots={"kv": 9, "mamba": 3}, prefill_chunk=24) as served:
