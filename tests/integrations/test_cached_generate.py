@@ -15,7 +15,7 @@ from asynchicache.integrations.transformers.generate import CachedGenerate, pref
 from integrations.zoo import ALL, PAGE, random_tokens, tiny_model, tiny_spec
 
 PROMPT, ANSWER, QUESTION = 54, 20, 11
-DEFAULT = ("lfm3", "jamba", "llama")
+DEFAULT = ("lfm3", "llama")
 NO_REPEATS = {"no_repeat_ngram_size": 1, "min_new_tokens": ANSWER, "do_sample": False}
 """None twice: random weights would soon repeat one for ever."""
 

@@ -40,9 +40,9 @@ async def converse(
 
 
 async def test_conversations_in_pools_that_are_too_small() -> None:
-    """Nine pages for five conversations of up to six: they wait, evict each other, and hit nevertheless."""
+    """Nine pages for four conversations of up to six: they wait, evict each other, and hit nevertheless."""
     async with serving("qwen3_5", device_slots={"kv": 9, "mamba": 3}, prefill_chunk=24) as served:
-        hits = await asyncio.gather(*(converse(served, "qwen3_5", seed, 3, 10) for seed in range(5)))
+        hits = await asyncio.gather(*(converse(served, "qwen3_5", seed, 3, 8) for seed in range(4)))
         assert all(first == 0 for first, *_ in hits)
         assert sum(map(sum, hits)) > 0
         assert served.cache.statistics().planner.lost + served.cache.statistics().planner.demoted > 0
@@ -51,9 +51,9 @@ async def test_conversations_in_pools_that_are_too_small() -> None:
 async def test_windows_that_do_not_hold_a_prompt() -> None:
     async with serving("lfm3", device_slots={"kv": 24, "swa": 5}) as served:
         hits = await asyncio.gather(
-            *(converse(served, "lfm3", seed, 2, 12, asked=6 * PAGE) for seed in range(2))
+            *(converse(served, "lfm3", seed, 2, 4, asked=6 * PAGE) for seed in range(2))
         )
-        assert [last for _, last in hits] == [(6 * PAGE + 11) // PAGE * PAGE] * 2
+        assert [last for _, last in hits] == [(6 * PAGE + 3) // PAGE * PAGE] * 2
 
 
 async def test_what_was_evicted_comes_back_from_storage() -> None:
@@ -115,13 +115,13 @@ async def test_a_server_that_is_killed_and_comes_back() -> None:
 
 async def test_a_device_that_breaks() -> None:
     """Copies fail from then on: everything is a miss."""
-    prompts = [random_tokens(40 + number, seed=number) for number in range(3)]
+    prompts = [random_tokens(40 + number, seed=number) for number in range(2)]
     async with serving("qwen3_5") as served:
         assert await answers(served, prompts, 4) == [uncached("qwen3_5", p, 4) for p in prompts]
         await served.drain()
         break_device(served.cache.device)
-        turns = [begin(served, p, 20) for p in prompts]
-        assert [await read(turn) for turn in turns] == [uncached("qwen3_5", p, 20) for p in prompts]
+        turns = [begin(served, p, 10) for p in prompts]
+        assert [await read(turn) for turn in turns] == [uncached("qwen3_5", p, 10) for p in prompts]
         assert turns[-1].miss_reason is MissReason.TRANSFER_FAILED
 
 
