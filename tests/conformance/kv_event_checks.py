@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from array import array
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +13,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 from kv_event_samples import record
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from asynchicache import HybridCache, Tier
 from asynchicache.events import PagesRemoved, PagesStored

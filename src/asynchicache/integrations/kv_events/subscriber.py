@@ -159,9 +159,9 @@ class KvEventSubscriber:
             _log.warning("a message of KV events was rejected: %s", error)
             await self._restart(-1)
             return
-        restarted = sequence <= self._last_live or self._is_foreign(batch)
+        foreign = self._is_foreign(batch, sequence)
         self._last_live = sequence
-        if restarted:
+        if foreign:
             _log.warning("the publisher of KV events was started anew")
             await self._restart(sequence)
         elif self._expected is not None and sequence > self._expected:
@@ -169,8 +169,11 @@ class KvEventSubscriber:
             await self._mend(self._expected, sequence)
         self._accept(Origin.LIVE, sequence, batch)
 
-    def _is_foreign(self, batch: EventBatch) -> bool:
-        """Whether a batch is of another publisher than those before."""
+    def _is_foreign(self, batch: EventBatch, sequence: int | None = None) -> bool:
+        """Whether a batch is of another publisher than those before. Engines name no epoch: one whose live
+        numbers go back was started anew."""
+        if batch.epoch is None and sequence is not None and sequence <= self._last_live:
+            return True
         return self._epoch is not None and batch.epoch != self._epoch
 
     async def _restart(self, sequence: int) -> None:
@@ -234,7 +237,6 @@ class KvEventSubscriber:
         self._ready += [Update(Origin.SNAPSHOT, sequence, batch) for sequence, batch in batches]
         self._expected, last = batches[-1]
         self._epoch = last.epoch
-        self._last_live = self._expected - 1
         return True
 
     async def _ask(self, request: bytes) -> list[tuple[int, EventBatch]] | None:
