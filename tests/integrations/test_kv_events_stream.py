@@ -17,6 +17,7 @@ import zmq.asyncio
 from asynchicache import ConfigError, HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.integrations.kv_events.config import KvEventsConfig
+from asynchicache.integrations.kv_events.decoding import decode
 from asynchicache.integrations.kv_events.encoding import EventEncoder
 from asynchicache.integrations.kv_events.index import BlockIndex
 from asynchicache.integrations.kv_events.publisher import KvEventPublisher
@@ -238,6 +239,22 @@ async def test_bad_requests_leave_the_publisher_in_service():
         await publisher.flush()
         assert await ask(bad, SNAPSHOT_REQUEST)
         assert publisher.refused == 4
+
+
+async def test_what_was_there_before_the_publisher_can_be_replayed():
+    """For routers that know the engines' protocol only."""
+    async with HybridCache.open(SPEC, config()) as cache, sockets() as context:
+        await Engine(cache).serve(PROMPT)
+        async with KvEventPublisher.open(cache, LOCAL) as publisher:
+            await Engine(cache).serve(range(500, 521))
+            await publisher.flush()
+            assert publisher.replay_endpoint is not None
+            client = context.socket(zmq.DEALER)
+            client.connect(publisher.replay_endpoint)
+            index = BlockIndex()
+            for _, _, payload in await ask(client, (0).to_bytes(8, "big")):
+                index.apply(decode(payload).events)
+            assert index.places == await truth(cache) != {}
 
 
 async def test_replay_is_bounded_in_batches():

@@ -16,6 +16,7 @@ from asynchicache import (
     Request,
     UsageError,
 )
+from asynchicache.events import PagesStored
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 
@@ -41,6 +42,12 @@ async def restore(request: Request, spec: ModelSpec) -> MissReason:
     assert_type(request.extend(1), dict[str, list[int]])
     assert_type(hit.tokens, int)
     return hit.reason
+
+
+async def follow(cache: HybridCache) -> list[str]:
+    with cache.events(limit=100) as events:
+        assert_type(await cache.snapshot(), list[PagesStored])
+        return [event.pool async for event in events if isinstance(event, PagesStored)]
 
 
 def describe(spec: ModelSpec) -> list[str]:

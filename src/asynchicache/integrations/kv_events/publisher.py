@@ -82,6 +82,7 @@ class KvEventPublisher:
     def __init__(
         self, cache: HybridCache, config: KvEventsConfig, pub: _Socket, replay: _Socket | None
     ) -> None:
+        """The sockets are open already, and stay the caller's."""
         self.endpoint = _address(pub)
         self.replay_endpoint = None if replay is None else _address(replay)
         self.epoch = uuid.uuid4().hex
@@ -91,7 +92,6 @@ class KvEventPublisher:
         self._cache = cache
         self._config = config
         self._pub = pub
-        self._replay = replay
         self._topic = config.topic.encode()
         self._encoder = EventEncoder(cache.spec, config)
         self._buffer = _Buffer(config.buffer_steps, config.buffer_bytes)
@@ -122,10 +122,15 @@ class KvEventPublisher:
             await tasks.ready()
             publisher = cls(cache, config, pub, replay)
             stack.callback(publisher._events.close)
+            await publisher._begin()
             tasks.spawn(publisher._publish())
             if replay is not None:
                 tasks.spawn(publisher._answer(replay))
             yield publisher
+
+    async def _begin(self) -> None:
+        """What is there already comes first: replays hold it for those who know no snapshots."""
+        await self._send(self._encoder.encode(await self._cache.snapshot()))
 
     async def flush(self) -> None:
         """Send what has happened until now."""
