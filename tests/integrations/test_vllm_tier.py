@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import shake_128
-from mmap import mmap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,48 +17,21 @@ import pytest
 from asynchicache.config import open_backend
 from asynchicache.errors import CacheError, ConfigError
 from asynchicache.integrations import page_store
-from asynchicache.integrations.page_memory import PageMemory
 from asynchicache.integrations.vllm import words
-from asynchicache.integrations.vllm.options import TierOptions, group_identity
 from asynchicache.integrations.vllm.tier import AsynchicacheTier
 from asynchicache.ports import Port
 from asynchicache.testing.faults import FaultRates, Faulty
-from conformance.seams import accepts
+from integrations.vllm_host import CHUNK_BYTES, aligned_rows, offloading_spec
 
 DATA = Path(__file__).parents[1] / "data"
 CALLS: list[dict[str, Any]] = json.loads((DATA / "calls" / "vllm-0.33.0.json").read_text())
-SEAM: dict[str, dict[str, Any]] = json.loads((DATA / "seams" / "vllm-0.33.0.json").read_text())
-BASE = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
-CHUNK_BYTES = 8192
-ROWS = 10
 Open = Callable[..., AsynchicacheTier]
-
-
-def offloading_spec(groups: int = 3, *, events: bool = False) -> SimpleNamespace:
-    """The part of vLLM's `OffloadingSpec` that the tier reads."""
-    parallel = SimpleNamespace(
-        tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=False, data_parallel_index=0
-    )
-    config = SimpleNamespace(
-        groups=[
-            SimpleNamespace(group_id=number, tokens_per_block=16, layer_names=(f"layers.{number}",))
-            for number in range(groups)
-        ],
-        model=SimpleNamespace(name="org/tiny", dtype="bfloat16"),
-        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=parallel,
-        replicated_layout=False,
-        canonical_layout=False,
-        kv_cache_layout=None,
-        enable_kv_cache_events=events,
-    )
-    return SimpleNamespace(config=config)
 
 
 @pytest.fixture
 def rows() -> np.ndarray:
-    """The primary tier's rows, on a page of memory as vLLM's are."""
-    return np.frombuffer(mmap(-1, ROWS * CHUNK_BYTES), np.int8).reshape(ROWS, CHUNK_BYTES)
+    """The primary tier's rows."""
+    return aligned_rows()
 
 
 @pytest.fixture
@@ -327,89 +298,6 @@ def test_wrong_options_are_refused_by_name(open_tier: Open, options: dict[str, A
         open_tier(**options)
 
 
-Change = Callable[[Any, Any], object]
-
-
-def fingerprint(rows: np.ndarray, change: Change | None = None, **options: Any) -> bytes:
-    """Of group 0's keys, after `change` to vLLM's configuration and that group."""
-    config = offloading_spec().config
-    group = config.groups[0]
-    if change is not None:
-        change(config, group)
-    chosen = TierOptions.of({"storage": "memory", "weight_version": "w1", **options})
-    return group_identity(config, group, chosen).fingerprint("group0", PageMemory.of_view(memoryview(rows)))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda config, group: setattr(config.model, "name", "org/other"),
-        lambda config, group: setattr(config.model, "dtype", "float8_e4m3fn"),
-        lambda config, group: setattr(config.cache, "tokens_per_hash", 32),
-        lambda config, group: setattr(config.cache, "blocks_per_chunk", 4),
-        lambda config, group: setattr(config.parallel, "tp_size", 2),
-        lambda config, group: setattr(config.parallel, "dcp_size", 2),
-        lambda config, group: setattr(config.parallel, "is_parallelism_agnostic", True),
-        lambda config, group: setattr(config, "replicated_layout", True),
-        lambda config, group: (
-            setattr(config, "canonical_layout", True),
-            setattr(config, "kv_cache_layout", "HND"),
-        ),
-        lambda config, group: setattr(group, "tokens_per_block", 32),
-        lambda config, group: setattr(group, "layer_names", ("layers.1",)),
-    ],
-)
-def test_what_changes_a_chunks_bytes_changes_its_key(rows: np.ndarray, change: Change) -> None:
-    assert fingerprint(rows, change) != fingerprint(rows)
-
-
-def test_what_does_not_change_a_chunks_bytes_does_not_change_its_key(rows: np.ndarray) -> None:
-    def portable(config: Any, group: Any) -> None:
-        config.parallel.is_parallelism_agnostic = True
-
-    def split_portably(config: Any, group: Any) -> None:
-        portable(config, group)
-        config.parallel.tp_size = 4
-
-    assert fingerprint(rows, portable) == fingerprint(rows, split_portably)
-    assert fingerprint(rows, lambda config, group: setattr(config.parallel, "data_parallel_index", 1)) == (
-        fingerprint(rows)
-    )
-    assert fingerprint(rows, salt="tenant") != fingerprint(rows)
-    assert fingerprint(rows, weight_version="w2") != fingerprint(rows)
-    assert fingerprint(rows[:, : CHUNK_BYTES // 2].copy()) != fingerprint(rows)
-
-
 def test_weights_must_be_named(rows: np.ndarray) -> None:
     with pytest.raises(ConfigError, match="weight_version"):
         AsynchicacheTier(offloading_spec(), memoryview(rows), "AsynchicacheTier", storage="memory")
-
-
-OURS = sorted(method for method in SEAM[BASE]["methods"] if hasattr(AsynchicacheTier, method))
-
-
-@pytest.mark.parametrize("method", OURS)
-def test_the_tier_can_be_called_in_every_way_that_vllm_may(method: str) -> None:
-    assert accepts(getattr(AsynchicacheTier, method), SEAM[BASE]["methods"][method])
-
-
-def test_the_tier_does_all_that_vllm_leaves_to_tiers() -> None:
-    assert set(SEAM[BASE]["abstract"]) <= set(vars(AsynchicacheTier))
-
-
-@pytest.mark.parametrize(
-    "name", ["TransferJob", "JobResult", "ReqContext", "OffloadingEvent", "RequestOffloadingContext"]
-)
-def test_our_words_are_those_of_vllm(name: str) -> None:
-    recorded = next(what for path, what in SEAM.items() if path.endswith(f":{name}"))
-    ours = [field for field in words.__dict__[name].__dataclass_fields__ if not field.startswith("_")]
-    theirs = [field.rstrip("=") for field in recorded["fields"] if not field.startswith("_")]
-
-    assert [field for field in theirs if field in ours] == ours
-
-
-@pytest.mark.parametrize("name", ["LookupResult", "OffloadPolicy", "Medium", "Locality"])
-def test_our_enumerations_are_those_of_vllm(name: str) -> None:
-    recorded = SEAM[f"vllm.v1.kv_offload.base:{name}"]["members"]
-
-    assert {member.name: str(member.value) for member in words.__dict__[name]} == recorded

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import shake_128
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -169,4 +169,5 @@ class Rig:
         return region.mmap_obj is None
 
 
-__all__ = ["CHUNK_BYTES", "FULL", "MAMBA", "TIER", "WINDOW", "LookupResult", "Rig", "content", "key"]
+Open = Callable[..., Rig]
+KEYS = [key(f"block {number}") for number in range(6)]
