@@ -54,11 +54,12 @@ def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
 
 
 def refused(*arguments: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line of what is said to arguments that cannot be meant."""
+    """The one line that is said to arguments that cannot be meant."""
     with pytest.raises(SystemExit) as caught:
         main(["serve", *map(str, arguments)])
     assert caught.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 def test_a_port_in_use_names_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from asynchicache.bench.options import Options, option
 from asynchicache.bench.overlap import OverlapOptions, run_overlap
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.run import run_replay
+from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.shared_prefix import SharedPrefixOptions, run_shared_prefix
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.run import run_soak
@@ -225,6 +226,12 @@ COMMANDS: tuple[AnyCommand, ...] = (
         "conversations without end on real storage that fails: does anything break, block or grow",
         SoakOptions,
         _soak,
+    ),
+    Command[ServeBenchOptions](
+        ("bench", "serve"),
+        "conversations with `serve`, beside a server without hits, and with its storage killed",
+        ServeBenchOptions,
+        serve.bench,
     ),
     Command[stores.VerifyOptions](
         ("verify",),

@@ -16,7 +16,7 @@ from asynchicache.cli.commands import COMMANDS, AnyCommand
 from asynchicache.cli.output import Output, json_target
 from asynchicache.errors import CacheError, UsageError
 
-OK, VIOLATION, INTERRUPTED = 0, 1, 130  # bad arguments: argparse's own 2
+OK, VIOLATION, BAD_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except UsageError as error:
-        parser.error(str(error))
+        parser.exit(BAD_ARGUMENTS, f"{parser.prog}: error: {error}\n")  # without a page of usage before it
     except (CacheError, OSError) as error:
         print(f"asynchicache: {error}", file=sys.stderr)
         return VIOLATION

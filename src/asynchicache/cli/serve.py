@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from asynchicache.bench.options import check_minimums, named_values, option
+from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
@@ -122,6 +123,24 @@ def run(options: ServeOptions, output: Output) -> Outcome:
         with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             counts = runner.run(serving)
     return Outcome({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
+
+
+def bench(options: ServeBenchOptions, output: Output) -> Outcome:
+    """Conversations with servers of their own processes.
+
+    Raises:
+        ConfigError: a package is missing, or a server does not start.
+    """
+    try:
+        from transformers.utils.logging import set_verbosity_error
+
+        from asynchicache.bench.serve.run import run_serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"bench serve needs {error.name}: pip install 'asynchicache[serve]'") from error
+    set_verbosity_error()
+    with output.bar("rounds") as advance:
+        report = asyncio.run(run_serve(options, advance))
+    return Outcome(report.as_json(), report.present(), report.ok)
 
 
 def _defaults(options: ServeOptions, version: Callable[[Path], str]) -> Mapping[str, object]:

@@ -1,0 +1,61 @@
+"""What plain transformers answers: no cache of ours, no server, every prompt computed from its beginning."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from asynchicache.bench.serve.clients import questions
+from asynchicache.bench.serve.options import ServeBenchOptions
+from asynchicache.integrations.transformers.demo_model import build_demo_model
+from asynchicache.integrations.transformers.forward import prefill
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTurn:
+    """One answer.
+
+    Attributes:
+        tokens: generated, greedily.
+        prefill_ms: how long the prompt alone took.
+    """
+
+    tokens: list[int]
+    prefill_ms: float
+
+
+def plain_answers(options: ServeBenchOptions) -> list[list[PlainTurn]]:
+    """The first conversations, `options.plain_clients` of them, by client and round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the servers
+    model, _ = build_demo_model(options.seed)
+    try:
+        return [_conversation(model, asked, options) for asked in questions(options)[: options.plain_clients]]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _conversation(
+    model: PreTrainedModel, asked: list[list[int]], options: ServeBenchOptions
+) -> list[PlainTurn]:
+    history: list[int] = []
+    turns: list[PlainTurn] = []
+    for question in asked:
+        history += question
+        turns.append(_turn(model, list(history), options.output_length))
+        history += turns[-1].tokens
+    return turns
+
+
+def _turn(model: PreTrainedModel, prompt: list[int], count: int) -> PlainTurn:
+    memory = DynamicCache(config=model.config)
+    began = time.perf_counter()
+    tokens = [*prompt, int(prefill(model, memory, prompt, 0, len(prompt)).argmax())]
+    prefill_ms = (time.perf_counter() - began) * 1e3
+    while len(tokens) < len(prompt) + count:
+        logits = prefill(model, memory, tokens, len(tokens) - 1, len(tokens))
+        tokens.append(int(logits.argmax()))
+    return PlainTurn(tokens[len(prompt) :], prefill_ms)
