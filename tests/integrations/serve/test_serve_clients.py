@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +33,15 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @contextmanager
+def before_each_forward(action: Callable[..., None]) -> Iterator[None]:
+    hook = LOADED.model.register_forward_pre_hook(action)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
 def held() -> Iterator[None]:
     """The model's next forward ends with the block."""
     let_go = threading.Event()
@@ -37,11 +49,10 @@ def held() -> Iterator[None]:
     def wait(*_: object) -> None:
         let_go.wait()
 
-    hook = LOADED.model.register_forward_pre_hook(wait)
     try:
-        yield
+        with before_each_forward(wait):
+            yield
     finally:
-        hook.remove()
         let_go.set()
 
 
@@ -131,6 +142,46 @@ async def test_the_second_signal_waits_for_nobody() -> None:
             with pytest.raises(httpx.RemoteProtocolError):
                 await anext(line async for line in lines if "[DONE]" in line)
         assert (await server.task).answered == 0
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio
+async def test_who_takes_longer_than_draining_may_is_cut_off() -> None:
+    with before_each_forward(lambda *_: time.sleep(0.01)):
+        async with running(LOADED, drain_seconds=1) as server:
+            async with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                server.server.stop()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await anext(line async for line in lines if "[DONE]" in line)
+            counts = await server.task
+    assert (counts.answered, counts.cancelled) == (0, 1)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.asyncio
+async def test_a_model_that_fails_is_told_and_the_next_request_is_served(streamed: bool) -> None:
+    forwards = itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(forwards) == 2 * streamed:
+            raise RuntimeError("out of everything")
+
+    async with running(LOADED) as server:
+        with before_each_forward(fail):
+            answer = await server.http.post("/v1/completions", json=body(stream=streamed))
+        if streamed:  # it has begun, so there is no other status any more
+            *_, last, _ = answer.text.splitlines()
+            assert answer.status_code == 200
+            error = json.loads(last.removeprefix("data: "))["error"]
+        else:
+            assert answer.status_code == 500
+            error = answer.json()["error"]
+        assert error["code"] == "internal_error"
+        assert "everything" not in error["message"]
+        assert (await server.http.post("/v1/completions", json=body())).status_code == 200
+        await server.idle()
 
 
 async def converse(server: Running, number: int, turns: int, *, leaves: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 import uuid
@@ -31,6 +32,8 @@ from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.integrations.transformers.sampling import Sampling
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 60
 _PAST = 0.9  # weight of what was before in the mean time of service
@@ -126,12 +129,12 @@ class Api:
             tokens = await self._tokens(request)
             async with self._begin(request, tokens) as answer:
                 reply = self._reply(request, reply_type)
+                problem = None
                 if request.stream:
-                    await _stream(answer, reply, send)
+                    problem = await _stream(answer, reply, send)
                 else:
                     await _send_whole(answer, reply, send)
-                self.counts.add(answer.usage)
-                self.first_token.observe(answer.first_token_seconds)
+                self._count(answer, problem)
 
     async def idle(self) -> None:
         """Until no request is being answered."""
@@ -139,6 +142,13 @@ class Api:
 
     def close(self) -> None:
         self._texts.shutdown(wait=False)
+
+    def _count(self, answer: Answer, problem: ApiError | None) -> None:
+        if problem is not None:
+            self.counts.refuse(problem)
+            return
+        self.counts.add(answer.usage)
+        self.first_token.observe(answer.first_token_seconds)
 
     def _check(self, request: GenerationRequest) -> None:
         if self.stopping:
@@ -235,8 +245,12 @@ async def _send_whole(answer: Answer, reply: Reply, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _stream(answer: Answer, reply: Reply, send: Send) -> None:
-    """Server-sent events; the status is sent with the first token, when little can go wrong any more."""
+async def _stream(answer: Answer, reply: Reply, send: Send) -> ApiError | None:
+    """Server-sent events; the status is sent with the first token, when little can go wrong any more.
+
+    Returns:
+        what went wrong after that; the client was told of it.
+    """
     async with aclosing(answer.pieces()) as pieces:
         first = await anext(pieces)
         await _start(send, b"text/event-stream; charset=utf-8")
@@ -246,10 +260,13 @@ async def _stream(answer: Answer, reply: Reply, send: Send) -> None:
                 if text:
                     await _send_part(send, reply.piece(text))
         except (CacheError, RuntimeError) as error:  # too late for a status
-            await send({"type": "http.response.body", "body": server_sent(refusal(error).body())})
-            raise
+            _log.exception("the model failed in the middle of an answer")
+            problem = refusal(error)
+            await send({"type": "http.response.body", "body": server_sent(problem.body())})
+            return problem
     end = reply.closing(answer.finish_reason) + reply.used(answer.usage) + STREAM_END
     await send({"type": "http.response.body", "body": end})
+    return None
 
 
 async def _start(send: Send, kind: bytes, length: int | None = None) -> None:
