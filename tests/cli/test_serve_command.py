@@ -32,6 +32,7 @@ def client(one: Server) -> OpenAI:
     return OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0)
 
 
+@pytest.mark.soak  # a process takes seconds to begin; docs/examples/serve_client.py is another
 def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
     folder, result = save_checkpoint(tmp_path / "qwen-of-sorts"), tmp_path / "served.json"
     sizes = json.dumps({"device_slots": {"kv": 64, "mamba": 16}, "host_slots": {"kv": 64, "mamba": 16}})

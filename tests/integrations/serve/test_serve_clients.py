@@ -206,7 +206,7 @@ async def converse(server: Running, number: int, turns: int, *, leaves: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("clients", "turns"), [(12, 2), pytest.param(50, 4, marks=pytest.mark.soak)], ids=["12", "50"]
+    ("clients", "turns"), [(8, 2), pytest.param(50, 4, marks=pytest.mark.soak)], ids=["8", "50"]
 )
 @pytest.mark.asyncio
 async def test_conversations_go_on_while_half_of_them_hang_up(clients: int, turns: int) -> None:
