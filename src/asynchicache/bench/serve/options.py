@@ -23,10 +23,13 @@ class ServeBenchOptions:
 
     num_clients: int = option(50, "conversations, all at once", minimum=1)
     num_rounds: int = option(6, "turns of each", minimum=2)
-    first_length: int = option(768, "tokens of a conversation's first prompt", minimum=1)
+    first_length: int = option(1024, "tokens of a conversation's first prompt", minimum=1)
     request_length: int = option(32, "new prompt tokens of each later turn", minimum=1)
     output_length: int = option(8, "tokens generated in a turn", minimum=1)
     page_size: int = option(16, "tokens of a page", minimum=1)
+    max_running: int = option(
+        4, "requests that a server computes at a time; a CPU gains little by more", minimum=1
+    )
     storage: str = option("file", "what is killed and comes back: a folder, or a server", choices=STORAGES)
     plain_clients: int = option(3, "conversations whose answers plain transformers gives too", minimum=0)
     seed: int = 0

@@ -119,6 +119,7 @@ async def _served(
     options: ServeBenchOptions, log: Path, flags: list[str]
 ) -> AsyncIterator[tuple[ServerProcess, Client]]:
     sizes = ["--page-size", str(options.page_size), "--seed", str(options.seed)]
+    sizes += ["--max-running", str(options.max_running)]
     limits = httpx.Limits(max_connections=None)
     async with (
         server_process(log, [*sizes, *flags]) as server,
