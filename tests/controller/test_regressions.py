@@ -80,6 +80,18 @@ def test_what_is_owed_is_saved_whole_though_it_is_split_meanwhile():
     assert not sim.planner.writer.owed
 
 
+def test_paths_that_are_owed_do_not_chase_each_other_off_the_host():
+    """Each retry took the ground of one path from under another, which was owed no less by that."""
+    sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 4)})
+    _publish(sim, [9] * 8)
+    while sim.flying:
+        sim.end(0)  # all four host slots are being written to storage
+    for first in (10, 20):
+        _publish(sim, list(range(first, first + 10)), 2, 4, 6, 8, 10)
+    _settle(sim)
+    sim.verify()
+
+
 def test_states_stay_off_a_host_without_pages():
     sim = Simulation(random.Random(0), slots={"kv": (64, 0), "mamba": (16, 16)})
     _publish(sim, [1, 2, 3, 4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from asynchicache.controller.actions import Copy, Mark, Store
 from asynchicache.controller.books import Books
 from asynchicache.transfer.plan import Direction
@@ -82,11 +84,25 @@ class Writer:
     def retry(self) -> list[Copy]:
         """Back up what was owed, now that something may have been given back."""
         owed, self.owed = self.owed, {}
-        return [copy for want in owed for part in self._with_ground(want) for copy in self._again(part)]
+        return [copy for want in owed for copy in self._again(want)]
+
+    def _again(self, want: Wanted) -> list[Copy]:
+        """Back up what was owed together with what it stands on, or nothing of it.
+
+        With the ground alone, two paths that do not fit on the host together would take it from each
+        other for ever, and neither would ever be owed less.
+        """
+        if want.node.parent is None or not copies.is_unsaved(want.node, want.component):
+            return []
+        wanted = self._with_ground(want)
+        if self._have_room(wanted):
+            return self._copy(want.node, wanted)
+        self._owe([want])
+        return []
 
     @staticmethod
     def _with_ground(want: Wanted) -> list[Wanted]:
-        """What is owed, after the full pages above it that were not saved either: a node that is split
+        """What is owed, after the full pages above it that are not saved either: a node that is split
         while it waits leaves its upper half behind, and nothing stands without that."""
         parts = [want]
         above = want.node.parent if want.component == FULL else want.node
@@ -95,15 +111,20 @@ class Writer:
             above = above.parent
         return parts[::-1]
 
-    def _again(self, want: Wanted) -> list[Copy]:
-        node = want.node
-        if node.parent is None or not copies.is_unsaved(node, want.component):
-            return []
-        ground = node.parent if want.component == FULL else node
-        if ground.residency[FULL_HOST] == ABSENT:
-            self._owe([want])
-            return []
-        return self._copy(node, [want])
+    def _have_room(self, wanted: list[Wanted]) -> bool:
+        """Have host slots free for all of a path's `wanted`, parents first, if they can stand there."""
+        first = wanted[0]
+        ground = first.node.parent if first.component == FULL else first.node
+        if ground is None or ground.residency[FULL_HOST] == ABSENT:
+            return False
+        counts: Counter[int] = Counter()
+        for want in wanted:
+            counts[place(want.component, Tier.HOST)] += want.size
+        kept = self._host_anchor(wanted[-1].node)
+        self._books.keep(kept)
+        short = self._books.has_room(counts)
+        self._books.drop(kept)
+        return short is None
 
     @staticmethod
     def _host_anchor(node: Node) -> Pins:

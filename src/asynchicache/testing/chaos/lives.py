@@ -20,7 +20,7 @@ from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.oracle import ByteOracle, HostOracle
 from asynchicache.testing.seeded import SeededWorld
 
-_LIMITS = PoolLimits(deadline=0.005, cooldown=0.01, closing=0.005)
+_LIMITS = PoolLimits(deadline=0.01, cooldown=0.01, closing=0.005)
 _CLOSE_SECONDS = 0.5
 
 
@@ -33,7 +33,7 @@ def life_config(life: Life) -> CacheConfig:
         write_policy=life.write_policy,
         eviction=life.eviction,
         checkpoints=life.checkpoints,
-        prefetch=PrefetchOptions(policy=life.prefetch, base_seconds=0.003, max_seconds=0.01),
+        prefetch=PrefetchOptions(policy=life.prefetch, base_seconds=0.005, max_seconds=0.02),
         storage_limits=_LIMITS,
         store_bytes=life.store_bytes,
         weight_version=life.weights,

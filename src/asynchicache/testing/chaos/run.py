@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -22,6 +23,9 @@ from asynchicache.testing.seeded import run_seeded
 
 MAX_STEPS = 50_000
 """Callbacks of a run that is taken for one that never ends; usual are 2,000."""
+
+BLOCKING_SECONDS = 2e-4
+"""The mean time until a blocking call begins, and again until it is told of: less than storage takes."""
 
 CPU_SECONDS = 20.0
 """Time after which a run that does not come back to its loop is taken for one that never will."""
@@ -53,9 +57,18 @@ def run_script(script: Script) -> Report:
     """Run a script in virtual time; the same script makes the same run."""
     ledger = Ledger()
     began = time.process_time()
-    with _log_watched(ledger), _warnings_watched(ledger), _limited(CPU_SECONDS):
+    watches = (_log_watched, _warnings_watched, _collection_watched)
+    with ExitStack() as stack:
+        for watched in watches:
+            stack.enter_context(watched(ledger))
+        stack.enter_context(_limited(CPU_SECONDS))
         try:
-            run_seeded(script.seed, partial(run_lives, script=script, ledger=ledger), max_steps=MAX_STEPS)
+            run_seeded(
+                script.seed,
+                partial(run_lives, script=script, ledger=ledger),
+                blocking_seconds=BLOCKING_SECONDS,
+                max_steps=MAX_STEPS,
+            )
         except (Exception, _Stuck) as error:  # noqa: BLE001 - whatever a run raises is what the search is after
             ledger.violations.append(error_text(error))
         gc.collect()  # what was lost warns now, not in the midst of another run
@@ -118,6 +131,21 @@ def _log_watched(ledger: Ledger) -> Iterator[None]:
             logger.removeHandler(listener)
             logger.propagate = propagate
             logger.setLevel(level)
+
+
+@contextmanager
+def _collection_watched(ledger: Ledger) -> Iterator[None]:
+    """Errors of what is collected are violations, unless the run was cut off in the midst of it."""
+
+    def note(found: sys.UnraisableHookArgs) -> None:
+        if not ledger.violations and found.exc_value is not None:
+            ledger.violations.append(f"collected: {error_text(found.exc_value)}")
+
+    before, sys.unraisablehook = sys.unraisablehook, note
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextmanager

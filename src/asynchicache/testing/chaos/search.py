@@ -78,7 +78,7 @@ class Findings:
 def run_seeds(seeds: Sequence[int]) -> Findings:
     """Run some seeds, one after the other."""
     found = Findings()
-    with _quick_collection():
+    with quick_collection():
         for seed in seeds:
             script = draw_script(seed)
             found.add(script, run_script(script))
@@ -86,7 +86,7 @@ def run_seeds(seeds: Sequence[int]) -> Findings:
 
 
 @contextmanager
-def _quick_collection() -> Iterator[None]:
+def quick_collection() -> Iterator[None]:
     """Let each run's garbage be looked for without going through all modules each time."""
     gc.collect()
     gc.freeze()
@@ -133,6 +133,6 @@ def reduce(finding: Finding) -> Finding:
     report = run_script(script)
     if not report.violations:
         return finding
-    with _quick_collection():
+    with quick_collection():
         script, report = Shrinker().shrink(script, report)
     return Finding(finding.seed, report.violations, script)

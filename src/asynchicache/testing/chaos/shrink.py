@@ -6,6 +6,7 @@ What is left out changes the luck of all that stays, so each candidate is tried 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -23,6 +24,8 @@ Stage: TypeAlias = Callable[[Script], Iterator[Script]]
 """Simpler scripts, those that leave most out first."""
 
 MOST_RUNS = 1000
+MOST_SECONDS = 60.0
+"""Processor time; a run that never ends takes seconds."""
 _NEEDED = {"prompt", "sizes", "clients", "page_size"}  # what has no usual value
 SEEDS = 4
 """Seeds that a candidate is tried with."""
@@ -39,16 +42,21 @@ class Shrinker:
         self.runs = 0
         self._run = run
         self._most = most_runs
+        self._end = time.process_time() + MOST_SECONDS
 
     def shrink(self, script: Script, report: Report) -> tuple[Script, Report]:
         """The least script that was found, and what its run came to; `report` is of `script`."""
         kind = violation_kind(report.violations[0])
         before = None
-        while script != before and self.runs < self._most:
+        while script != before and not self._done:
             before = script
             for stage in STAGES:
                 script, report = self._pass(stage, script, report, kind)
         return script, report
+
+    @property
+    def _done(self) -> bool:
+        return self.runs >= self._most or time.process_time() > self._end
 
     def _pass(self, stage: Stage, script: Script, report: Report, kind: str) -> tuple[Script, Report]:
         """Every simplification of one stage, on top of those before it that kept the violation."""
@@ -63,7 +71,7 @@ class Shrinker:
 
     def _try(self, candidate: Script, kind: str) -> tuple[Script, Report] | None:
         for seed in range(candidate.seed, candidate.seed + SEEDS):
-            if self.runs >= self._most:
+            if self._done:
                 return None
             self.runs += 1
             script = msgspec.structs.replace(candidate, seed=seed)

@@ -36,7 +36,7 @@ class ChaosStorage:
             **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name != "stall"}
         )
         self._witness = Witness(MemoryBackend(store), oracle, ledger)
-        self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.02)
+        self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.03)
         self.backend: StorageBackend = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
 
     async def _sleep(self, mean_seconds: float) -> None:

@@ -26,11 +26,14 @@ from asynchicache.testing.chaos.script import (
 )
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
-MEAN_REQUESTS = 36
+MEAN_REQUESTS = 26
 """Requests of a script, about; what else happens grows with them."""
 
 LONGEST = 12
 """Pages of the longest sequence."""
+
+_CROWD = 0.1
+"""How often everybody asks for the same."""
 
 TENANTS = (None, None, None, None, "alice", "bob")
 WEIGHTS = ("w0", "w1")

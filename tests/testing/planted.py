@@ -1,0 +1,424 @@
+"""Bugs to be found: each replaces one real function of the library by one that is wrong in one way.
+
+Most are bugs that caches of this kind have had, or that this one had before its first release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from asynchicache.controller.books import Books
+from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.fetching import Fetcher
+from asynchicache.controller.loading import Loader
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.reading import Reader
+from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.writing import Writer
+from asynchicache.hashing import page_digests, pool_fingerprint
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.pool import GuardedPool
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.audit import PageAudit
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.fences import Fence
+from asynchicache.tree import copies
+from asynchicache.tree.matching import MatchingTree
+from asynchicache.tree.node import FULL, RESIDENT, place
+from asynchicache.tree.store import NodeStore
+from asynchicache.tree.tree import PathLease, UnifiedRadixTree
+from asynchicache.types import Outcome, Tier
+
+Patch = pytest.MonkeyPatch
+
+
+class Bug(NamedTuple):
+    """One planted bug: its name, and what plants it."""
+
+    name: str
+    plant: Callable[[Patch], None]
+
+
+BUGS: list[Bug] = []
+
+
+def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    BUGS.append(Bug(plant.__name__, plant))
+    return plant
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Done instead of what should be."""
+
+
+# Order on the device
+
+
+@bug
+def fence_dropped(patch: Patch) -> None:
+    patch.setattr(Fence, "wait_on", nothing)
+
+
+@bug
+def copies_do_not_wait_for_copies(patch: Patch) -> None:
+    patch.setattr(TransferEngine, "_wait_for_dependencies", nothing)
+
+
+@bug
+def backup_does_not_wait_for_the_forward(patch: Patch) -> None:
+    patch.setattr(HybridCacheController, "_behind", nothing)
+
+
+@bug
+def loading_page_served_without_its_fence(patch: Patch) -> None:
+    patch.setattr(Loader, "_arriving", lambda *_: [])
+
+
+@bug
+def lost_notification_is_not_looked_for(patch: Patch) -> None:
+    patch.setattr(CompletionReactor, "_look_at", nothing)
+
+
+# Who holds what
+
+
+@bug
+def freed_under_a_running_forward(patch: Patch) -> None:
+    release = HybridCacheController.release
+    patch.setattr(
+        HybridCacheController, "release", lambda self, sequence, after: release(self, sequence, None)
+    )
+
+
+@bug
+def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
+    release = Planner.release
+
+    def at_once(self: Planner, sequence: Sequence) -> None:
+        if sequence in self.books.sequences:
+            sequence.users = 1
+            release(self, sequence)
+
+    patch.setattr(Planner, "release", at_once)
+
+
+@bug
+def freed_twice(patch: Patch) -> None:
+    give_back = Books.give_back
+
+    def twice(self: Books, at: int, slots: list[int], *, poisoned: bool) -> None:
+        give_back(self, at, slots, poisoned=poisoned)
+        if slots and at == place(FULL, Tier.HOST):
+            self.free[at]._free.append(slots[0])
+
+    patch.setattr(Books, "give_back", twice)
+
+
+@bug
+def lock_not_released(patch: Patch) -> None:
+    def keep(self: PathLease) -> None:
+        self._release = None
+
+    patch.setattr(PathLease, "close", keep)
+
+
+@bug
+def pinned_page_evicted(patch: Patch) -> None:
+    evictable = NodeStore.evictable
+
+    def ignoring_pins(node: Any, at: int) -> bool:
+        pins, node.pins = node.pins, [0] * len(node.pins)
+        try:
+            return evictable(node, at)
+        finally:
+            node.pins = pins
+
+    patch.setattr(NodeStore, "evictable", staticmethod(ignoring_pins))
+    patch.setattr(NodeStore, "_pin", _pin_quietly)
+
+
+def _pin_quietly(self: NodeStore, pins: Any, node: Any, at: int) -> None:
+    """Without taking the node out of the queue."""
+    node.pins[at] += 1
+    if at in self._window_places:
+        node.holders = [*(node.holders or ()), pins]
+
+
+@bug
+def window_freed_under_the_forward_that_reads_it(patch: Patch) -> None:
+    retire = HybridCacheController._retire
+    patch.setattr(
+        HybridCacheController,
+        "_retire",
+        lambda self, sequence, length, after: retire(self, sequence, length, None),
+    )
+
+
+@bug
+def published_window_is_anybodys(patch: Patch) -> None:
+    patch.setattr(UnifiedRadixTree, "_keep_taken", nothing)
+
+
+@bug
+def duplicates_leak(patch: Patch) -> None:
+    own = Sequence.own_pages
+    patch.setattr(
+        Sequence, "own_pages", lambda self: [slot for slot in own(self) if slot not in self.duplicates]
+    )
+
+
+@bug
+def needless_quarantine_leaks(patch: Patch) -> None:
+    finish = Reader.finish
+    patch.setattr(Reader, "finish", lambda self, read, *, safe=True: finish(self, read, safe=False))
+
+
+@bug
+def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
+    prefetch = Fetcher.prefetch
+
+    async def impatient(self: Fetcher, sequence: Sequence) -> None:
+        try:
+            await prefetch(self, sequence)
+        except asyncio.CancelledError:
+            for read in list(self._reader._reads):
+                if read.query.tokens is sequence.tokens:
+                    self._reader.finish(read)
+            raise
+
+    patch.setattr(Fetcher, "prefetch", impatient)
+
+
+# Names
+
+
+@bug
+def digest_chained_wrong(patch: Patch) -> None:
+    def unchained(tokens: Any, page_size: int, prior: bytes = b"") -> list[bytes]:
+        return page_digests(tokens, page_size, b"")
+
+    patch.setattr("asynchicache.tree.matching.page_digests", unchained)
+    patch.setattr("asynchicache.controller.reading.page_digests", unchained)
+    patch.setattr("asynchicache.tree.verify.page_digests", unchained)
+
+
+@bug
+def namespace_ignored(patch: Patch) -> None:
+    patch.setattr("asynchicache.controller.namespaces.namespace_seed", lambda *_: b"")
+
+
+@bug
+def fingerprint_without_weight_version(patch: Patch) -> None:
+    def same(**parts: Any) -> bytes:
+        return pool_fingerprint(**parts | {"weight_version": ""})
+
+    patch.setattr("asynchicache.cache.pool_fingerprint", same)
+
+
+@bug
+def salt_ignored(patch: Patch) -> None:
+    def same(**parts: Any) -> bytes:
+        return pool_fingerprint(**parts | {"salt": ""})
+
+    patch.setattr("asynchicache.cache.pool_fingerprint", same)
+
+
+@bug
+def shards_share_a_key(patch: Patch) -> None:
+    key = SlotBinding.__init__
+    patch.setattr(
+        SlotBinding,
+        "__init__",
+        lambda self, memory, fingerprint, shard="": key(self, memory, fingerprint, ""),
+    )
+
+
+@bug
+def page_compared_one_page_too_short(patch: Patch) -> None:
+    common = MatchingTree._common
+
+    def generous(self: MatchingTree, key: bytes, view: memoryview, at: int, end: int) -> int:
+        return min(common(self, key, view, at, end) + 1, min(len(key), end - at) // self.page_bytes)
+
+    patch.setattr(MatchingTree, "_common", generous)
+
+
+# States and windows
+
+
+@bug
+def state_not_copied_on_write(patch: Patch) -> None:
+    def lend(self: Planner, sequence: Sequence, node: Any, length: int) -> None:
+        if length % self.books.page_size == 0 and node.parent is not None:
+            for number, slot in sequence.states.items():
+                self._tree.take_state(node, number, Tier.DEVICE, slot)
+
+    patch.setattr(Planner, "_publish_states", lend)
+
+
+@bug
+def state_published_inside_a_page(patch: Patch) -> None:
+    publish = Planner._publish_states
+
+    def rounded(self: Planner, sequence: Sequence, node: Any, length: int) -> Any:
+        return publish(self, sequence, node, length - length % self.books.page_size)
+
+    patch.setattr(Planner, "_publish_states", rounded)
+
+
+@bug
+def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
+    take = Planner._take_snapshots
+
+    def late(self: Planner, sequence: Sequence) -> bool:
+        return bool(sequence.snapshots) or take(self, sequence)
+
+    def without_copy(self: Planner, sequence: Sequence, length: int) -> list[Any]:
+        had = bool(sequence.snapshots)
+        planned = snapshot(self, sequence, length)
+        if had and planned:
+            self.books.flights.remove(planned[0].flight)
+            copies.finish(self._tree, planned[0].flight, arrived=True)
+            sequence.users -= 1
+            return []
+        return planned
+
+    snapshot = Planner.snapshot
+    patch.setattr(Planner, "snapshot", without_copy)
+
+
+@bug
+def tombstone_recovered_though_it_was_none(patch: Patch) -> None:
+    take = UnifiedRadixTree.take_pages
+
+    def over(self: UnifiedRadixTree, node: Any, number: int, tier: Tier, pages: Any) -> dict[int, int]:
+        at = place(number, tier)
+        if node.residency[at] == RESIDENT and node.pages == len(pages.slots):
+            self.occupy(node, at, list(pages.slots), RESIDENT)
+            return {}
+        return take(self, node, number, tier, pages)
+
+    patch.setattr(UnifiedRadixTree, "take_pages", over)
+
+
+@bug
+def minimum_instead_of_intersection(patch: Patch) -> None:
+    settle = MatchingTree._settle_match
+
+    def least(self: MatchingTree, node: Any, partial: Any, inside: int) -> Any:
+        match = settle(self, node, partial, inside)
+        ends = [aux.longest(node, partial, inside) for aux in self.components]
+        if ends:
+            match.node, match.inside = min(ends, key=lambda end: end[0].end + end[1])
+            match.pages = match.node.end + match.inside
+            match.partial = partial if match.inside else None
+        return match
+
+    patch.setattr(MatchingTree, "_settle_match", least)
+
+
+# Residency
+
+
+@bug
+def committed_before_the_copy(patch: Patch) -> None:
+    occupy = NodeStore.occupy
+    patch.setattr(
+        NodeStore, "occupy", lambda self, node, at, slots, residency: occupy(self, node, at, slots, RESIDENT)
+    )
+
+
+@bug
+def audit_sees_nothing(patch: Patch) -> None:
+    patch.setattr(PageAudit, "settle", nothing)
+
+
+@bug
+def split_forgets_who_keeps_the_window(patch: Patch) -> None:
+    patch.setattr(NodeStore, "_hold_both", nothing)
+
+
+@bug
+def parent_evicted_before_its_child(patch: Patch) -> None:
+    def anyone(node: Any, at: int) -> bool:
+        return node.residency[at] == RESIDENT and not node.pins[at] and node.parent is not None
+
+    patch.setattr(NodeStore, "evictable", staticmethod(anyone))
+
+
+# Storage
+
+
+@bug
+def checksum_not_checked(patch: Patch) -> None:
+    patch.setattr(SlotBinding, "check", lambda *_: Outcome.HIT)
+
+
+@bug
+def partial_read_counts_as_whole(patch: Patch) -> None:
+    patch.setattr(
+        Reader, "_came", staticmethod(lambda read, number, results: sum(1 << p for p in read.pages[number]))
+    )
+
+
+@bug
+def index_not_asked_for(patch: Patch) -> None:
+    patch.setattr("asynchicache.controller.stored._worst", lambda results: list(results[0]))
+
+
+@bug
+def acknowledged_before_it_is_durable(patch: Patch) -> None:
+    wrote = Writer.wrote
+    patch.setattr(
+        Writer, "wrote", lambda self, work, *, stored, late=False: wrote(self, work, stored=True, late=late)
+    )
+
+
+@bug
+def stale_marks_after_storage_was_cleared(patch: Patch) -> None:
+    patch.setattr(Writer, "forget_stored", nothing)
+
+
+@bug
+def slots_of_a_late_call_are_given_back(patch: Patch) -> None:
+    patch.setattr(GuardedPool, "lingering", lambda *_: None)
+
+
+@bug
+def no_deadline(patch: Patch) -> None:
+    patch.setattr(GuardedPool, "_expire", nothing)
+
+
+@bug
+def write_forgets_to_let_go(patch: Patch) -> None:
+    patch.setattr(Writer, "finish", nothing)
+
+
+@bug
+def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
+    store = Writer.store
+
+    def unpinned(self: Writer, node: Any) -> Any:
+        work = store(self, node)
+        if work is not None:
+            self._books.drop(work.pins)
+        return work
+
+    patch.setattr(Writer, "store", unpinned)
+
+
+@bug
+def query_keeps_nothing(patch: Patch) -> None:
+    ask = Reader.ask
+
+    def bare(self: Reader, *arguments: Any) -> Any:
+        query = ask(self, *arguments)
+        if query is not None:
+            self._books.drop(query.pins)
+        return query
+
+    patch.setattr(Reader, "ask", bare)
