@@ -1,9 +1,9 @@
 """Batches of KV events, encoded by an engine's own classes, and what is in them.
 
-    python kv_event_samples.py vllm.distributed.kv_events tests/data/kv_events/vllm-0.33.0.json
+    ASYNCHICACHE_ENGINE_WHEEL=... python kv_event_samples.py vllm.distributed.kv_events vllm-0.33.0.json
 
-records what the default tests decode where no engine is installed. It takes a file as well as a module, so
-that forms of older releases can be recorded from their wheels.
+records what the default tests decode where no engine is installed (`tests/data/kv_events`), from an unpacked
+wheel. It takes a file in place of a module, so that forms of older releases can be recorded from theirs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from standins import WHEEL, enter_wheel
 
 STORED: dict[str, Any] = {
     "block_hashes": [72623859790382856, -2],
@@ -101,4 +102,7 @@ def _load(name: str) -> ModuleType:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")
+    if WHEEL in os.environ:
+        enter_wheel({"llguidance", "sgl_kernel", "torchaudio", "torchvision", "xgrammar"})
     Path(sys.argv[2]).write_text(json.dumps(record(_load(sys.argv[1])), indent=1) + "\n")

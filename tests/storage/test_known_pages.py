@@ -13,7 +13,7 @@ from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.known import KnownKeys
+from asynchicache.storage.known import KnownKeys, KnownStatistics
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import Capabilities, PoolEngine
@@ -111,6 +111,31 @@ async def test_what_was_written_is_known_without_asking() -> None:
 
         assert (await s.guard.exists(keys)).outcomes == [HIT, HIT, MISS]
         assert s.engine.asked == [("put", 2), ("exists", 1)]
+
+
+@pytest.mark.asyncio
+async def test_what_is_known_is_counted() -> None:
+    store = MemoryStore()
+    async with scene(store) as s:
+        keys = s.bench.keys(1, 2, 3)
+        s.bench.fill(keys, [0, 1, 2])
+        await s.guard.put(keys, [0, 1, 2])
+        s.damage(keys[:1], store)
+        await s.guard.get(keys, [3, 4, 5])
+        await s.guard.exists(keys)
+
+        assert s.guard.statistics().known == KnownStatistics(there=2, damaged=1, recalled=3)
+
+
+@pytest.mark.asyncio
+async def test_calls_that_fail_are_counted_apart_from_their_pages() -> None:
+    async with scene(retries=1) as s:
+        s.engine.failures = 1
+        await s.guard.exists(s.bench.keys(1, 2, 3))
+        calls = s.guard.statistics().exists
+
+        assert (calls.calls, calls.pages, calls.errors, calls.late) == (1, 3, 1, 0)
+        assert calls.latencies.count == 1
 
 
 @pytest.mark.asyncio
