@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import textwrap
@@ -477,6 +478,7 @@ def _in_child(check: Callable[[], Awaitable[None] | None]) -> int:
     """The exit status of a forked child that runs `check`: 0 if it raised nothing."""
     child = os.fork()
     if child == 0:
+        signal.alarm(int(PATIENCE))  # it must not outlive the test if it waits for ever
         try:
             check()
         except BaseException:  # noqa: BLE001 - the end of a process
