@@ -164,6 +164,22 @@ async def test_stop_strings() -> None:
         assert stop not in tokenizer.decode(tokens[:-1])
 
 
+async def test_a_tokenizer_that_raises_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    config = CacheConfig(device_slots={"kv": 16})
+    async with PrefixCachedModel.open(
+        tiny_model("llama"), config=config, page_size=PAGE, tokenizer=tokenizer
+    ) as served:
+        stopping = served.generate(random_tokens(20), max_new_tokens=9, stop_token_ids=(), stop=["?!?"])
+        first = await anext(stopping)
+        monkeypatch.setattr(tokenizer, "decode", lambda tokens: tokens[99])
+        with pytest.raises(IndexError):
+            await read(stopping)
+        assert stopping.token_ids[0] == first
+        assert len(await answer(served, random_tokens(20), 9)) == 9
+        assert nothing_held(served) == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MAIN)
 async def test_many_conversations_half_of_which_hang_up(name: str) -> None:

@@ -179,10 +179,17 @@ class Decoder:
                 _fail(row, error)
             return
         for row, token in zip(batch.rows, tokens, strict=True):
-            row.job.take(token)
+            _take(row, token)
         for row in concerned:
             if row not in batch.rows and not row.left.done():
                 row.left.set_result(None)
+
+
+def _take(row: Row, token: int) -> None:
+    try:
+        row.job.take(token)
+    except Exception as error:  # noqa: BLE001  a tokenizer of somebody's may read what the model said
+        _fail(row, error)
 
 
 def _fail(row: Row, error: Exception) -> None:

@@ -5,6 +5,7 @@ What fails here costs hits, never the request: from then on nothing more of it i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 
@@ -18,6 +19,9 @@ from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.types import MissReason
 
 _log = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+"""How long a request waits for others to give back pages; then it goes on with fewer hits, or unpublished."""
 
 
 class PrefixStore:
@@ -76,8 +80,9 @@ class CachedPrefix:
     async def load(self, *, counted: bool = True) -> None:
         """Bring what the cache has in memory to its device pages."""
         try:
-            await self._request.admit()
-        except CapacityError as error:  # then `load` makes do with what there is
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._request.admit()
+        except (CapacityError, TimeoutError) as error:  # then `load` makes do with what there is
             _log.debug("loading without room for all: %s", error)
         try:
             ticket = self._request.load(counted=counted)
@@ -122,8 +127,9 @@ class CachedPrefix:
 
     async def _reserve(self, stop: int) -> bool:
         try:
-            await self._request.reserve(stop - self._request.reserved)
-        except CacheError as error:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._request.reserve(stop - self._request.reserved)
+        except (CacheError, TimeoutError) as error:
             self._give_up(error)
         return not self._lost
 
@@ -136,7 +142,7 @@ class CachedPrefix:
         except CacheError as error:
             self._give_up(error)
 
-    def _give_up(self, error: CacheError) -> None:
+    def _give_up(self, error: CacheError | TimeoutError) -> None:
         self._lost = True
         level = logging.WARNING if isinstance(error, UsageError) else logging.INFO
-        _log.log(level, "nothing more of a request is published: %s", error)
+        _log.log(level, "nothing more of a request is published: %r", error)
