@@ -86,6 +86,12 @@ async def test_those_who_wait_for_their_turn_meet_what_those_before_published() 
         assert served.cache.statistics().served.requests == 4  # publications are none
 
 
+async def test_all_is_published_without_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving("qwen3_5") as served:
+        await answer(served, random_tokens(PROMPT), ANSWER)
+    assert [record for record in caplog.records if record.name.startswith("asynchicache")] == []
+
+
 async def test_namespaces_do_not_meet() -> None:
     prompt = random_tokens(PROMPT)
     async with serving("llama") as served:

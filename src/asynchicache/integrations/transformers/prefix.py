@@ -67,13 +67,13 @@ class CachedPrefix:
     def __init__(self, store: PrefixStore, request: Request) -> None:
         self._store = store
         self._request = request
-        self._lost = False
+        self._over = False
         self.hit = Hit(0)
 
     async def restore(self) -> DynamicCache:
         """Model memory that holds the `hit.tokens` tokens that the cache knows."""
         await self.load()
-        if not self._lost:
+        if not self._over:
             return await self._store.thread.run(partial(self._store.bridge.restore, self._request))
         return await self._store.thread.run(partial(new_cache, self._store.config))
 
@@ -99,7 +99,7 @@ class CachedPrefix:
             memory: holds `stop` tokens, and of windows everything since the last call.
         """
         start = self._request.reserved
-        if not self._lost and stop > start and await self._reserve(stop):
+        if not self._over and stop > start and await self._reserve(stop):
             await self._copy(memory, start, stop, None)
 
     async def save_late(self, memory: DynamicCache, stop: int, states: SavedStates | None) -> None:
@@ -112,10 +112,10 @@ class CachedPrefix:
         """
         start = self._request.reserved
         for end in self._store.pieces(start, stop):
-            if self._lost or not await self._reserve(end):
+            if self._over or not await self._reserve(end):
                 return
             self._request.advance(end)
-        if not self._lost and stop > start:
+        if not self._over and stop > start:
             await self._copy(memory, start, stop, states)
 
     async def _copy(self, memory: DynamicCache, start: int, stop: int, states: SavedStates | None) -> None:
@@ -131,18 +131,19 @@ class CachedPrefix:
                 await self._request.reserve(stop - self._request.reserved)
         except (CacheError, TimeoutError) as error:
             self._give_up(error)
-        return not self._lost
+        return not self._over
 
     async def publish(self, stop: int, *, final: bool) -> None:
         """Hand what was saved up to `stop` to the cache; `final`: the request publishes nothing more."""
-        if self._lost or stop > self._request.reserved:
+        if self._over or stop > self._request.reserved:
             return
         try:
             await self._request.checkpoint(stop, final=final)  # the state may be overwritten after that
+            self._over = final
         except CacheError as error:
             self._give_up(error)
 
     def _give_up(self, error: CacheError | TimeoutError) -> None:
-        self._lost = True
+        self._over = True
         level = logging.WARNING if isinstance(error, UsageError) else logging.INFO
         _log.log(level, "nothing more of a request is published: %r", error)

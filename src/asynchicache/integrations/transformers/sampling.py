@@ -60,10 +60,17 @@ class Sampler:
         if self._sampling.temperature == 0:
             return int(logits.argmax())
         scores = logits.detach().to("cpu", torch.float32) / self._sampling.temperature
+        # In the order of the vocabulary: among ranks the smallest error would swap two close tokens.
+        likely = self._limited(scores).softmax(-1)
+        return int(torch.multinomial(likely, 1, generator=self._generator))
+
+    def _limited(self, scores: torch.Tensor) -> torch.Tensor:
+        """`scores` without those that `top_k` and `top_p` leave out."""
+        if not self._sampling.top_k and self._sampling.top_p == 1:
+            return scores
         ranked, tokens = scores.sort(descending=True)
-        if self._sampling.top_k:
-            ranked = ranked[: self._sampling.top_k]
-        likely = ranked.softmax(-1)
+        ranked = ranked[: self._sampling.top_k or len(ranked)]
+        shares = ranked.softmax(-1)
         # The first token whose predecessors reach the sum already is out; the likeliest never is.
-        likely[likely.cumsum(-1) - likely >= self._sampling.top_p] = 0
-        return int(tokens[torch.multinomial(likely, 1, generator=self._generator)])
+        kept = tokens[: len(ranked)][shares.cumsum(-1) - shares < self._sampling.top_p]
+        return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])

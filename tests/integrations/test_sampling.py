@@ -1,0 +1,56 @@
+"""Tokens from logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from asynchicache.integrations.transformers.sampling import GREEDY, Sampler, Sampling
+
+LOGITS = torch.tensor([0.5, 0.05, 0.25, 0.2]).log()
+
+
+def draws(count: int, **values: float) -> Counter[int]:
+    sampler = Sampler(Sampling(temperature=1.0, seed=1, **values))
+    return Counter(sampler.choose(LOGITS) for _ in range(count))
+
+
+def test_the_likeliest() -> None:
+    assert Sampler(GREEDY).choose(LOGITS) == 0
+
+
+def test_draws_follow_the_probabilities() -> None:
+    found = draws(4000)
+    shares = [found[token] / 4000 for token in range(4)]
+    assert shares == pytest.approx([0.5, 0.05, 0.25, 0.2], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 2, 3}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.01}, {0}),
+        ({"top_p": 0.6}, {0, 2}),
+        ({"top_p": 0.94}, {0, 2, 3}),
+        ({"top_k": 2, "top_p": 0.6}, {0}),  # of the two that are left the first has two thirds
+    ],
+)
+def test_few_are_left(values: dict[str, float], kept: set[int]) -> None:
+    assert set(draws(300, **values)) == kept
+
+
+def test_a_seed_says_all() -> None:
+    first, second = (Sampler(Sampling(temperature=2.0, seed=5)) for _ in range(2))
+    assert [first.choose(LOGITS) for _ in range(50)] == [second.choose(LOGITS) for _ in range(50)]
+
+
+def test_close_logits_swap_nothing() -> None:
+    """Two runs of a model differ in their last bits; the tokens are to be the same."""
+    close = torch.full((1000,), 1.0) + torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 1e-4
+    noise = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-6
+    one, other = (Sampler(Sampling(temperature=1.0, seed=5)) for _ in range(2))
+    assert [one.choose(close) for _ in range(50)] == [other.choose(close + noise) for _ in range(50)]
