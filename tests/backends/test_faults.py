@@ -101,6 +101,18 @@ async def test_exists_lies() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_page_that_is_said_to_be_stored_is_not_there() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1, 2, 3)
+        s.faults.rates = FaultRates(drop=1)
+
+        assert (await s.put(keys, [0, 1, 2])).outcomes == [STORED] * 3
+        s.faults.rates = FaultRates()
+        assert (await s.guard.exists(keys)).outcomes == [MISS] * 3
+        assert s.faults.injected == {"drop": 3}
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("pages", [1, 2, 7])
 async def test_other_bytes_are_caught_by_the_core(pages: int) -> None:
     async with scene() as s:

@@ -42,6 +42,19 @@ def test_time_jumps_and_nobody_waits() -> None:
     assert run_seeded(0, main) == pytest.approx(1e9)
 
 
+def test_time_that_is_skipped_makes_timers_due() -> None:
+    async def main(world: SeededWorld) -> float:
+        due = asyncio.Event()
+        world.loop.call_later(60, due.set)
+        world.loop.skip(100)
+        await due.wait()
+        with pytest.raises(ConfigError, match="skip\\(-1\\)"):
+            world.loop.skip(-1)
+        return world.port.now()
+
+    assert run_seeded(0, main) == pytest.approx(100, abs=0.01)
+
+
 def test_ready_tasks_run_in_every_order() -> None:
     assert {run_seeded(seed, order_of_three) for seed in range(100)} == set(permutations(range(3)))
 

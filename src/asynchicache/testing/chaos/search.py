@@ -134,5 +134,5 @@ def reduce(finding: Finding) -> Finding:
     if not report.violations:
         return finding
     with quick_collection():
-        script, report = Shrinker().shrink(script, report)
-    return Finding(finding.seed, report.violations, script)
+        smaller, _ = Shrinker().shrink(script, report)
+    return Finding(finding.seed, report.violations, smaller)
