@@ -11,7 +11,7 @@ WORKERS ?= 2
 ARGS    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines demo test check lint types floors wheel soak gpu bench conformance clean
+.PHONY: help setup engines demo test coverage check lint types floors wheel soak gpu bench conformance clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
@@ -36,6 +36,13 @@ demo: $(STAMP)  ## a hybrid model served with and without the cache, and a repor
 # Two processes, whatever the machine: tests start servers and read clocks. WORKERS=0 runs them in one, for a debugger.
 test: $(STAMP)  ## the tests, without those marked soak or gpu
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# What decides is pure, so the tests of its own rooms are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
+coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at least
+	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/storage tests/transfer/test_plan.py \
+	    tests/controller -q --cov asynchicache --cov-branch --cov-report= $(ARGS)
+	COVERAGE_FILE=build/.coverage $(BIN)/python -m coverage report --fail-under 98 --show-missing --skip-covered --include \
+	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/controller/planner.py'
 
 check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
 

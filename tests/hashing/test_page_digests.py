@@ -6,9 +6,11 @@ import hashlib
 import random
 import struct
 from array import array
+from fnmatch import fnmatchcase
 
 import pytest
 
+from asynchicache.errors import ConfigError
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, pool_fingerprint
 
 FIRST = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
@@ -142,3 +144,17 @@ def test_an_object_key_is_a_safe_name():
     assert key.text() == f"{'01' * 16}.kv.1-2.{FIRST}"
     assert key._replace(shard="").text() == f"{'01' * 16}.kv.{FIRST}"
     assert set(key.text()) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-_")
+
+
+def test_a_pattern_is_for_the_keys_of_one_pool():
+    key = ObjectKey(b"\x01" * 32, bytes.fromhex(FIRST), "kv", "1/2")
+
+    assert fnmatchcase(key._replace(digest=bytes(32)).text(), key.pattern())
+    for other in ({"pool": "swa"}, {"shard": "2/2"}, {"shard": ""}, {"fingerprint": bytes(32)}):
+        assert not fnmatchcase(key._replace(**other).text(), key.pattern())
+
+
+@pytest.mark.parametrize("names", [(1, None), (None, b"salt")])
+def test_names_that_are_no_strings_are_refused(names):
+    with pytest.raises(ConfigError, match="must be a string, or None"):
+        namespace_seed(*names)

@@ -123,8 +123,7 @@ class MatchingTree(NodeStore):
         """The node below `node`, on the way of `tokens`, that holds their page number `pages` - 1."""
         while node.end < pages:
             child = self.child(node, tokens)
-            if child is None:
-                break
+            assert child is not None, "a match went that way"
             node = child
         return node
 

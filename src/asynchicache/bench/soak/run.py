@@ -7,7 +7,6 @@ import gc
 import logging
 import random
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -142,7 +141,7 @@ class Soak:
     async def _one_cache(self) -> None:
         """Open, serve, break, close: by turns when all is done, and in the middle of it."""
         self._caches += 1
-        threads = threading.active_count()
+        threads = look(self._elapsed, self._served).threads
         async with HybridCache.open(soak_spec(), self._config()) as cache:
             stop = asyncio.Event()
             engine = Engine(cache, self._served)
@@ -174,7 +173,7 @@ class Soak:
             prefetch=PrefetchOptions(base_seconds=0.5),
             storage=self._store.engine,
             storage_options=dict(self._store.options),
-            storage_limits=PoolLimits(deadline=1.0, cooldown=0.5, closing=5.0, known_pages=4096),
+            storage_limits=PoolLimits(deadline=1.0, cooldown=0.5, closing=30.0, known_pages=4096),
             weight_version="soak",
             seed=self._options.seed,
         )

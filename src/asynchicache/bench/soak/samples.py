@@ -48,12 +48,17 @@ def look(at: float, served: Served) -> Sample:
         at,
         _resident(),
         len(asyncio.all_tasks()),
-        threading.active_count(),
+        _threads(),
         _open_files(),
         served.turns,
         served.prompt_tokens,
         served.hits,
     )
+
+
+def _threads() -> int:
+    """Those of the loop's default executor left out: it makes some when it is busy, and keeps them."""
+    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
 def _open_files() -> int:

@@ -1,0 +1,303 @@
+"""What the planner says of a request, and where it says no: reasons, cuts, advice, room."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from simulation import Simulation
+
+from asynchicache.controller.checkpoints import CheckpointPolicy
+from asynchicache.controller.planner import Planner
+from asynchicache.controller.sequence import Sequence
+from asynchicache.errors import CapacityError
+from asynchicache.tree.node import FULL_DEVICE
+from asynchicache.types import MissReason, Tier
+
+ROOMY = {"kv": (64, 128), "mamba": (16, 32), "swa": (32, 64)}
+SYSTEM = list(range(1, 9))
+SIMULATIONS: list[Simulation] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Requests that a test leaves open are closed after it."""
+    SIMULATIONS.clear()
+    yield
+    for sim in SIMULATIONS:
+        for sequence in list(sim.live):
+            sim.close(sequence)
+        for copy in sim.flying:
+            sim.planner.copied(copy, None)
+
+
+def simulation(*, states: bool = True, window: int = 0, **slots: tuple[int, int]) -> Simulation:
+    windows = {"swa": window} if window else {}
+    pools = {"kv", *windows, *(["mamba"] if states else [])}
+    sizes = {name: slots.get(name, size) for name, size in ROOMY.items() if name in pools}
+    SIMULATIONS.append(Simulation(random.Random(0), states=states, windows=windows, slots=sizes))
+    return SIMULATIONS[-1]
+
+
+def served(sim: Simulation, tokens: list[int], *stops: int) -> None:
+    """Serve a prompt, publish it where it stops, and let everything end."""
+    sequence = sim.open(tokens)
+    sim.load(sequence)
+    for stop in stops or (len(tokens),):
+        assert sim.compute(sequence, stop)
+    sim.close(sequence)
+    sim.settle()
+
+
+def asked(sim: Simulation, tokens: list[int]) -> Sequence:
+    return sim.open(tokens)
+
+
+# Why it was not more
+
+
+def test_nobody_computed_it() -> None:
+    sim = simulation()
+    sequence = asked(sim, SYSTEM)
+
+    assert sim.planner.reason(sequence) is MissReason.COLD
+    assert sim.planner.limiting_pool(sequence) == "kv"
+    assert sim.planner.held_back(sequence) == ("", "")
+
+
+def test_all_but_the_last_page_is_there() -> None:
+    sim = simulation()
+    served(sim, SYSTEM)
+    sequence = asked(sim, [*SYSTEM, 9])
+
+    assert sim.planner.reason(sequence) is MissReason.NONE
+    sim.load(sequence)
+    assert sim.planner.reason(sequence) is MissReason.NONE
+
+
+def test_a_state_is_missing_that_a_stop_would_have_left() -> None:
+    sim = simulation()
+    served(sim, [*SYSTEM, 20, 21])
+    sequence = asked(sim, [*SYSTEM, 30, 31])
+
+    assert sim.planner.reason(sequence) is MissReason.STATE
+    assert sim.planner.limiting_pool(sequence) == "mamba"
+    assert sim.planner.held_back(sequence) == (
+        "mamba",
+        "publish 'mamba' at 8 tokens: stop a prefill there (request.cuts)",
+    )
+    assert sim.planner.cuts(sequence) == (8, 10)
+
+
+def test_a_window_had_to_make_room() -> None:
+    sim = simulation(states=False, window=2, swa=(4, 0))
+    served(sim, SYSTEM)
+    served(sim, [50, 51, 52, 53, 54, 55])
+    sequence = asked(sim, [*SYSTEM, 9])
+
+    assert sim.planner.reason(sequence) is MissReason.WINDOW
+    assert sim.planner.held_back(sequence) == (
+        "swa",
+        "'swa' had to make room for others: raise its device or host slots",
+    )
+    assert sim.planner.cuts(sequence) == (8,)
+
+
+def test_where_nothing_is_held_back_windows_ask_for_no_cut() -> None:
+    sim = simulation(states=False, window=2)
+    served(sim, SYSTEM)
+
+    assert sim.planner.cuts(asked(sim, [*SYSTEM, 9])) == ()
+
+
+def test_what_a_request_was_told_itself_counts() -> None:
+    sim = simulation()
+    sequence = asked(sim, SYSTEM)
+    sequence.reason = MissReason.DEADLINE
+
+    assert sim.planner.reason(sequence) is MissReason.DEADLINE
+
+
+def test_what_was_loaded_reaches_as_far_as_its_pages() -> None:
+    sim = simulation()
+    served(sim, [*SYSTEM, 20, 21], 8, 10)
+    sequence = asked(sim, [*SYSTEM, 30, 31])
+    sim.load(sequence)
+
+    assert sequence.hit_pages == 4
+    assert sim.planner.held_back(sequence) == ("", "")
+
+
+# Room
+
+
+def test_a_prompt_that_no_empty_device_could_hold_is_refused() -> None:
+    sim = simulation(kv=(3, 8))
+
+    with pytest.raises(CapacityError, match="8 tokens need 4 pages of 2; the device holds 3"):
+        sim.planner.open(array("q", SYSTEM), b"")
+
+
+def test_no_pages_are_left() -> None:
+    sim = simulation(kv=(4, 8))
+    sequence = asked(sim, SYSTEM)
+    sim.load(sequence)
+
+    with pytest.raises(CapacityError, match="5 more kv device slots wanted, 4 of 4 are free"):
+        sim.planner.extend(sequence, 10)
+    assert sim.planner.extend(sequence, 8)["kv"] == [0, 1, 2, 3]
+
+
+def test_no_state_is_left() -> None:
+    sim = simulation(mamba=(1, 2))
+    first, second = asked(sim, SYSTEM), asked(sim, [9, 9, 9])
+    sim.load(first)
+
+    with pytest.raises(CapacityError, match="1 more mamba device slots wanted, 0 of 1 are free"):
+        sim.planner.admit(second)
+    sim.close(first)
+    sim.planner.admit(second)
+    assert second.states
+
+
+def test_a_request_rests_and_matches_again() -> None:
+    sim = simulation()
+    served(sim, SYSTEM)
+    sequence = asked(sim, [*SYSTEM, 9])
+    sim.planner.rest(sequence)
+    sim.planner.flush()
+
+    assert sim.planner.books.free[FULL_DEVICE].held == 0
+    sim.planner.rematch(sequence, fetched=False)
+    assert (sequence.matched_pages, sequence.resting) == (0, False)
+    sim.close(sequence)
+    sim.verify()
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_without_room_for_the_rest_what_is_on_the_device_is_the_hit(window: int) -> None:
+    sim = simulation(window=window, kv=(6, 64))
+    served(sim, SYSTEM, 4, 8)
+    sim.planner.books.evict(FULL_DEVICE, 2, dirty=True)
+    blocker = asked(sim, [90] * 8)
+    sim.load(blocker)
+    sim.planner.extend(blocker, 8)
+    sequence = asked(sim, [*SYSTEM, 9])
+    assert sequence.matched_pages == 4
+    sim.load(sequence)
+
+    assert sequence.hit_pages == 2
+    assert sim.planner.reason(sequence) is MissReason.DEVICE_CAPACITY
+
+
+# Snapshots
+
+
+def test_a_snapshot_is_published_where_it_was_taken() -> None:
+    sim = simulation()
+    sequence = asked(sim, [*SYSTEM, 9])
+    sim.load(sequence)
+    assert sim.compute(sequence, 8)
+    sim.start(sim.planner.snapshot(sequence, 8))
+    (slot,) = sequence.snapshots.values()
+    sim.start(sim.planner.snapshot(sequence, 8))
+
+    assert sequence.snapshots == {1: slot}, "the one that it has is written again"
+    sim.settle()
+    name = sim.planner.books.names[1]
+    assert sim.memory[name, Tier.DEVICE][slot] == sim.stamp(name, sim.digests(sequence)[3])
+    sim.start(sim.planner.publish(sequence, 8))
+    sim.settle()
+    sim.verify()
+
+
+def test_without_room_for_a_snapshot_the_state_does_not_pass_for_it() -> None:
+    sim = simulation(mamba=(1, 2))
+    sequence = asked(sim, SYSTEM)
+    sim.load(sequence)
+    assert sim.compute(sequence, 4)
+    skipped = sim.planner.books.counters.states_skipped
+
+    assert sim.planner.snapshot(sequence, 4) == []
+    assert sim.planner.books.counters.states_skipped == skipped + 1
+    assert sequence.snapshot_tokens == 4
+    sim.start(sim.planner.publish(sequence, 4))
+    assert {transfer.pool for copy in sim.flying for transfer in copy.transfers} == {"kv"}, "no state"
+
+
+def test_a_model_without_states_has_nothing_to_keep() -> None:
+    sim = simulation(states=False)
+    sequence = asked(sim, SYSTEM)
+    sim.load(sequence)
+
+    assert sim.planner.snapshot(sequence, 0) == []
+
+
+# Publication
+
+
+def test_a_shorter_publication_than_the_last_one_is_none() -> None:
+    sim = simulation()
+    sequence = asked(sim, SYSTEM)
+    sim.load(sequence)
+    assert sim.compute(sequence, 8)
+
+    assert sim.planner.publish(sequence, 4) == []
+    assert sequence.borrowed == 4
+
+
+def test_the_last_publication_in_the_middle_of_a_page_keeps_its_state() -> None:
+    sim = simulation()
+    sequence = asked(sim, [*SYSTEM, 9])
+    sim.load(sequence)
+    assert sim.compute(sequence, 9, final=True)
+
+    assert sequence.states, "it belongs to no page, so it is the request's still"
+    sim.close(sequence)
+    sim.settle()
+    sim.verify()
+
+
+def test_two_that_end_alike_leave_one_state() -> None:
+    sim = simulation()
+    first, second = asked(sim, SYSTEM), asked(sim, SYSTEM)
+    for sequence in (first, second):
+        sim.load(sequence)
+        assert sim.compute(sequence, 8, final=True)
+
+    assert not first.states
+    assert second.states, "the tree had one already"
+    for sequence in (first, second):
+        sim.close(sequence)
+    sim.settle()
+    sim.verify()
+
+
+def test_checkpoints_that_no_page_ends_at_are_refused() -> None:
+    spec = simulation().spec
+    with pytest.raises(Exception, match="spacing 3 must be a multiple of the page size, 2"):
+        Planner(spec, {"kv": (8, 8), "mamba": (4, 4)}, checkpoints=CheckpointPolicy(spacing=3))
+
+
+def test_what_failed_to_come_is_in_quarantine() -> None:
+    sim = simulation()
+    served(sim, SYSTEM)
+    sim.planner.books.evict(FULL_DEVICE, 64, dirty=True)
+    sequence = asked(sim, [*SYSTEM, 9])
+    for copy in sim.planner.loader.load(sequence):
+        sim.start([copy])
+        sim.end(sim.flying.index(copy), failed=True)
+
+    assert sim.planner.books.free[FULL_DEVICE].quarantined == 4
+    assert sim.planner.publish(sequence, 8) == [], "what it stood on is gone"
+    assert sequence.poisoned
+    sim.close(sequence)
+    sim.settle()
+    sim.verify()
