@@ -39,8 +39,9 @@ test: $(STAMP)  ## the tests, without those marked soak or gpu
 
 # What decides is pure, so the tests of its own rooms are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
 coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at least
-	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/storage tests/transfer/test_plan.py \
-	    tests/controller -q --cov asynchicache --cov-branch --cov-report= $(ARGS)
+	mkdir -p build
+	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/controller \
+	    tests/storage/test_hits.py tests/transfer/test_plan.py -q --cov asynchicache --cov-branch --cov-report= $(ARGS)
 	COVERAGE_FILE=build/.coverage $(BIN)/python -m coverage report --fail-under 98 --show-missing --skip-covered --include \
 	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/controller/planner.py'
 
