@@ -416,6 +416,23 @@ async def test_closing_gives_up_on_a_call_and_names_its_slots() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_call_that_is_late_while_the_pool_closes_gives_its_slots_back_when_it_ends() -> None:
+    async with scene(deadline=SOON, closing=NEVER) as s:
+        s.engine.gate.clear()
+        call = asyncio.create_task(s.get(2))
+        await s.engine.entered(1)
+        closing = asyncio.create_task(s.pool.aclose())
+        batch = await call  # its deadline came first
+        assert batch.outcomes == [Outcome.TIMEOUT] * 2
+        assert batch.lingering is not None
+        assert not batch.lingering.done()
+        s.engine.gate.set()
+
+        await batch.lingering
+        assert await closing == frozenset()
+
+
+@pytest.mark.asyncio
 async def test_a_caller_that_still_waits_is_told_when_closing_gives_up() -> None:
     async with scene(closing=SOON) as s:
         s.engine.gate.clear()

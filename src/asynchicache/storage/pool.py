@@ -71,6 +71,7 @@ class GuardedPool:
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
         self._tallies = {verb.name: Tally(binding.page_bytes if verb.moves else 0) for verb in VERBS}
         self._closed = False
+        self._given_up = False
 
     async def exists(self, keys: Sequence[ObjectKey]) -> Batch:
         """HIT, MISS, FAILED or TIMEOUT for each key.
@@ -154,7 +155,7 @@ class GuardedPool:
         if not self._touched(wanted):
             return None
         free = asyncio.get_running_loop().create_future()
-        if self._closed:
+        if self._given_up:
             free.cancel()
         else:
             self._watchers.append((wanted, free))
@@ -183,6 +184,7 @@ class GuardedPool:
         for call in self._calls:
             call.task.cancel()
         await self._join()
+        self._given_up = True  # not before: what ends while `aclose` waits is safe like any other
         for _, free in self._watchers:
             free.cancel()
         self._watchers.clear()
