@@ -60,6 +60,8 @@ class ServeOptions:
     answer_tokens: int = option(256, "tokens of a chat's answer where the request has no limit", minimum=1)
     max_body_mib: int = option(16, "MiB of a request; longer ones get status 413", minimum=1)
     drain_seconds: float = option(30.0, "how long requests may go on after SIGTERM", minimum=0)
+    kv_events_config: str = option("", "publish events of pages: a JSON object as vLLM and SGLang take it")
+    trace: bool = option(False, "make OpenTelemetry spans; start it by `opentelemetry-instrument`")
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -115,6 +117,8 @@ def run(options: ServeOptions, output: Output) -> Outcome:
         answer_tokens=options.answer_tokens,
         max_body_bytes=options.max_body_mib << 20,
         drain_seconds=options.drain_seconds,
+        kv_events=options.kv_events_config,
+        trace=options.trace,
     )
     with server.bind(options.host, options.port) as listener:
         loaded = _load(options, settings.cache.device)

@@ -118,8 +118,21 @@ class Api:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def answer(self, request: GenerationRequest, reply_type: type[Reply], send: Send) -> None:
+    async def answer(
+        self,
+        request: GenerationRequest,
+        reply_type: type[Reply],
+        send: Send,
+        *,
+        traceparent: str | None = None,
+    ) -> None:
         """Answer a request on its connection.
+
+        Args:
+            request: what is asked.
+            reply_type: the form of the answer.
+            send: the connection.
+            traceparent: the W3C header of the client's span.
 
         Raises:
             ApiError: it is refused; nothing was sent yet.
@@ -127,7 +140,7 @@ class Api:
         with self._working():
             self._check(request)
             tokens = await self._tokens(request)
-            async with self._begin(request, tokens) as answer:
+            async with self._begin(request, tokens, traceparent) as answer:
                 reply = self._reply(request, reply_type)
                 problem = None
                 if request.stream:
@@ -168,7 +181,7 @@ class Api:
             return token_ids(prompt, self.served.vocabulary)
         return await self._in_thread(partial(tokenizer.encode, prompt))
 
-    def _begin(self, request: GenerationRequest, tokens: list[int]) -> Answer:
+    def _begin(self, request: GenerationRequest, tokens: list[int], traceparent: str | None) -> Answer:
         """Start to generate, or to wait for room."""
         served = self.served
         stop_ids = frozenset[int]() if request.ignore_eos else served.stop_ids
@@ -179,6 +192,7 @@ class Api:
                 sampling=self._sampling(request),
                 salt=request.cache_salt,
                 stop_token_ids=stop_ids,
+                traceparent=traceparent,
             )
         except BusyError as error:
             raise overloaded(f"{error}: try again later", self._retry_after()) from error

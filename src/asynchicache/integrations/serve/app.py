@@ -65,9 +65,10 @@ class GenerationEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive), self._max_body_bytes)
-        request = decode_request(body, self._kind)
-        await while_connected(receive, self._api.answer(request, self._reply_type, send))
+        arrived = Request(scope, receive)
+        request = decode_request(await read_body(arrived, self._max_body_bytes), self._kind)
+        parent = arrived.headers.get("traceparent")
+        await while_connected(receive, self._api.answer(request, self._reply_type, send, traceparent=parent))
 
 
 class Pages:

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,6 +42,8 @@ class ServeSettings:
         max_body_bytes: longer requests get status 413.
         drain_seconds: how long requests may go on when the server is told to stop.
         attach_seconds: pause between attempts to open storage.
+        kv_events: where events of pages are published, as JSON; empty for nowhere.
+        trace: make OpenTelemetry spans, with the process's provider.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -54,6 +56,8 @@ class ServeSettings:
     max_body_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     attach_seconds: float = 5.0
+    kv_events: str = ""
+    trace: bool = False
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -137,7 +141,10 @@ async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterato
     ) as model:
         api = Api(model, _served(loaded, settings, model.capacity_tokens))
         try:
-            async with _storage(model.cache, config, settings.attach_seconds):
+            async with (
+                _signals(model.cache, settings),
+                _storage(model.cache, config, settings.attach_seconds),
+            ):
                 yield api
                 await _drain(model.cache, config.close_seconds)
         finally:
@@ -161,6 +168,31 @@ def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Serv
         temperature=loaded.temperature,
         top_p=loaded.top_p,
     )
+
+
+@asynccontextmanager
+async def _signals(cache: HybridCache, settings: ServeSettings) -> AsyncIterator[None]:
+    """Spans and events, as far as they are wanted.
+
+    Raises:
+        ConfigError: a package is missing, or an endpoint cannot be used.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            if settings.trace:
+                from asynchicache.integrations.otel import instrument
+
+                instrument(cache)
+            if settings.kv_events:
+                from asynchicache.integrations.kv_events.config import KvEventsConfig
+                from asynchicache.integrations.kv_events.publisher import KvEventPublisher
+
+                options = KvEventsConfig.from_json(settings.kv_events)
+                await stack.enter_async_context(KvEventPublisher.open(cache, options))
+        except ModuleNotFoundError as error:
+            extra = "kv-events" if error.name == "zmq" else "otel"
+            raise ConfigError(f"{error.name} is missing: pip install 'asynchicache[{extra}]'") from error
+        yield
 
 
 @asynccontextmanager

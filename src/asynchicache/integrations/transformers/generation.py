@@ -19,7 +19,7 @@ class Job:
 
     Attributes:
         prompt: its token ids.
-        namespace, salt: whose prefixes it may meet, as of `HybridCache.request`.
+        namespace, salt, traceparent: as of `HybridCache.request`.
         sampler, rule: how tokens are chosen, and which is the last.
         generated: token ids so far; the last of them was not fed to the model yet.
         hit: what the cache served.
@@ -35,9 +35,10 @@ class Job:
         *,
         namespace: str | None,
         salt: str | None,
+        traceparent: str | None = None,
     ) -> None:
         self.prompt = prompt
-        self.namespace, self.salt = namespace, salt
+        self.namespace, self.salt, self.traceparent = namespace, salt, traceparent
         self.sampler = Sampler(sampling)
         self.rule = rule
         self.generated: list[int] = []

@@ -128,6 +128,7 @@ class PrefixCachedModel:
         salt: str | None = None,
         stop_token_ids: Collection[int] | None = None,
         stop: Sequence[str] = (),
+        traceparent: str | None = None,
     ) -> Generation:
         """Begin to serve a prompt; the tokens come as they are computed.
 
@@ -138,6 +139,7 @@ class PrefixCachedModel:
             namespace, salt: prefixes of different ones never meet, as of `HybridCache.request`.
             stop_token_ids: the output ends with any of these; None: with the model's end tokens.
             stop: strings; the output ends with the token that completes one. They need a tokenizer.
+            traceparent: the W3C header of the span that the request belongs to, for a tracer of the cache.
 
         Raises:
             InvalidTokensError: no tokens, or ids that the model does not know.
@@ -153,7 +155,7 @@ class PrefixCachedModel:
             raise InvalidTokensError(f"token id {max(prompt)}: the model knows {self._vocabulary}, from 0")
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
-        job = Job(prompt, sampling, rule, namespace=namespace, salt=salt)
+        job = Job(prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent)
         request = self._request(job)
         most = len(prompt) + max_new_tokens + self.spec.page_size - 1
         place = self._admission.join(self._turns.store.whole(most))
@@ -198,7 +200,9 @@ class PrefixCachedModel:
             await self._turns.publish(output, row.memory, row.length, row.states, known=len(job.prompt))
 
     def _request(self, job: Job) -> Request:
-        return self.cache.request(job.tokens, namespace=job.namespace, salt=job.salt)
+        return self.cache.request(
+            job.tokens, namespace=job.namespace, salt=job.salt, traceparent=job.traceparent
+        )
 
     async def _prefill(self, job: Job, request: Request) -> Row:
         """The prompt up to the first token of its output."""
