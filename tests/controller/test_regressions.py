@@ -92,6 +92,26 @@ def test_paths_that_are_owed_do_not_chase_each_other_off_the_host():
     sim.verify()
 
 
+def test_room_for_a_load_is_not_made_at_the_cost_of_what_it_stands_on():
+    """What another request had brought since the match was nobody's, and was evicted for what follows it."""
+    sim = Simulation(random.Random(0), states=False, slots={"kv": (4, 64)})
+    for tokens in ([1, 2, 3, 4, 5, 6], [9] * 8):
+        _publish(sim, tokens)
+        _settle(sim)
+    late = sim.open([1, 2, 3, 4, 5, 6, 7])  # all of it is on the host
+    early = sim.open([1, 2, 7])
+    sim.load(early)
+    sim.close(early)
+    other = sim.open([8, 8, 8])
+    sim.load(other)
+    sim.planner.extend(other, 3)
+    sim.load(late)
+    sim.verify()
+    assert (late.hit_pages, late.reason) == (1, MissReason.DEVICE_CAPACITY)
+    sim.close(late)
+    sim.close(other)
+
+
 def test_states_stay_off_a_host_without_pages():
     sim = Simulation(random.Random(0), slots={"kv": (64, 0), "mamba": (16, 16)})
     _publish(sim, [1, 2, 3, 4])

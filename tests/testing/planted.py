@@ -409,16 +409,3 @@ def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
         return work
 
     patch.setattr(Writer, "store", unpinned)
-
-
-@bug
-def query_keeps_nothing(patch: Patch) -> None:
-    ask = Reader.ask
-
-    def bare(self: Reader, *arguments: Any) -> Any:
-        query = ask(self, *arguments)
-        if query is not None:
-            self._books.drop(query.pins)
-        return query
-
-    patch.setattr(Reader, "ask", bare)

@@ -28,7 +28,6 @@ RARE = {
     "old_snapshot_published_for_a_new_length",
     "partial_read_counts_as_whole",
     "published_window_is_anybodys",
-    "query_keeps_nothing",
     "salt_ignored",
     "shards_share_a_key",
     "slots_of_a_late_call_are_given_back",

@@ -46,6 +46,7 @@ class Loader:
         sequence.loaded = True
         node = sequence.lease.node
         wanted = copies.missing_on_device(self._tree, node)
+        self._keep_on_device(sequence, device_end(node))  # others may have brought it since the match
         has_states = self.take_states(sequence)
         if not has_states:
             node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
