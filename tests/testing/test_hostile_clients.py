@@ -23,7 +23,7 @@ def test_a_seed_notices_when_published_windows_are_anybodys_at_once(monkeypatch)
     monkeypatch.setattr(UnifiedRadixTree, "_keep_taken", lambda *_: None)
 
     with pytest.raises((AssertionError, InternalError)):  # noqa: PT012  the first seed that fails ends it
-        for seed in (50, 174):
+        for seed in range(20, 24):
             run_seeded(seed, hostile, max_steps=STEPS)
 
 
