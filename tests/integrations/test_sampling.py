@@ -54,3 +54,15 @@ def test_close_logits_swap_nothing() -> None:
     noise = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-6
     one, other = (Sampler(Sampling(temperature=1.0, seed=5)) for _ in range(2))
     assert [one.choose(close) for _ in range(50)] == [other.choose(close + noise) for _ in range(50)]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 1e-320])
+def test_next_to_no_temperature_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([1.0, 40.0, -7.0, 39.0, -torch.inf])
+    assert Sampler(Sampling(temperature=temperature)).choose(logits) == 1
+    assert Sampler(Sampling(temperature=temperature)).choose(-logits[:-1]) == 2
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-50, 1e-320])
+def test_the_likeliest_is_within_any_top_p(top_p: float) -> None:
+    assert Sampler(Sampling(temperature=1, top_p=top_p)).choose(LOGITS) == 0

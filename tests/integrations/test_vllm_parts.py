@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -141,3 +142,15 @@ def test_another_vllm_is_refused_and_told_which_one_fits(monkeypatch: pytest.Mon
 
     with pytest.raises(ConfigError, match=r"vLLM 0\.20\.0 lacks .* pip install 'vllm==0\.33"):
         runpy.run_path(str(Path(seam.__file__)))
+
+
+def test_repeated_groups_of_a_hint_do_not_multiply_its_keys() -> None:
+    payload = {"block_hashes": [HASH] * 1000, "groups": [0, 1] * 500}
+    tracemalloc.start()
+    try:
+        hints = read_hints({"asynchicache": {"prefetch": payload}}, None, {0, 1})
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(hints.prefetch) == 2
+    assert most < 2 << 20

@@ -41,11 +41,11 @@ def tiny_loaded(name: str = "qwen3_5") -> LoadedModel:
     return LoadedModel(name, model, ByteTokenizer(vocabulary), frozenset(), 2048)
 
 
-def save_checkpoint(folder: Path, *, template: bool = True) -> Path:
-    """A checkpoint with tokenizer, as users have them."""
+def save_checkpoint(folder: Path, *, template: bool = True, vocabulary: int = 0) -> Path:
+    """A checkpoint with tokenizer, as users have them; `vocabulary`: the model's, if not the tokenizer's."""
     tokenizer = bpe_tokenizer()
     config = tiny_config("qwen3_5")
-    config.vocab_size = len(tokenizer)
+    config.vocab_size = vocabulary or len(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         Qwen3_5ForCausalLM(config).save_pretrained(folder)

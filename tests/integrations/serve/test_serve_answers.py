@@ -121,6 +121,16 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(server: Running) -
     assert answer.usage.completion_tokens < 30
 
 
+async def test_an_answer_that_a_stop_string_ends_is_no_client_that_left(server: Running) -> None:
+    await server.idle()
+    before = (server.api.counts.answered, server.api.counts.cancelled)
+    fields = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": expected(PROMPT, 30)[10:12]}
+    for stream in (False, True):
+        await server.http.post("/v1/completions", json={**fields, "stream": stream})
+    await server.idle()
+    assert (server.api.counts.answered, server.api.counts.cancelled) == (before[0] + 2, before[1])
+
+
 async def test_the_same_seed_draws_the_same_text(server: Running) -> None:
     async def drawn(seed: int) -> str:
         answer = await server.openai.completions.create(

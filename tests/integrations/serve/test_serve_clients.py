@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -217,6 +217,21 @@ async def test_conversations_go_on_while_half_of_them_hang_up(clients: int, turn
         await server.idle()
         assert server.api.counts.refused == {}
         assert server.api.counts.answered >= clients // 2 * turns
+
+
+@pytest.mark.asyncio
+async def test_headers_that_do_not_end_are_refused() -> None:
+    async with running(LOADED) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        try:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"a" * (1 << 20))
+            writer.write(b"\r\n\r\n")
+            with suppress(ConnectionError):  # refused while it writes
+                await writer.drain()
+                assert b" 200 " not in await reader.readline()
+        finally:
+            writer.close()
+        assert (await server.http.get("/health")).status_code == 200
 
 
 @pytest.mark.asyncio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynchicache.errors import ConfigError
+from asynchicache.integrations.serve.loading import load_checkpoint
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.stops import StopStrings
 from asynchicache.integrations.serve.tokenizers import ByteTokenizer, CheckpointTokenizer, Tokenizer
-from integrations.serve.checkpoints import bpe_tokenizer
+from integrations.serve.checkpoints import bpe_tokenizer, save_checkpoint
 
 BYTES = ByteTokenizer(512)
 TEXT = "naïve café, 東京 🙂‍↔️ and e\u0301\n"
@@ -116,3 +119,11 @@ def test_nothing_of_a_stop_string_is_shown_early() -> None:
     ]
     assert matcher.found
     assert matcher.finish() == ""
+
+
+def test_vocabularies_that_characters_cannot_name_are_refused(tmp_path: Path) -> None:
+    assert len(ByteTokenizer(ByteTokenizer.MOST).encode(chr(sys.maxunicode))) == 1
+
+    save_checkpoint(tmp_path, vocabulary=ByteTokenizer.MOST + 1)
+    with pytest.raises(ConfigError, match="131073"):
+        load_checkpoint(tmp_path, as_bytes=True)

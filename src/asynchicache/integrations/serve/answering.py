@@ -50,6 +50,7 @@ class Answer:
             if token not in self._stop_ids:
                 yield self._stops.push(self._detokenizer.push(token))
             if self._stops.found:
+                await self._generation.aclose()  # published before the answer ends, as without stop strings
                 return
         yield self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 

@@ -111,8 +111,11 @@ def weight_version(folder: Path) -> str:
 
 def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
     vocabulary = _text_config(model).vocab_size
-    if vocabulary < _BYTES:
-        raise ConfigError(f"--tokenizer bytes needs a vocabulary of {_BYTES}; the model's has {vocabulary}")
+    if not _BYTES <= vocabulary <= ByteTokenizer.MOST:
+        raise ConfigError(
+            f"--tokenizer bytes needs a vocabulary of {_BYTES} to {ByteTokenizer.MOST}; "
+            f"the model's has {vocabulary}"
+        )
     return ByteTokenizer(vocabulary)
 
 

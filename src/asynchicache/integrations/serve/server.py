@@ -112,6 +112,7 @@ async def serve(
             app,
             access_log=False,
             log_config=None,
+            http="h11",  # httptools, which uvicorn prefers, takes headers of any size
             ws="none",
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -56,10 +57,11 @@ class ByteTokenizer:
     no UTF-8, and tokens above 255, become characters of a private plane, U+F0000 and the token's id.
 
     Args:
-        vocabulary: token ids of the model, 256 at least.
+        vocabulary: token ids of the model, 256 to `MOST`.
     """
 
     _ESCAPES = 0xF0000
+    MOST = sys.maxunicode + 1 - _ESCAPES
 
     def __init__(self, vocabulary: int) -> None:
         self._escaped = re.compile(f"[{chr(self._ESCAPES)}-{chr(self._ESCAPES + vocabulary - 1)}]")

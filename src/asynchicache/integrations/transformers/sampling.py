@@ -9,6 +9,7 @@ import torch
 from asynchicache.errors import ConfigError
 
 _MAX_SEED = 2**64 - 1
+_COLDEST = torch.finfo(torch.float32).tiny  # what is smaller may be 0 to a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,9 @@ class Sampler:
         """A token id by its logits `[vocabulary]`."""
         if self._sampling.temperature == 0:
             return int(logits.argmax())
-        scores = logits.detach().to("cpu", torch.float32) / self._sampling.temperature
+        scores = logits.detach().to("cpu", torch.float32)
+        # Below the likeliest's 0 a division may overflow: to minus infinity, which is no probability.
+        scores = (scores - scores.max()) / max(self._sampling.temperature, _COLDEST)
         # In the order of the vocabulary: among ranks the smallest error would swap two close tokens.
         likely = self._limited(scores).softmax(-1)
         return int(torch.multinomial(likely, 1, generator=self._generator))
@@ -69,8 +72,7 @@ class Sampler:
         if not self._sampling.top_k and self._sampling.top_p == 1:
             return scores
         ranked, tokens = scores.sort(descending=True)
-        ranked = ranked[: self._sampling.top_k or len(ranked)]
-        shares = ranked.softmax(-1)
+        reached = ranked[: self._sampling.top_k or len(ranked)].softmax(-1).cumsum(-1)
         # The first token whose predecessors reach the sum already is out; the likeliest never is.
-        kept = tokens[: len(ranked)][shares.cumsum(-1) - shares < self._sampling.top_p]
+        kept = tokens[: 1 + int((reached[:-1] < self._sampling.top_p).sum())]
         return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])

@@ -91,8 +91,9 @@ def _keys(payload: Any, groups: Collection[int]) -> tuple[bytes, ...]:
         digests = [bytes.fromhex(text) for text in hashes]
     except (TypeError, ValueError):
         return ()
+    each = sorted(set(wanted))  # a client may have repeated them, as often as hashes
     return tuple(
-        digest + group.to_bytes(GROUP_BYTES, "big") for digest in digests for group in wanted if digest
+        digest + group.to_bytes(GROUP_BYTES, "big") for digest in digests for group in each if digest
     )
 
 
