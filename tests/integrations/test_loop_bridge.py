@@ -304,6 +304,17 @@ def test_a_job_larger_than_the_cap_runs_alone() -> None:
     assert bridge.close()
 
 
+def test_jobs_of_no_bytes_wait_for_none() -> None:
+    bridge, held = LoopBridge(max_bytes=10), Held()
+    large, waiting = bridge.submit(held.run(), nbytes=1000), bridge.submit(answer(), nbytes=1)
+    assert bridge.submit(answer(), wait=False).result(PATIENCE) == 42
+    assert bridge.call(answer(), deadline_s=PATIENCE) == 42, "closing storage is such a job"
+    assert not waiting.done()
+    held.release()
+    assert (large.result(PATIENCE), waiting.result(PATIENCE)) == (1, 42)
+    assert bridge.close()
+
+
 def test_drain_tells_whether_all_has_ended(bridge: LoopBridge) -> None:
     held = Held()
     job = bridge.submit(held.run())

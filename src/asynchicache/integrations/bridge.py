@@ -124,7 +124,7 @@ class LoopBridge:
 
         Args:
             coro: what to run.
-            nbytes: what it counts for in `max_bytes`.
+            nbytes: what it counts for in `max_bytes`; a job of 0 never waits and is never shed.
             deadline_s: seconds from now, waiting for room included, after which it is cancelled and
                 its job ends as timed out; None for no deadline.
             tag: for the submitter to know the job again.
@@ -270,7 +270,7 @@ class LoopBridge:
         with self._changed:
             self._check_open()
             over = self._max_bytes is not None and self._bytes + run.job.nbytes > self._max_bytes
-            if over and self._bytes and not wait:
+            if over and run.job.nbytes and self._bytes and not wait:
                 text = f"{run.job.nbytes} bytes more than {self._bytes} of {self._max_bytes} under way"
                 self._tell(run, JobState.SHED, error=CapacityError(text))
                 return False

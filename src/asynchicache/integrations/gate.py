@@ -9,7 +9,7 @@ from collections import deque
 class ByteGate:
     """Lets work in while the bytes of what is inside stay below a limit, first come, first served.
 
-    Work larger than the limit gets in alone. Confined to its loop.
+    Work larger than the limit gets in alone; work of no bytes never waits. Confined to its loop.
 
     Args:
         limit: bytes; None for no limit.
@@ -22,7 +22,7 @@ class ByteGate:
 
     async def enter(self, nbytes: int) -> None:
         """Wait for room."""
-        if not self._waiting and self._fits(nbytes):
+        if not nbytes or (not self._waiting and self._fits(nbytes)):
             self._inside += nbytes
             return
         turn = asyncio.get_running_loop().create_future()
