@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -127,3 +128,23 @@ def test_vocabularies_that_characters_cannot_name_are_refused(tmp_path: Path) ->
     save_checkpoint(tmp_path, vocabulary=ByteTokenizer.MOST + 1)
     with pytest.raises(ConfigError, match="131073"):
         load_checkpoint(tmp_path, as_bytes=True)
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
+    tokenizer = bpe_tokenizer()
+    lengths: list[int] = []
+
+    class Counted:
+        chat_template = None
+
+        def decode(self, tokens: Sequence[int], **options: Any) -> Any:
+            lengths.append(len(tokens))
+            return tokenizer.decode(tokens, **options)
+
+    said = [
+        *tokenizer("a cache")["input_ids"],
+        *[tokenizer.eos_token_id] * 100,
+        *tokenizer(" keeps")["input_ids"],
+    ]
+    assert "".join(pieces(CheckpointTokenizer(Counted()), said)) == "a cache keeps"
+    assert max(lengths) < 20

@@ -171,7 +171,10 @@ class _SlidingDetokenizer:
     def push(self, token: int) -> str:
         self._tokens.append(token)
         text = self._unread()
-        if not text or (text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _LONGEST):
+        unread = len(self._tokens) - self._read
+        if not text and unread >= _LONGEST:  # such as ends of text, without end
+            del self._tokens[self._read :]
+        if not text or (text.endswith(_REPLACEMENT) and unread < _LONGEST):
             return ""
         self._start, self._read = self._read, len(self._tokens)
         return text
