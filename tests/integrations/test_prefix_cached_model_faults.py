@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
+import torch
 from transformers import ByT5Tokenizer
 
 from asynchicache import CacheConfig, MissReason, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.integrations.transformers.forward import decode
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.devices import break_device
@@ -209,3 +212,24 @@ async def test_many_conversations_half_of_which_hang_up(name: str) -> None:
         hits = await stayed
         await left
         assert sum(map(sum, hits)) > 0
+
+
+async def test_logits_that_are_no_numbers_fail_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[int] = []
+
+    def broken(*arguments: Any, **options: Any) -> torch.Tensor:
+        logits = decode(*arguments, **options)
+        if len(logits) > 1 and not times:
+            times.append(len(logits))
+            logits[0] = torch.nan
+        return logits
+
+    prompts = [random_tokens(20 + number, seed=number) for number in range(3)]
+    wanted = [uncached("llama", prompt, 8) for prompt in prompts]
+    async with serving("llama") as served:
+        monkeypatch.setattr("asynchicache.integrations.transformers.decoding.decode", broken)
+        found = await asyncio.gather(
+            *(answer(served, prompt, 8) for prompt in prompts), return_exceptions=True
+        )
+    assert isinstance(found[0], RuntimeError)
+    assert found[1:] == wanted[1:]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asynchicache.integrations.transformers.batches import select, stack
@@ -63,9 +64,9 @@ class Batch:
         lengths = [other.length for other in (row, *self.rows, *self.coming)]
         return max(lengths) <= max(2 * min(lengths), _SHORT)
 
-    def turn(self, going: Sequence[Row], coming: Sequence[Row]) -> list[int]:
+    def turn(self, going: Sequence[Row], coming: Sequence[Row]) -> list[int | RuntimeError]:
         """Let rows go, with memory of their own, and others come; then one token for each, in the order of
-        `rows`."""
+        `rows`, or why there is none."""
         if going:
             self._release(going)
         if coming:
@@ -92,7 +93,7 @@ class Batch:
     def _longest(self) -> int:
         return max((row.length for row in self.rows), default=0)
 
-    def _step(self) -> list[int]:
+    def _step(self) -> list[int | RuntimeError]:
         longest = self._longest()
         latest = [row.job.generated[-1] for row in self.rows]
         padding = [longest - row.length for row in self.rows]
@@ -103,7 +104,7 @@ class Batch:
                 row.states = save_states(self._memory, row.length, row=number)
         if (longest + 1) % self._store.page_size == 0:
             self._store.trim(self._memory, more_pages=1)  # others are less than a page behind their own
-        return [row.job.sampler.choose(one) for row, one in zip(self.rows, logits, strict=True)]
+        return [_choose(row, one) for row, one in zip(self.rows, logits, strict=True)]
 
 
 class Decoder:
@@ -179,10 +180,21 @@ class Decoder:
                 _fail(row, error)
             return
         for row, token in zip(batch.rows, tokens, strict=True):
-            _take(row, token)
+            if isinstance(token, RuntimeError):
+                _fail(row, token)  # so it is over, and goes with the next turn
+            else:
+                _take(row, token)
         for row in concerned:
             if row not in batch.rows and not row.left.done():
                 row.left.set_result(None)
+
+
+def _choose(row: Row, logits: torch.Tensor) -> int | RuntimeError:
+    """A row's next token; logits that are no numbers are its own misfortune, and not its batch's."""
+    try:
+        return row.job.sampler.choose(logits)
+    except RuntimeError as error:
+        return error
 
 
 def _take(row: Row, token: int) -> None:
