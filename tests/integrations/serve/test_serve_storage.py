@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from pathlib import Path
 
@@ -109,3 +110,17 @@ async def test_a_saved_checkpoint_answers_as_its_model(tmp_path: Path) -> None:
     assert answer.choices[0].message.content == as_text(loaded, uncached(loaded, prompt, 8))
     (folder / "model.safetensors").touch()
     assert weight_version(folder) != weight_version(tmp_path)
+
+
+def test_weights_of_equal_sizes_and_times_have_versions_of_their_own(tmp_path: Path) -> None:
+    """As two trainings of one model in images that are built reproducibly."""
+    versions = set()
+    for number, offset in enumerate((0, 3_000_000, 9_999_999)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        weights = bytearray(10_000_000)
+        weights[offset - 99_999 if offset else 0 : offset + 1] = bytes([7]) * (100_000 if offset else 1)
+        (folder / "model.safetensors").write_bytes(weights)
+        os.utime(folder / "model.safetensors", ns=(0, 0))
+        versions.add(weight_version(folder))
+    assert len(versions) == 3

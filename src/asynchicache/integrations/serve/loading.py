@@ -20,6 +20,7 @@ TINY = "tiny"
 
 _BYTES = 256
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+_BLOCK, _SAMPLES = 4096, 1024  # 4 MiB of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +100,25 @@ def load_checkpoint(
 
 
 def weight_version(folder: Path) -> str:
-    """A name for the weights in a folder: a digest of the names, sizes and times of its files.
+    """A name for the weights in a folder: a digest of the names, sizes, times and samples of its files.
 
     To read them whole would take minutes for large models. A copy with other times is taken for other
-    weights, which costs misses, and never the other way round.
+    weights, which costs misses. Of two trainings of one model names and sizes are equal, and in images that
+    are built reproducibly the times too; then the samples tell them apart.
     """
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns, _sample(file)) for file in files]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
+
+
+def _sample(file: Path) -> str:
+    """A digest of blocks all over a file; of the whole file if it is small."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb") as data:
+        for start in range(0, size, max(_BLOCK, size // _SAMPLES)):
+            data.seek(start)
+            digest.update(data.read(_BLOCK))
+    return digest.hexdigest()
 
 
 def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
