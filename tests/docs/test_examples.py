@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import pytest
 
@@ -29,6 +29,10 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 _ELLIPSIS = "..."
+
+pytestmark = pytest.mark.timeout(300)  # a page may wait for examples that another process runs
+
+Output: TypeAlias = Callable[[Path], str]
 
 
 class Block(NamedTuple):
@@ -65,20 +69,34 @@ def run(example: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@cache
-def runs() -> dict[Path, Future[subprocess.CompletedProcess[str]]]:
-    """All examples, two at a time."""
-    pool = ThreadPoolExecutor(2)
-    started = {example: pool.submit(run, example) for example in EXAMPLES}
-    pool.shutdown(wait=False)
-    return started
+@pytest.fixture(scope="session")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
+    """What an example prints. Each runs once, whichever of pytest's processes asks first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes of this run
+
+    def of(example: Path) -> str:
+        kept = folder / f"{example.name}.json"
+        with (folder / f"{example.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                done = run(example)
+                kept.write_text(json.dumps([done.returncode, done.stdout, done.stderr]), "utf-8")
+        code, out, err = json.loads(kept.read_text("utf-8"))
+        assert code == 0, out + err
+        return str(out)
+
+    return of
 
 
-def output(example: Path) -> str:
-    """What an example prints."""
-    done = runs()[example].result()
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def by_kinship(page: Path) -> list[Path]:
+    """Examples; first those that a page shows code of."""
+    shown = [passage for block in blocks("python") if block.page == page for passage in passages(block)]
+    return sorted(
+        EXAMPLES,
+        key=lambda path: -sum(is_part(passage, path.read_text("utf-8")) for passage in shown),
+    )
 
 
 def passages(block: Block) -> Iterator[str]:
@@ -113,7 +131,7 @@ def is_part(passage: str, source: str) -> bool:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_runs(example: Path) -> None:
+def test_every_example_runs(example: Path, output: Output) -> None:
     output(example)
 
 
@@ -124,9 +142,9 @@ def test_python_in_pages_is_part_of_an_example(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("text"), ids=str)
-def test_output_in_pages_is_what_an_example_prints(block: Block) -> None:
+def test_output_in_pages_is_what_an_example_prints(block: Block, output: Output) -> None:
     for passage in passages(block):
-        assert any(is_part(passage, output(path)) for path in EXAMPLES), passage
+        assert any(is_part(passage, output(path)) for path in by_kinship(block.page)), passage
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
