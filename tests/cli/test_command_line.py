@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,7 @@ def test_an_interrupt_is_quiet() -> None:
          "--checkpoint-interval", "16"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"FORCE_COLOR": "1"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
     ) as process:  # fmt: skip
         assert process.stderr is not None
         seen = ""
