@@ -1,4 +1,7 @@
-"""KV events over real sockets: who follows knows what is there, whatever was lost on the way."""
+"""KV events over real sockets: who follows knows what is there, whatever was lost on the way.
+
+More than 400 lines: publisher, subscriber and sockets are set up once, and each case loses something else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The bridge under real threads: every job ends once, whatever host, loop or process does meanwhile."""
+"""The bridge under real threads: every job ends once, whatever host, loop or process does meanwhile.
+
+More than 400 lines: one promise, held against threads, deadlines, limits, forks and the interpreter's end.
+"""
 
 from __future__ import annotations
 
