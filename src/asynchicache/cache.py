@@ -169,8 +169,7 @@ class HybridCache:
 
     async def flush(self) -> None:
         """Forget everything in device and host memory that no request holds; storage is left alone."""
-        self._controller.check_open()
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         await self._controller.idle()
         self._controller.planner.flush()
 
@@ -191,8 +190,7 @@ class HybridCache:
             UsageError: the cache has storage already.
             ClosedError: the cache is closed.
         """
-        self._controller.check_open()
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         given = None if isinstance(storage, str) else storage
         config = self.config
         if isinstance(storage, str):
@@ -222,8 +220,7 @@ class HybridCache:
         Raises:
             StorageError: storage failed.
         """
-        self._controller.check_open()
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         return await self._controller.storer.clear()
 
     def events(self, *, limit: int = 10_000) -> EventSubscription:
@@ -246,8 +243,7 @@ class HybridCache:
         them leads to the same end. Pages that are in storage only are not in it. Linear in the tree; the
         digests that it needs are computed in turns with other tasks.
         """
-        self._controller.check_open()
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         return await self._controller.events.snapshot()
 
     def verify(self, *, idle: bool = False) -> list[str]:
@@ -306,11 +302,12 @@ async def _open_rooms(
     )
     for memory in memories.values():
         kept.callback(memory.host.close)
+    planner = _planner(spec, slots, config)
+    stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
     copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
     engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
     stack.push_async_callback(close_transfers, engine, reactor, kept, config.close_seconds)
-    planner = _planner(spec, slots, config)
     stored = StoredPools(planner.books)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:

@@ -87,6 +87,31 @@ async def test_a_closed_cache_says_so(small_cache: OpenSmallCache):
         await cache.flush()
 
 
+@pytest.mark.parametrize("verb", ["prefetch", "admit", "reserve", "durable"])
+async def test_a_request_whose_turn_comes_after_the_cache_was_closed_is_told(verb: str):
+    async with HybridCache.open(SPEC, config(), storage=MemoryBackend(MemoryStore())) as cache:
+        request = await cache.request(PROMPT).__aenter__()
+        if verb in ("reserve", "durable"):
+            await request.load()
+        waiting = request.reserve(4) if verb == "reserve" else getattr(request, verb)()
+        waiting.send(None)  # it has begun, and gives others their turn
+    with pytest.raises(ClosedError):
+        waiting.send(None)
+    request.close()
+
+
+@pytest.mark.parametrize("verb", ["flush", "clear_storage", "snapshot", "attach_storage"])
+async def test_a_call_whose_turn_comes_after_the_cache_was_closed_is_refused(
+    verb: str, small_cache: OpenSmallCache
+):
+    storage = MemoryBackend(MemoryStore())
+    async with small_cache(SPEC) as cache:
+        waiting = cache.attach_storage(storage) if verb == "attach_storage" else getattr(cache, verb)()
+        waiting.send(None)
+    with pytest.raises(ClosedError):
+        waiting.send(None)
+
+
 async def test_what_the_caller_raises_comes_out_as_it_is():
     with pytest.raises(ValueError, match="mine"):
         async with HybridCache.open(SPEC, config()):

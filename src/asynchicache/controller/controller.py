@@ -361,6 +361,15 @@ class HybridCacheController:
         if self.closing:
             raise ClosedError("the cache is closed")
 
+    async def turn(self) -> None:
+        """Give others a turn: a cancellation point, also where there is nothing to wait for.
+
+        Raises:
+            ClosedError: the cache is closing, or was closed meanwhile.
+        """
+        await asyncio.sleep(0)
+        self.check_open()
+
     def close(self) -> None:
         """Refuse requests, those that wait for room too; what is under way goes on."""
         self.closing = True

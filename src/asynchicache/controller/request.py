@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -210,7 +209,7 @@ class Request:
         Always a cancellation point; the read goes on for others when this waiter leaves.
         """
         sequence = self._unloaded("prefetch")
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         await self._controller.prefetch(sequence)
         return self.hit
 
@@ -251,7 +250,7 @@ class Request:
             ClosedError: the cache was.
         """
         sequence = self._unloaded("admit")
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         await self._controller.admit(sequence)
         return self.hit
 
@@ -295,7 +294,7 @@ class Request:
             ClosedError: the cache was.
         """
         sequence = self._growing("reserve", tokens)
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         return await self._controller.reserve(sequence, tokens)
 
     def append(self, tokens: Iterable[int]) -> None:
@@ -364,7 +363,7 @@ class Request:
     async def durable(self) -> bool:
         """Wait until what was published is in storage; False if there is none, or it refuses."""
         sequence = self._in_use()
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await self._controller.turn()
         return await self._controller.durable(sequence)
 
     def _checked(self, length: int) -> RequestSequence:
