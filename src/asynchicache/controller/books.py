@@ -189,7 +189,7 @@ class Books:
 
     def verify(self) -> list[str]:
         """Broken invariants in words; empty when all is well. Linear in the slots."""
-        leases = [sequence.lease for sequence in self.sequences]
+        leases = [sequence.lease for sequence in self.sequences if not sequence.lease.closed]
         flights = [*self.flights, *(Flight(Tier.HOST, {}, pins) for pins in self.pinned)]
         found = problems(self.tree, leases, flights)
         for at, free in enumerate(self.free):

@@ -124,6 +124,13 @@ class Planner:
         for number, window in sequence.windows.items():
             books.give_back(place(number, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
+    def abandon(self) -> None:
+        """The cache is closed: requests that are over, but whose copies or forwards nobody will tell of any
+        more, let go of what they borrow. Their own slots, which the device may still write to, stay taken."""
+        for sequence in self.books.sequences:
+            if sequence.closed:
+                sequence.lease.close()
+
     def reason(self, sequence: Sequence) -> MissReason:
         """Why a request is not given all but the last page of its prompt."""
         pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
