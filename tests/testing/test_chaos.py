@@ -20,6 +20,7 @@ from asynchicache.testing.chaos.shrink import Shrinker, violation_kind
 from asynchicache.testing.chaos.workload import draw_script
 
 SEEDS = range(12)
+FOUND = Path(__file__).parents[1] / "data" / "chaos"
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,11 @@ def test_a_run_without_requests_is_clean() -> None:
 
 
 # What the search has found, each as the script that it was cut down to.
+
+
+@pytest.mark.parametrize("found", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
+def test_what_was_found_stays_mended(found: Path) -> None:
+    assert run_script(Script.load(found)).violations == []
 
 
 def test_who_drains_a_cache_that_closes_around_a_copy_that_never_ends_is_told() -> None:

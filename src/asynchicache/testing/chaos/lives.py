@@ -205,10 +205,10 @@ class _Run:
 
     def _may_leak(self) -> bool:
         """Whether slots may be nobody's any more: a failed device may write to them, or an engine whose
-        call had not ended when it was closed."""
+        call had not ended, or after a jump of the clock not begun, when it was closed."""
         counted = self._ledger.faults
-        closed_early = counted["storage.detach"] and (counted["storage.hang"] or counted["storage.late"])
-        return bool(self._device.error or self._device.lied or closed_early or counted["storage.stall"])
+        not_begun = counted["storage.detach"] and counted["clock.jump"]
+        return bool(self._device.error or self._device.lied or self._storage.backend.calls or not_begun)
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """The cache is closed: whoever still wants something of it is told, and nobody stays."""

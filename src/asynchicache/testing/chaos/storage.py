@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.hashing import ObjectKey
@@ -37,16 +38,19 @@ class ChaosStorage:
         )
         self._witness = Witness(MemoryBackend(store), oracle, ledger)
         self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.03)
-        self.backend: StorageBackend = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
+        self.backend = CutOffs(Latency(self._faulty, CALL_SECONDS, sleep=self._sleep))
 
     async def _sleep(self, mean_seconds: float) -> None:
         slower = SLOWER if self._luck.strikes("storage.stall", self._stall) else 1
         await asyncio.sleep(self._luck.chance.expovariate(1 / (mean_seconds * slower)))
 
     def holds(self, digest: bytes) -> bool:
-        """Whether the store has a page of attention."""
-        binding = self._witness.bindings["kv"]
-        return ObjectKey(binding.fingerprint, digest, binding.pool, binding.shard) in self._store
+        """Whether the store has a page of attention; not without memory for such pages to arrive in."""
+        binding = self._witness.bindings.get("kv")
+        return (
+            binding is not None
+            and ObjectKey(binding.fingerprint, digest, binding.pool, binding.shard) in self._store
+        )
 
     def release(self) -> None:
         """Let calls that hang go on."""
@@ -73,6 +77,50 @@ class ChaosStorage:
         for name, count in self._faulty.injected.items():
             self._luck.counted[f"storage.{name}"] += count
         self._faulty.injected.clear()
+
+
+class CutOffs:
+    """A backend that notices who does not wait for the end of its calls.
+
+    Attributes:
+        calls: reads and writes that had not ended when they were given up.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.name = backend.name
+        self.calls = 0
+        self._backend = backend
+        self.aclose = backend.aclose
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return _CutOffEngine(await self._backend.open_pool(binding), self)
+
+
+class _CutOffEngine:
+    def __init__(self, engine: PoolEngine, count: CutOffs) -> None:
+        self._engine = engine
+        self._count = count
+        self.capabilities = engine.capabilities
+        self.exists = engine.exists
+        self.delete = engine.delete
+        self.clear = engine.clear
+        self.aclose = engine.aclose
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        with self._noticing():
+            return await self._engine.get(keys, slots)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        with self._noticing():
+            return await self._engine.put(keys, slots)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._count.calls += 1
+            raise
 
 
 class Witness:
