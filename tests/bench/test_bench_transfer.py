@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from asynchicache.bench.copy_rig import single_threaded, torch_threads
 from asynchicache.bench.overlap import SHARES, OverlapOptions, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
+from asynchicache.streams.drivers import ThreadDriver
+from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PlanCopies
 from asynchicache.transfer.paths import CopyPath
 
@@ -71,6 +76,19 @@ async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
         assert set(row) == {"layerwise_ms", "serial_ms", "compute_ms", "transfer_ms", "ideal_ms"}
         ideal = max(row["compute_ms"], row["transfer_ms"]) + row["transfer_ms"] / 3
         assert row["ideal_ms"] == pytest.approx(ideal)
+
+
+def test_compute_takes_no_thread_of_the_copies() -> None:
+    device, matrix, threads = EmulatedDevice(ThreadDriver()), torch.ones(192, 192), []
+    with torch_threads(1), closing(device):
+        stream = single_threaded(device, "compute")
+        for work in (lambda: None, lambda: torch.mm(matrix, matrix)):
+            stream.launch(work)
+            stream.launch(lambda: threads.append(len(list(Path("/proc/self/task").iterdir()))))
+        event = device.event()
+        stream.record(event)
+        event.synchronize()
+    assert threads[0] == threads[1]
 
 
 @pytest.mark.asyncio

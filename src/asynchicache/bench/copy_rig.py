@@ -17,7 +17,7 @@ from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import PoolSpec
-from asynchicache.streams.base import Device
+from asynchicache.streams.base import Device, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
@@ -30,12 +30,17 @@ _CLOSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CopyRig:
-    """An open engine and what it stands on."""
+    """An open engine and what it stands on.
+
+    Attributes:
+        aside: a stream for what is not the engine's, from `single_threaded`.
+    """
 
     device: Device
     engine: TransferEngine
     memory: PoolMemory
     port: AsyncioPort
+    aside: Stream
 
     async def seconds(self, operation: CacheOperation) -> float:
         """How long an operation takes, from its submission to its last byte.
@@ -53,12 +58,11 @@ class CopyRig:
             torch.cuda.synchronize(self.memory.device.device)
 
     async def seconds_on_stream(self, work: Callable[[], object]) -> float:
-        """How long work takes by itself on a stream."""
+        """How long work takes by itself on the stream `aside`."""
         return await self.port.run_blocking(partial(self._time, work))
 
     def _time(self, work: Callable[[], object]) -> float:
-        stream, event = self.device.stream("limit"), self.device.event()
-        warm = self.device.event()
+        stream, event, warm = self.aside, self.device.event(), self.device.event()
         stream.record(warm)
         warm.synchronize()
         started = time.perf_counter()
@@ -115,7 +119,7 @@ async def open_rig(
         copy_path=path,
     )
     try:
-        yield CopyRig(opened, engine, memory, port)
+        yield CopyRig(opened, engine, memory, port, single_threaded(opened, "aside"))
     finally:
         await engine.aclose(_CLOSE_SECONDS)
         await reactor.aclose(_CLOSE_SECONDS)
@@ -124,9 +128,20 @@ async def open_rig(
         await port.aclose()
 
 
+def single_threaded(device: Device, name: str) -> Stream:
+    """A stream whose work uses one thread of the CPU.
+
+    OpenMP counts threads for each thread that asks. A new one, such as an emulated stream's, starts with all
+    cores, whatever `torch_threads` says elsewhere, and a matrix product would take those of the copies.
+    """
+    stream = device.stream(name)
+    stream.launch(partial(torch.set_num_threads, 1))
+    return stream
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch's operations use so many threads each."""
+    """Let torch's operations use so many threads each, those of this thread; see `single_threaded`."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -12,7 +12,7 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from asynchicache.bench.copy_rig import CopyRig, open_rig, torch_threads
+from asynchicache.bench.copy_rig import CopyRig, open_rig, single_threaded, torch_threads
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.base import Stream
@@ -128,7 +128,7 @@ class _Runner:
         self.wrong_layers = 0
         self._rig = rig
         self._layers = layers
-        self._compute = rig.device.stream("compute")
+        self._compute = single_threaded(rig.device, "compute")
         width = _CPU_WIDTH if rig.device.name == "cpu" else _GPU_WIDTH
         self._matrix = torch.ones(width, width, device=rig.memory.device.device)
         self._out = torch.empty_like(self._matrix)
