@@ -23,7 +23,8 @@ MOST_RUNS = 4096
 HELD_BYTES = 64 << 10
 """Runs shorter than this are copied without giving up the GIL: taking it again can last longer."""
 
-_TURN_BYTES = 1 << 20  # after so many bytes of such runs, other threads get a turn
+TURN_BYTES = 1 << 20
+"""After so many bytes of such runs other threads get a turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +184,7 @@ def memmove_batch(batch: RunBatch) -> None:
     runs = list(zip(*(c.tolist() for c in (batch.destinations, batch.sources, batch.sizes)), strict=True))
     mean = batch.nbytes // max(1, len(runs))
     # Every so many bytes one run gives up the GIL. Not `sleep(0)`, which gives up the processor as well.
-    turn = max(1, _TURN_BYTES // max(1, mean)) if mean < HELD_BYTES else 1
+    turn = max(1, TURN_BYTES // max(1, mean)) if mean < HELD_BYTES else 1
     for start in range(0, len(runs), turn):
         *most, last = runs[start : start + turn]
         deque(starmap(_held, most), maxlen=0)

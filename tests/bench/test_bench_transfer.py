@@ -73,7 +73,9 @@ async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
     assert (result["device"], result["ok"], len(result["rows"])) == ("cpu", True, len(SHARES))
     assert result["submit_us_per_layer"] > 0
     for row in result["rows"]:
-        assert set(row) == {"layerwise_ms", "serial_ms", "compute_ms", "transfer_ms", "ideal_ms"}
+        whole = {"layerwise_ms", "serial_ms", "compute_ms", "transfer_ms", "together_ms"}
+        assert set(row) == {*whole, "ideal_ms"}
+        assert all(row[name] > 0 for name in whole)
         ideal = max(row["compute_ms"], row["transfer_ms"]) + row["transfer_ms"] / 3
         assert row["ideal_ms"] == pytest.approx(ideal)
 

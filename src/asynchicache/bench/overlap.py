@@ -50,6 +50,8 @@ class OverlapRow:
         serial_ms: the forward after all layers are loaded.
         compute_ms, transfer_ms: each by itself.
         ideal_ms: the longer of both, and one layer's transfer before it.
+        together_ms: the same forward, and a plain copy of as many bytes on another stream, without an
+            order: more than the longer of both as far as one slows the other down on this machine.
     """
 
     layerwise_ms: float
@@ -57,6 +59,7 @@ class OverlapRow:
     compute_ms: float
     transfer_ms: float
     ideal_ms: float
+    together_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,12 @@ class OverlapReport:
 
     def present(self) -> RenderableType:
         table = Table(title=f"overlap, {self.device}, ms")
-        for heading in ("compute", "transfer", "serial", "layer-wise", "ideal", "of ideal"):
+        for heading in ("compute", "transfer", "serial", "layer-wise", "ideal", "of ideal", "together"):
             table.add_column(heading, justify="right")
         for row in self.rows:
             times = (row.compute_ms, row.transfer_ms, row.serial_ms, row.layerwise_ms, row.ideal_ms)
-            table.add_row(*(f"{value:.1f}" for value in times), f"{row.layerwise_ms / row.ideal_ms:.2f}")
+            ratio = f"{row.layerwise_ms / row.ideal_ms:.2f}"
+            table.add_row(*(f"{value:.1f}" for value in times), ratio, f"{row.together_ms:.1f}")
         return table
 
 
@@ -133,20 +137,21 @@ class _Runner:
         self._matrix = torch.ones(width, width, device=rig.memory.device.device)
         self._out = torch.empty_like(self._matrix)
         self._pages = rig.memory.device.items("pages")
+        self._plain = torch.ones(self._pages.shape, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
         rig.memory.host.items("pages").fill_(1)
 
     async def row(self, share: float, rounds: int) -> OverlapRow:
         transfer = median([await self._timed(self._load) for _ in range(5)][1:])
         repeats = await self._repeats(transfer * share / self._layers)
-        orders = (self._layerwise, self._serial, self._forward, self._load)
+        orders = (self._layerwise, self._serial, self._forward, self._load, self._together)
         seconds: list[list[float]] = [[] for _ in orders]
         for _ in range(rounds + 1):
             await self._rig.seconds_on_stream(self._pages.zero_)
             for times, order in zip(seconds, orders, strict=True):
                 times.append(await self._timed(partial(order, repeats)))
-        layerwise, serial, compute, transfer = (median(times[1:]) * 1e3 for times in seconds)
+        layerwise, serial, compute, transfer, together = (median(times[1:]) * 1e3 for times in seconds)
         ideal = max(compute, transfer) + transfer / self._layers
-        return OverlapRow(layerwise, serial, compute, transfer, ideal)
+        return OverlapRow(layerwise, serial, compute, transfer, ideal, together)
 
     async def _timed(self, run: Callable[[], Awaitable[object]]) -> float:
         started = time.perf_counter()
@@ -174,6 +179,13 @@ class _Runner:
     async def _serial(self, repeats: int) -> None:
         await self._submit()
         await self._forward(repeats)
+
+    async def _together(self, repeats: int) -> None:
+        copied = self._rig.device.event()
+        self._rig.aside.launch(partial(self._pages.copy_, self._plain, non_blocking=True))
+        self._rig.aside.record(copied)
+        await self._forward(repeats)
+        await self._rig.port.run_blocking(copied.synchronize)
 
     async def _layerwise(self, repeats: int) -> None:
         started = time.perf_counter()

@@ -15,6 +15,7 @@ from asynchicache.kernels.batch import LayerRuns, RunBatch, count_runs, expand_r
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
 from asynchicache.kernels.select import CopyMethods, PageKernels, copy_methods
+from asynchicache.kernels.units import copy_runs
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
@@ -312,6 +313,9 @@ class _PoolCopies:
 
 
 def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> None:
+    if source.device.type == destination.device.type == "cpu":
+        copy_runs(source, destination, runs)
+        return
     for source_slot, destination_slot, slots in runs.tolist():
         copy_run(
             source[:, source_slot : source_slot + slots],
