@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -94,38 +94,12 @@ class LayerRuns:
     destination_stride: int
     keep: tuple[torch.Tensor, torch.Tensor]
 
-    @classmethod
-    def between(cls, source: torch.Tensor, destination: torch.Tensor, runs: Integers) -> LayerRuns:
-        """
-        Args:
-            source: `[layers, slots, units, words]`.
-            destination: the same shape but for the slots.
-            runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
-
-        Raises:
-            UsageError: the views differ in shape or dtype.
-        """
-        layers, _, units, words = source.shape
-        theirs = (destination.shape[0], *destination.shape[2:])
-        if (source.dtype, layers, units, words) != (destination.dtype, *theirs):
-            raise UsageError(f"{tuple(source.shape)} and {tuple(destination.shape)} are no views of one pool")
-        size = words * source.element_size()
-        if _slots_follow(source, destination):
-            from_slots, to_slots, counts = runs.T
-        else:
-            from_slots, to_slots = expand_runs(runs)
-            counts = np.ones_like(from_slots)
-        return cls(
-            _addresses(source, from_slots),
-            _addresses(destination, to_slots),
-            np.repeat(counts * size, units),
-            _bytes(source, 0),
-            _bytes(destination, 0),
-            (source, destination),
-        )
-
     def batch(self, start: int, stop: int) -> RunBatch:
         """The runs of layers `start` to `stop - 1`."""
+        if stop == start + 1:
+            sources = self.sources + start * self.source_stride
+            destinations = self.destinations + start * self.destination_stride
+            return RunBatch(sources, destinations, self.sizes, self.keep)
         layers = np.arange(start, stop, dtype=np.int64)[:, None]
         return RunBatch(
             (self.sources + layers * self.source_stride).ravel(),
@@ -135,10 +109,98 @@ class LayerRuns:
         )
 
 
-def count_runs(source: torch.Tensor, destination: torch.Tensor, runs: Integers) -> int:
-    """How many contiguous runs `runs` of slots come to between two views, in all layers."""
-    layers, _, units, _ = source.shape
-    return layers * (len(runs) if _slots_follow(source, destination) else units * int(runs[:, 2].sum()))
+class RunGeometry:
+    """Where the items of one tensor lie on both sides of a copy; worked out once, as it never changes."""
+
+    def __init__(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """
+        Args:
+            source: `[layers, slots, units, words]`.
+            destination: the same shape but for the slots.
+
+        Raises:
+            UsageError: the views differ in shape or dtype.
+        """
+        layers, _, units, words = source.shape
+        theirs = (destination.shape[0], *destination.shape[2:])
+        if (source.dtype, layers, units, words) != (destination.dtype, *theirs):
+            raise UsageError(f"{tuple(source.shape)} and {tuple(destination.shape)} are no views of one pool")
+        self._views = source, destination
+        self._follow = _slots_follow(source, destination)
+        self._units = units
+        self._unit_bytes = words * source.element_size()
+        self._source, self._destination = _Side.of(source), _Side.of(destination)
+
+    def runs(self, runs: Integers) -> LayerRuns:
+        """
+        Args:
+            runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
+        """
+        if self._follow:
+            from_slots, to_slots, counts = runs.T
+            sizes = counts * self._unit_bytes
+        else:
+            from_slots, to_slots = expand_runs(runs)
+            sizes = np.full(len(from_slots) * self._units, self._unit_bytes, np.int64)
+        return LayerRuns(
+            self._source.addresses(from_slots, self._units),
+            self._destination.addresses(to_slots, self._units),
+            sizes,
+            self._source.layer,
+            self._destination.layer,
+            self._views,
+        )
+
+
+class _Side(NamedTuple):
+    """One end of a copy: the first byte, and bytes from layer to layer, slot to slot, unit to unit."""
+
+    start: int
+    layer: int
+    slot: int
+    unit: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> _Side:
+        return cls(view.data_ptr(), *(stride * view.element_size() for stride in view.stride()[:3]))
+
+    def addresses(self, slots: Integers, units: int) -> Integers:
+        """Of every unit of `slots` in layer 0, `[slots * units]`."""
+        starts = slots * self.slot + self.start
+        if units == 1:
+            return starts
+        return (starts[:, None] + np.arange(units, dtype=np.int64) * self.unit).ravel()
+
+
+class PieceCount(NamedTuple):
+    """How many contiguous runs of bytes the pages of a pool come to, in all tensors and layers.
+
+    Attributes:
+        of_runs: for each run of slots, where neighbouring slots of a layer follow one another.
+        of_slots: for each slot, where they do not.
+    """
+
+    of_runs: int
+    of_slots: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PieceCount:
+        """
+        Args:
+            pairs: by tensor, views `[layers, slots, units, words]` of both tiers.
+        """
+        of_runs = of_slots = 0
+        for source, destination in pairs:
+            layers, _, units, _ = source.shape
+            if _slots_follow(source, destination):
+                of_runs += layers
+            else:
+                of_slots += layers * units
+        return cls(of_runs, of_slots)
+
+    def count(self, runs: Integers) -> int:
+        """Of `runs` of slots, int64 `[runs, 3]` as `RunGeometry.runs` takes them."""
+        return self.of_runs * len(runs) + self.of_slots * int(runs[:, 2].sum())
 
 
 def _slots_follow(*views: torch.Tensor) -> bool:
@@ -152,17 +214,6 @@ def expand_runs(runs: Integers) -> tuple[Integers, Integers]:
     first = np.repeat(np.cumsum(counts) - counts, counts)
     within = np.arange(len(first)) - first
     return np.repeat(sources, counts) + within, np.repeat(destinations, counts) + within
-
-
-def _addresses(view: torch.Tensor, slots: Integers) -> Integers:
-    """Of every unit of `slots` in layer 0, `[slots * units]`."""
-    units = np.arange(view.shape[2], dtype=np.int64) * _bytes(view, 2)
-    return (view.data_ptr() + slots[:, None] * _bytes(view, 1) + units).ravel()
-
-
-def _bytes(view: torch.Tensor, dimension: int) -> int:
-    """From one index of a dimension to the next."""
-    return view.stride(dimension) * view.element_size()
 
 
 # On a CPU.

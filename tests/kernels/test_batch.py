@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from asynchicache.errors import DeviceError, UsageError
-from asynchicache.kernels.batch import MOST_RUNS, LayerRuns, RunBatch, count_runs, expand_runs, memmove_batch
+from asynchicache.kernels.batch import (
+    MOST_RUNS,
+    PieceCount,
+    RunBatch,
+    RunGeometry,
+    expand_runs,
+    memmove_batch,
+)
 from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.select import copy_methods
@@ -32,10 +39,10 @@ def test_pages_come_to_runs_that_are_contiguous_on_both_sides(follow: bool, unit
     for from_slot, to_slot in ((0, 3), (1, 4), (5, 0)):
         expected[:, to_slot] = source[:, from_slot]
 
-    batch = LayerRuns.between(source, destination, RUNS).batch(0, 2)
+    batch = RunGeometry(source, destination).runs(RUNS).batch(0, 2)
     memmove_batch(batch)
 
-    assert len(batch.sizes) == count == count_runs(source, destination, RUNS)
+    assert len(batch.sizes) == count == PieceCount.of([(source, destination)]).count(RUNS)
     assert batch.nbytes == 2 * 3 * units * 4
     assert torch.equal(destination, expected)
 
@@ -43,7 +50,7 @@ def test_pages_come_to_runs_that_are_contiguous_on_both_sides(follow: bool, unit
 def test_one_layer_leaves_the_others_alone() -> None:
     source, destination = _items(6, follow=True), torch.zeros(2, 5, 1, 4, dtype=torch.uint8)
 
-    memmove_batch(LayerRuns.between(source, destination, RUNS).batch(1, 2))
+    memmove_batch(RunGeometry(source, destination).runs(RUNS).batch(1, 2))
 
     assert torch.equal(destination[1, [3, 4, 0]], source[1, [0, 1, 5]])
     assert not destination[0].any()
@@ -76,7 +83,7 @@ def test_runs_expand_to_their_pages() -> None:
 
 def test_views_of_different_pools_have_no_runs() -> None:
     with pytest.raises(UsageError, match="no views of one pool"):
-        LayerRuns.between(_items(6, follow=True), _items(6, follow=True, units=2), RUNS)
+        RunGeometry(_items(6, follow=True), _items(6, follow=True, units=2))
 
 
 # The CUDA driver, played by a library of our own.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from asynchicache.errors import ConfigError
-from asynchicache.kernels.batch import LayerRuns, RunBatch, count_runs, expand_runs
+from asynchicache.kernels.batch import LayerRuns, PieceCount, RunBatch, RunGeometry, expand_runs
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
 from asynchicache.kernels.select import CopyMethods, PageKernels, copy_methods
@@ -192,7 +192,18 @@ class _Pool:
     def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
         self.items = memory.items()
         self.index = {tensor.name: index for index, tensor in enumerate(memory.device.spec.tensors)}
-        self.page_bytes = memory.device.spec.slot_bytes(memory.device.page_size)
+        spec, page_size = memory.device.spec, memory.device.page_size
+        self.item_bytes = {tensor.name: spec.item_bytes(tensor, page_size) for tensor in spec.tensors}
+        self.page_bytes = spec.slot_bytes(page_size)
+        host, device = self.items.host, self.items.device
+        self.ends = {
+            Direction.LOAD: list(zip(host, device, strict=True)),
+            Direction.BACKUP: list(zip(device, host, strict=True)),
+            Direction.FORK: list(zip(device, device, strict=True)),
+        }
+        self._geometry: dict[tuple[Direction, int], RunGeometry] = {}
+        self.tokens = any(items.shape[2] > 1 for items in host)
+        self.pieces = PieceCount.of(self.ends[Direction.LOAD])
         self.methods = CopyMethods()
         if memory.host.slots:  # else nothing is ever copied between the tiers
             self.methods = copy_methods(self.items, pinned=memory.host.pinned)
@@ -202,6 +213,11 @@ class _Pool:
                 f"copy_path {force.value!r} is not there for pool {name!r} on {memory.device.device}: "
                 f"{self.methods.lacking[force.value]}"
             )
+
+    def geometry(self, direction: Direction, tensor: int) -> RunGeometry:
+        if (direction, tensor) not in self._geometry:
+            self._geometry[direction, tensor] = RunGeometry(*self.ends[direction][tensor])
+        return self._geometry[direction, tensor]
 
     @property
     def available(self) -> list[CopyPath]:
@@ -225,6 +241,7 @@ class _PoolCopies:
         self._pool = pool
         self._direction = direction
         self._runs = runs
+        self._ends = pool.ends[direction]
         self._sides: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layers: dict[int, LayerRuns] = {}
         self.nbytes = pool.page_bytes * int(runs[:, 2].sum())
@@ -240,27 +257,15 @@ class _PoolCopies:
             case CopyPath.PLAIN:
                 return self._plain(parts, chunk_bytes)
 
-    def _ends(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """By tensor, where bytes come from and where they go."""
-        for host, device in zip(self._pool.items.host, self._pool.items.device, strict=True):
-            match self._direction:
-                case Direction.LOAD:
-                    yield host, device
-                case Direction.BACKUP:
-                    yield device, host
-                case Direction.FORK:
-                    yield device, device
-
     def _choose(self, table: PathTable) -> CopyPath:
         pool = self._pool
         if self._direction is Direction.FORK:
             return CopyPath.PLAIN
         if pool.force is not None:
             return pool.force
-        count = sum(count_runs(*ends, self._runs) for ends in self._ends())
+        count = pool.pieces.count(self._runs)
         among = [path for path in pool.available if path is not CopyPath.KERNEL or count >= KERNEL_PIECES]
-        tokens = any(items.shape[2] > 1 for items in pool.items.host)
-        return table.choose(RunShape(self._direction, tokens, self.nbytes // max(1, count)), among)
+        return table.choose(RunShape(self._direction, pool.tokens, self.nbytes // max(1, count)), among)
 
     def _batches(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
         copy = self._pool.methods.batch
@@ -274,7 +279,7 @@ class _PoolCopies:
         tensor = self._pool.index[part.tensor]
         if tensor not in self._layers:
             runs = cut_runs(self._runs, max(1, chunk_bytes // self._item_bytes(part)))
-            self._layers[tensor] = LayerRuns.between(*list(self._ends())[tensor], runs)
+            self._layers[tensor] = self._pool.geometry(self._direction, tensor).runs(runs)
         return self._layers[tensor]
 
     def _launches(self, group: LayerGroup, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
@@ -298,9 +303,8 @@ class _PoolCopies:
             kernels.gather(rows, sources, destinations)
 
     def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
-        ends = list(self._ends())
         for part in parts:
-            source, destination = ends[self._pool.index[part.tensor]]
+            source, destination = self._ends[self._pool.index[part.tensor]]
             item_bytes = self._item_bytes(part)
             for piece in pieces(part, self._runs, item_bytes, chunk_bytes):
                 layers = slice(piece.start, piece.stop)
@@ -308,8 +312,7 @@ class _PoolCopies:
                 yield _Work(piece.items * item_bytes, run)
 
     def _item_bytes(self, part: TensorPart) -> int:
-        items = self._pool.items.device[self._pool.index[part.tensor]]
-        return items.shape[2] * items.shape[3] * items.element_size()
+        return self._pool.item_bytes[part.tensor]
 
 
 def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> None:

@@ -47,6 +47,7 @@ GROUP_BYTES = 8 << 20
 class _Tick:
     """What is submitted between two turns of the loop; `planned` once it is known what becomes of it."""
 
+    started: float
     submissions: list[Submission] = field(default_factory=list)
     planned: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,8 +111,7 @@ class TransferEngine:
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
         self._batcher = Batcher(self._extents, layers, group_bytes, self._event)
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
-        # One thread: what is submitted first is enqueued first, so every event that a transfer
-        # waits for has been recorded by then.
+        # One thread, in order: every event that a transfer waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
         self.audit = audit
         self._auditor = None if submit_inline else port.worker("asynchicache-audit")
@@ -164,7 +164,7 @@ class TransferEngine:
                 return Ticket(self._layers)
         tick = self._tick or self._open_tick()
         ticket = Ticket(self._layers, tick.planned)
-        submission = Submission(operation, after, reads, done, ticket, self._port.now())
+        submission = Submission(operation, after, reads, done, ticket, tick.started)
         tick.submissions.append(submission)
         if not operation.empty:
             self._operations += 1
@@ -235,7 +235,7 @@ class TransferEngine:
                 raise RequestStateError("an operation is to start after an event that was never recorded")
 
     def _open_tick(self) -> _Tick:
-        self._tick = tick = _Tick()
+        self._tick = tick = _Tick(self._port.now())
         asyncio.get_running_loop().call_soon(self._flush, tick)
         return tick
 

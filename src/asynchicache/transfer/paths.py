@@ -21,7 +21,7 @@ class CopyPath(Enum):
     KERNEL = "kernel"
     """Pages by their slots, many to a launch: Triton on a GPU, torch's index operations on a CPU."""
     PLAIN = "plain"
-    """A strided copy for each run of pages: torch's, or on a CPU numpy's if it is short. There always is one."""
+    """A strided copy for each run of pages; what there always is."""
 
 
 class RunShape(NamedTuple):

@@ -309,6 +309,8 @@ def _common_direction(operations: Sequence[CacheOperation]) -> Direction:
 
 def _runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
     """Slots in runs that are contiguous on both sides, ascending by destination; `[runs, 3]`."""
+    if len(sources) <= _FEW and direction is not Direction.FORK:
+        return _few_runs(direction, pool, sources, destinations)
     order = np.argsort(destinations)
     sources, destinations = sources[order], destinations[order]
     _check_independent(direction, pool, sources, destinations)
@@ -316,6 +318,20 @@ def _runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) 
     starts = np.concatenate([[0], breaks])
     counts = np.diff(starts, append=len(sources))
     return np.stack([sources[starts], destinations[starts], counts], axis=1)
+
+
+def _few_runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
+    runs: list[list[int]] = []
+    source_end = destination_end = -1
+    for destination, source in sorted(zip(destinations.tolist(), sources.tolist(), strict=True)):
+        if destination < destination_end:
+            _check_independent(direction, pool, sources, np.sort(destinations))
+        if (source, destination) == (source_end, destination_end):
+            runs[-1][2] += 1
+        else:
+            runs.append([source, destination, 1])
+        source_end, destination_end = source + 1, destination + 1
+    return np.array(runs, np.int64)
 
 
 # Layers.

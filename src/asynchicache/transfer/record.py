@@ -83,7 +83,7 @@ class Submission:
         reads: (pool, device slots) that its submitter will read besides.
         done: to be called once it has ended.
         ticket: to be given what it sees, before any of that is enqueued.
-        started: when, by the port's clock.
+        started: when its tick of the loop did, by the port's clock.
     """
 
     operation: CacheOperation
