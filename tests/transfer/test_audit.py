@@ -14,14 +14,15 @@ from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.streams.base import Stream
 from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer import audit as audit_module
 from asynchicache.transfer.audit import AuditStatistics, PageAudit
-from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.copies import PlanCopies, PoolMemory
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.plan import CacheOperation, Direction, LayerGroup
 
 pytestmark = pytest.mark.asyncio
 
@@ -96,6 +97,26 @@ async def test_a_page_that_changed_on_the_host_fails_its_transfer(
         assert isinstance(rig.outcomes[1], AuditError)
         assert rig.counts == AuditStatistics(recorded=2, compared=2, mismatched=1)
     assert "host slot 4 came to device slot 7 with other bytes" in caplog.text
+
+
+async def test_a_forward_may_overwrite_a_layer_whose_fence_it_has_passed(
+    operation: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does with the states that it was given, while the last layers are still being copied."""
+    async with _open() as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0, 1], [3, 4])))
+        items, enqueue = rig.memory.device.items("keys"), PlanCopies.enqueue
+
+        def overtaken(self: PlanCopies, stream: Stream, group: LayerGroup) -> None:
+            enqueue(self, stream, group)
+            if group.start:
+                stream.launch(lambda: items[0, 6].fill_(0))
+
+        monkeypatch.setattr(PlanCopies, "enqueue", overtaken)
+        await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+
+        assert rig.outcomes == [None, None]
+        assert rig.counts == AuditStatistics(recorded=2, compared=1, mismatched=0)
 
 
 async def test_a_copy_to_the_wrong_place_is_noticed(

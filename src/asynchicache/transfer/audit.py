@@ -1,9 +1,9 @@
 """Fingerprints of pages as they leave the device, compared with what comes back: a sample, for production.
 
-A page that is sampled on its way to the host is copied aside by a plain copy in the order of the
+A page that is sampled on its way to the host is copied aside by plain copies in the order of the
 stream, and hashed once the transfer has landed. Whenever its host slot is loaded again, the bytes that
-arrived on the device are copied aside and hashed likewise. So both ends are looked at on the device,
-and whatever lies between them (paths, kernels, slots, host memory) is covered.
+arrived on the device are copied aside and hashed likewise, each layer before anybody's fence lets a forward
+run that may overwrite it. So both ends are looked at on the device, and whatever lies between is covered.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from asynchicache.kernels.batch import expand_runs
 from asynchicache.pools.device import DevicePool
 from asynchicache.streams.base import Stream
-from asynchicache.transfer.plan import Direction, TransferPlan
+from asynchicache.transfer.plan import Direction, LayerGroup, TensorPart, TransferPlan
 
 MOST_BYTES = 64 << 20
 """Bytes copied aside for one transfer; what goes beyond is not looked at."""
@@ -38,6 +39,10 @@ class AuditStatistics:
     recorded: int = 0
     compared: int = 0
     mismatched: int = 0
+
+
+Aside: TypeAlias = dict[str, torch.Tensor]
+"""A page's bytes in host memory, by tensor, `[layers, bytes]`."""
 
 
 class _Page(NamedTuple):
@@ -105,15 +110,21 @@ class PageAudit:
             if left >= 0:
                 yield page
 
-    def copy_aside(self, page: _Page) -> list[torch.Tensor]:
-        """A page's bytes on the device, by tensor, in host memory once the current stream has got here."""
+    def room_aside(self, page: _Page) -> Aside:
+        """Host memory for a page's bytes, by tensor."""
         pool = self._devices[page.pool]
-        copies = []
-        for tensor in pool.spec.tensors:
-            items = pool.items(tensor.name)[:, page.device_slot].contiguous()
-            aside = torch.empty_like(items, device="cpu", pin_memory=pool.device.type == "cuda")
-            copies.append(aside.copy_(items, non_blocking=True))
-        return copies
+        shapes = {tensor.name: pool.items(tensor.name).shape for tensor in pool.spec.tensors}
+        pin = pool.device.type == "cuda"
+        return {
+            name: torch.empty((layers, nbytes), dtype=torch.uint8, pin_memory=pin)
+            for name, (layers, _, nbytes) in shapes.items()
+        }
+
+    def copy_aside(self, page: _Page, part: TensorPart, aside: Aside) -> None:
+        """Copy some layers of a page on the device; they are there once the current stream has got here."""
+        rows = slice(part.start, part.stop)
+        items = self._devices[page.pool].items(part.tensor)[rows, page.device_slot].contiguous()
+        aside[part.tensor][rows].copy_(items, non_blocking=True)
 
     def settle(self, page: _Page, digest: bytes, *, load: bool) -> str | None:
         """Remember or compare; what is wrong, in words."""
@@ -139,21 +150,24 @@ class AuditSample:
         self._audit = audit
         self._pages = pages
         self._load = load
-        self._copies: list[list[torch.Tensor]] = []
+        self._copies: list[Aside] = [audit.room_aside(page) for page in pages]
 
-    def stage(self, stream: Stream) -> None:
-        """Enqueue copies of what the pages are on the device, behind what was enqueued before."""
-        stream.launch(self._copy_aside)
+    def stage(self, stream: Stream, group: LayerGroup) -> None:
+        """Enqueue copies of a group's layers of the pages on the device, behind what was enqueued before."""
+        stream.launch(partial(self._copy_aside, group.parts))
 
-    def _copy_aside(self) -> None:
-        self._copies = [self._audit.copy_aside(page) for page in self._pages]
+    def _copy_aside(self, parts: Sequence[TensorPart]) -> None:
+        for page, aside in zip(self._pages, self._copies, strict=True):
+            for part in parts:
+                if part.pool == page.pool:
+                    self._audit.copy_aside(page, part, aside)
 
     def digests(self) -> list[bytes]:
-        """SHA-256 of each page, once the copies have landed; blocking."""
+        """SHA-256 of each page, once the copies of every group have landed; blocking."""
         found = []
-        for copies in self._copies:
+        for aside in self._copies:
             digest = sha256()
-            for copy in copies:
+            for copy in aside.values():
                 digest.update(copy.numpy().data)
             found.append(digest.digest())
         self._copies = []

@@ -295,9 +295,9 @@ class TransferEngine:
         sample = self.audit.choose(plan) if self.audit else None
         for index, (group, state) in enumerate(zip(plan.groups, record.groups, strict=True)):
             copies.enqueue(stream, group)
+            if sample is not None:
+                sample.stage(stream, group)
             looked_at = sample if index == len(plan.groups) - 1 else None
-            if looked_at is not None:
-                looked_at.stage(stream)
             stream.record(state.event)
             record.last_event = state.event
             state.submitted = True
