@@ -6,6 +6,7 @@ the right one, whole, of the right tokens, tenant, weights and shard.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TypeAlias
@@ -52,19 +53,32 @@ class ByteOracle:
             for pool in spec.pools
         }
 
-    def write(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Fill `slots[i]` with what the page (or state) of `digests[i]` consists of."""
+    def write(
+        self, pool: str, slots: Sequence[int], digests: Sequence[bytes], *, layer: int | None = None
+    ) -> None:
+        """Fill `slots[i]` with what the page (or state) of `digests[i]` consists of.
+
+        Args:
+            pool: whose slots.
+            slots, digests: see above.
+            layer: the only layer of the model to write, as the forward of that layer does. Default: all.
+        """
         if slots:
             for part in self._parts[pool]:
-                part.content[:, slots] = part.expected(digests)
+                rows = part.rows(layer)
+                part.content[rows][:, slots] = part.expected(digests)[rows]
 
-    def count_wrong(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> int:
-        """How many of `slots` differ in a byte from what `digests` demand."""
+    def count_wrong(
+        self, pool: str, slots: Sequence[int], digests: Sequence[bytes], *, layer: int | None = None
+    ) -> int:
+        """How many of `slots` differ in a byte from what `digests` demand; of one layer only, if `layer` is
+        given."""
         if not slots:
             return 0
         wrong = np.zeros(len(slots), dtype=bool)
         for part in self._parts[pool]:
-            wrong |= (part.content[:, slots] != part.expected(digests)).any(axis=(0, 2))
+            rows = part.rows(layer)
+            wrong |= (part.content[rows][:, slots] != part.expected(digests)[rows]).any(axis=(0, 2))
         return int(wrong.sum())
 
 
@@ -129,6 +143,13 @@ class _Part:
         layers, slots = tensor.shape[:2]
         self.content: Bytes = tensor.view(torch.uint8).view(layers, slots, -1).numpy()
         self.expected = pattern.expected
+        self._layers = pattern.tensor.layers
+
+    def rows(self, layer: int | None) -> slice:
+        """Where a layer of the model is in the tensor, if it is; everything for None."""
+        if layer is None:
+            return slice(None)
+        return slice(bisect_left(self._layers, layer), bisect_right(self._layers, layer))
 
 
 def _rows(digests: Sequence[bytes]) -> Bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError
@@ -16,13 +17,21 @@ from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.streams.base import Stream
 from asynchicache.testing.chaos.faults import ChaosDevice, Luck
 from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.script import LAYERS, Client, Pace, Turn
+from asynchicache.testing.chaos.script import Client, Pace, Turn
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.transfer.ticket import Ticket
 
 _GARBAGE = b"\xff" * 32
 FOREVER = 1e5
 """Seconds, of virtual time, after which nothing that a client waits for can still come."""
+
+
+class Part(NamedTuple):
+    """Slots of a pool, and the digests of the pages or states that are in them, or belong there."""
+
+    pool: str
+    slots: Sequence[int]
+    digests: Sequence[bytes]
 
 
 class Engine:
@@ -68,20 +77,25 @@ class Engine:
         """Whether requests may fail: the device did, or the cache closes."""
         return self.closing or self._device.error is not None or self._device.lied
 
-    def expect(self, pool: str, slots: Sequence[int], digests: Sequence[bytes], where: str) -> None:
+    def expect(self, part: Part, layer: int | None, where: str) -> None:
         """Compare, on the compute stream, what is in slots with what must be."""
 
         def look() -> None:
-            count = self._oracle.count_wrong(pool, slots, digests)
+            count = self._oracle.count_wrong(*part, layer=layer)
             if count:
                 found = self.suspect if self._device.lied else self.ledger.violations
-                found.append(f"wrong bytes: {count} of {len(slots)} slots of {pool!r}, {where}")
+                found.append(f"wrong bytes: {count} of {len(part.slots)} slots of {part.pool!r}, {where}")
 
-        if slots:
+        if self._concerns(part, layer):
             self.stream.launch(look)
 
-    def write(self, pool: str, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        self.stream.launch(lambda: self._oracle.write(pool, slots, digests))
+    def write(self, part: Part, layer: int | None) -> None:
+        if self._concerns(part, layer):
+            self.stream.launch(lambda: self._oracle.write(*part, layer=layer))
+
+    def _concerns(self, part: Part, layer: int | None) -> bool:
+        tensors = self.cache.spec.pool(part.pool).tensors
+        return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
     def expect_stored(self, digests: Sequence[bytes]) -> None:
         """What is durable is in storage."""
@@ -123,10 +137,10 @@ class Engine:
                 self.did("admit")
                 await request.admit()
             self.did("load")
-            await self._follow(request.load())
+            ticket = request.load()
+            await ticket.submitted()
             self._count(request)
-            forwards = Forwards(self, request, turn)
-            forwards.check(states=True)
+            forwards = Forwards(self, request, turn, ticket)
             try:
                 await forwards.run()
             except _Aborted:
@@ -147,28 +161,26 @@ class Engine:
             async with asyncio.timeout(patience):
                 await request.prefetch()
 
-    async def _follow(self, ticket: Ticket) -> None:
-        await ticket.submitted()
-        for layer in range(LAYERS):
-            ticket.fence(layer).wait_on(self.stream)
-
-    follow = _follow
-
 
 class _Aborted(Exception):
     """The client gave up, as its script says."""
 
 
 class Forwards:
-    """One request's forwards on the compute stream."""
+    """One request's forwards on the compute stream.
 
-    def __init__(self, engine: Engine, request: Request, turn: Turn) -> None:
+    The first one after a copy runs layer by layer, each behind that layer's fences, as in an engine.
+    """
+
+    def __init__(self, engine: Engine, request: Request, turn: Turn, ticket: Ticket) -> None:
         self._engine = engine
         self._request = request
         self._turn = turn
         self._seed = namespace_seed(turn.tenant)
         self._paces = iter(turn.paces)
         self._left = turn.abort
+        self._tickets = [ticket]  # of what was enqueued since the last forward
+        self._restored = True  # the states are still those of the prefix
         self.done = request.hit.tokens
 
     async def run(self) -> None:
@@ -182,7 +194,7 @@ class Forwards:
             request.append([token])
             await self._forward(self.done + 1)
         engine.did("checkpoint")
-        await engine.follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
+        await self._follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
         if turn.durable:
             engine.did("durable")
             forgets = engine.forgets
@@ -207,15 +219,12 @@ class Forwards:
             self._compute(length)
             await self._afterwards(next(self._paces, Pace()))
 
-    def check(self, *, states: bool) -> None:
-        """What the next forward reads is what was computed for these tokens."""
+    def _read(self) -> list[Part]:
+        """What the next forward reads: what was computed for these tokens."""
         engine, request = self._engine, self._request
         end = self.done // engine.cache.spec.page_size
-        digests = self._digests()
+        digests, parts = self._digests(), []
         for pool in engine.cache.spec.pools:
-            where = (
-                f"{end} pages into a prompt of {len(self._turn.prompt)} tokens, tenant {self._turn.tenant}"
-            )
             if pool.per_token:
                 first = max(end - (pool.coverage.pages or end), 0)
                 behind = request.first_page(pool.name)
@@ -223,42 +232,63 @@ class Forwards:
                 if behind > first or len(slots) != end - first:
                     engine.violated(f"a forward lacks pages {first} to {end} of {pool.name!r}")
                 else:
-                    engine.expect(pool.name, slots, digests[first:end], where)
-            elif states and end:
-                engine.expect(pool.name, [request.state(pool.name)], digests[end - 1 : end], where)
+                    parts.append(Part(pool.name, slots, digests[first:end]))
+            elif self._restored and end:
+                parts.append(Part(pool.name, [request.state(pool.name)], digests[end - 1 : end]))
+        return parts
+
+    def _written(self, length: int) -> list[Part]:
+        """What a forward to `length` tokens writes."""
+        request, spec = self._request, self._engine.cache.spec
+        first, last = self.done // spec.page_size, length // spec.page_size
+        digests, parts = self._digests(), []
+        for pool in spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)[first - behind : last - behind]
+                parts.append(Part(pool.name, slots, digests[first:last]))
+            else:
+                state = _GARBAGE if length % spec.page_size else digests[last - 1]
+                parts.append(Part(pool.name, [request.state(pool.name)], [state]))
+        return parts
 
     def _digests(self) -> list[bytes]:
         return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
 
     def _compute(self, length: int) -> None:
         """A forward to `length` tokens, for which there is room: read what is there, write what is new."""
-        self.check(states=False)
-        engine, request, size = self._engine, self._request, self._engine.cache.spec.page_size
-        first, last = self.done // size, length // size
-        digests = self._digests()
-        for pool in engine.cache.spec.pools:
-            if pool.per_token:
-                behind = request.first_page(pool.name)
-                slots = request.pages(pool.name)[first - behind : last - behind]
-                engine.write(pool.name, slots, digests[first:last])
-            else:
-                state = _GARBAGE if length % size else digests[last - 1]
-                engine.write(pool.name, [request.state(pool.name)], [state])
-        self.done = length
+        engine, tickets = self._engine, self._tickets
+        read, written = self._read(), self._written(length)
+        where = f"{self.done} tokens into a prompt of {len(self._turn.prompt)}, tenant {self._turn.tenant}"
+        layers: Sequence[int | None] = range(engine.cache.spec.layers) if tickets else [None]
+        for layer in layers:
+            if layer is not None:
+                for ticket in tickets:
+                    ticket.fence(layer).wait_on(engine.stream)
+            for part in read:
+                engine.expect(part, layer, where)
+            for part in written:
+                engine.write(part, layer)
+        self._tickets, self._restored, self.done = [], False, length
+
+    async def _follow(self, ticket: Ticket) -> None:
+        """Let the next forward come after a copy."""
+        await ticket.submitted()
+        self._tickets.append(ticket)
 
     async def _afterwards(self, pace: Pace) -> None:
         engine, request, done = self._engine, self._request, self.done
         if pace.snapshot:
             engine.did("snapshot")
-            await engine.follow(request.snapshot(done, after=engine.stream))
+            await self._follow(request.snapshot(done, after=engine.stream))
         if pace.checkpoint:
             engine.did("checkpoint")
-            await engine.follow(request.checkpoint(done, after=engine.stream))
+            await self._follow(request.checkpoint(done, after=engine.stream))
         for share in pace.advance:
             engine.did("advance")
             request.advance(done * share // 100, after=engine.stream)
         if pace.again is not None and not engine.has_states:
             engine.did("checkpoint")
-            await engine.follow(request.checkpoint(done * pace.again // 100, after=engine.stream))
+            await self._follow(request.checkpoint(done * pace.again // 100, after=engine.stream))
         if pace.pause:
             await asyncio.sleep(pace.pause)

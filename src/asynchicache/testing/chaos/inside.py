@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 
 from asynchicache.cache import HybridCache
+from asynchicache.controller.actions import Copy
 from asynchicache.controller.books import Books
 from asynchicache.testing.oracle import POISON
-from asynchicache.tree.node import place
+from asynchicache.tree.node import TIERS, Node, place
 from asynchicache.types import Tier
 
 
@@ -21,19 +24,26 @@ class Inside:
     Attributes:
         books: who holds which slot.
         memory: every tensor of every pool in both tiers as bytes, `[layers, slots, ...]`.
+        violations: what was seen of slots that must never be free again.
     """
 
     def __init__(self, cache: HybridCache) -> None:
         controller, rooms = cache._controller, cache._rooms  # noqa: SLF001 - the kit looks inside
         self.books: Books = controller.planner.books
         self._controller = controller
+        self._batcher = rooms.engine._batcher  # noqa: SLF001
         self._poisons = True
+        self._owners = {
+            pool: number for number in range(len(self.books.names)) for pool in self.books.sharing(number)
+        }
         self._tensors: dict[tuple[str, Tier], list[npt.NDArray[np.uint8]]] = {}
         for pool, memory in rooms.memories.items():
             names = [tensor.name for tensor in memory.device.spec.tensors]
             self._tensors[pool, Tier.DEVICE] = [memory.device.items(name).numpy() for name in names]
             host = [memory.host.items(name).numpy() for name in names] if memory.host.slots else []
             self._tensors[pool, Tier.HOST] = host
+        self.violations: list[str] = []
+        self._spoilt: set[tuple[int, int]] = set()  # place and slot that a copy failed on its way to
         self.memory = [tensor for tensors in self._tensors.values() for tensor in tensors]
 
     @property
@@ -41,29 +51,46 @@ class Inside:
         """Whether the cache knows that what copies brought is not to be trusted."""
         return self._controller.failure is not None
 
+    def copy_in_groups(self, group_bytes: int) -> None:
+        """Let so many bytes make a group of layers worth a copy of its own: the library's own measure takes
+        all of so small a model at once."""
+        self._batcher._group_bytes = group_bytes  # noqa: SLF001
+
     def poison_freed(self) -> None:
         """From now on, overwrite what slots hold as soon as they are given back: whoever still reads
         them is seen."""
-        for number in range(len(self.books.names)):
-            for tier in (Tier.DEVICE, Tier.HOST):
-                free = self.books.free[place(number, tier)]
-                free.left = partial(self._left, free.left, self.books.sharing(number), tier)
+        for at, free in enumerate(self.books.free):
+            free.left = partial(self._left, free.left, at)
+
+    @contextmanager
+    def watching_failed_copies(self) -> Iterator[None]:
+        """Meanwhile, nobody may be given a slot that a failed copy was to write: it may still do that."""
+        planner = self._controller.planner
+        settle = planner.copied
+
+        def copied(copy: Copy, error: BaseException | None) -> Node | None:
+            tier = copy.direction.destination
+            for pool, _, slots in copy.transfers if error is not None else ():
+                at = place(self._owners[pool], tier)
+                self._spoilt.update((at, slot) for slot in slots)
+            return settle(copy, error)
+
+        with patch.object(planner, "copied", copied):
+            yield
 
     def stop_poisoning(self) -> None:
         """The cache closes: forwards that still run may read what requests gave back, as nobody gets it."""
         self._poisons = False
 
-    def _left(
-        self,
-        told: Callable[[Sequence[int]], object] | None,
-        pools: Sequence[str],
-        tier: Tier,
-        slots: Sequence[int],
-    ) -> None:
+    def _left(self, told: Callable[[Sequence[int]], object] | None, at: int, slots: Sequence[int]) -> None:
         if told is not None:
             told(slots)
-        for pool in pools if self._poisons else ():
-            for tensor in self._tensors[pool, tier]:
+        free = self.books.free[at]
+        for slot in slots if self._spoilt else ():
+            if (at, slot) in self._spoilt and free.is_free(slot):
+                self.violations.append(f"handed out again: {free.name} {slot}, which a failed copy may write")
+        for pool in self.books.sharing(at // TIERS) if self._poisons else ():
+            for tensor in self._tensors[pool, Tier(at % TIERS)]:
                 tensor[:, list(slots)] = POISON
 
     def leftovers(self, may_leak: bool) -> list[str]:

@@ -102,11 +102,13 @@ class _Run:
             inside = Inside(cache)
             oracle = ByteOracle(self._spec, cache.device_tensor, self._identity)
             inside.poison_freed()
+            inside.copy_in_groups(self._life.group_bytes)
             self._device.memory = inside.memory
             stored = self._storage.holds if self._honest else _always
             engine = Engine(cache, self._device, oracle, self._luck, self._ledger, stored)
-            with refusing_room(inside.books, self._luck, self._life.refuse):
+            with inside.watching_failed_copies(), refusing_room(inside.books, self._luck, self._life.refuse):
                 tasks = await self._live(engine)
+            self._ledger.violations += inside.violations
             if engine.closing:
                 inside.stop_poisoning()
             else:

@@ -13,13 +13,8 @@ import msgspec
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy, trailing_pages
-
-LAYERS = 2
-_KEYS = TensorSpec("keys", (1,), (8,), "uint8")
-_LOCAL = TensorSpec("keys", (0,), (8,), "uint8")
-_INDEX = TensorSpec("index", (1,), (4,), "uint8")
-_STATE = TensorSpec("recurrent", (0, 1), (16,), "uint8")
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +22,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         page_size: tokens of a page.
+        layers: layers, two at least; attention is in every other one, windows are in those between.
         states: has recurrent states.
         window: pages of its sliding window; 0 for none.
         near: pages of a second, shorter window; 0 for none.
@@ -36,6 +32,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     page_size: int = 4
+    layers: int = 2
     states: bool = False
     window: int = 0
     near: int = 0
@@ -45,19 +42,23 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def spec(self) -> ModelSpec:
         """The pools."""
-        pools = [PoolSpec("kv", (_KEYS,), replicated=self.replicated)]
+        odd, even = tuple(range(1, self.layers, 2)), tuple(range(0, self.layers, 2))
+        keys, local = TensorSpec("keys", odd, (8,), "uint8"), TensorSpec("keys", even, (8,), "uint8")
+        pools = [PoolSpec("kv", (keys,), replicated=self.replicated)]
         if self.index:
-            pools.append(PoolSpec("dsa", (_INDEX,), slots_of="kv", replicated=self.replicated))
+            index = TensorSpec("index", odd, (4,), "uint8")
+            pools.append(PoolSpec("dsa", (index,), slots_of="kv", replicated=self.replicated))
         if self.states:
-            pools.append(PoolSpec("mamba", (_STATE,), coverage=trailing_pages(1), per_token=False))
+            state = TensorSpec("recurrent", tuple(range(self.layers)), (16,), "uint8")
+            pools.append(PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False))
         if self.window:
-            pools.append(PoolSpec("swa", (_LOCAL,), coverage=trailing_pages(self.window)))
+            pools.append(PoolSpec("swa", (local,), coverage=trailing_pages(self.window)))
         if self.near:
-            pools.append(PoolSpec("near", (_LOCAL,), coverage=trailing_pages(self.near)))
+            pools.append(PoolSpec("near", (local,), coverage=trailing_pages(self.near)))
         if self.draft and self.window:
             coverage = trailing_pages(self.window)
-            pools.append(PoolSpec("draft", (_KEYS,), coverage=coverage, slots_of="swa"))
-        return ModelSpec("chaos", self.page_size, LAYERS, tuple(pools))
+            pools.append(PoolSpec("draft", (keys,), coverage=coverage, slots_of="swa"))
+        return ModelSpec("chaos", self.page_size, self.layers, tuple(pools))
 
     @property
     def family(self) -> str:
@@ -197,6 +198,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         close: seconds after which it is closed, whatever goes on; None: when the clients are done.
         storage, device: what goes wrong there.
         refuse: how often there is no room, though there would be.
+        group_bytes: what makes a group of a load's layers worth a copy of its own.
         poor: the piece of memory that the system refuses when the cache is opened first; None: none.
     """
 
@@ -214,6 +216,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     checkpoints: str = "prompt+output+branch"
     store_bytes: int = 1 << 20
     audit: bool = False
+    group_bytes: int = GROUP_BYTES
     close: float | None = None
     storage: StorageFaults = StorageFaults()
     device: DeviceFaults = DeviceFaults()

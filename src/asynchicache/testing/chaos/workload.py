@@ -24,6 +24,7 @@ from asynchicache.testing.chaos.script import (
     StorageFaults,
     Turn,
 )
+from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 MEAN_REQUESTS = 26
@@ -72,6 +73,7 @@ def draw_model(chance: random.Random) -> Model:
     window = chance.choice([1, 2, 3, LONGEST + 4]) if family == "window" or mixed else 0
     return Model(
         page_size=chance.choice([1, 2, 4, 4]),
+        layers=chance.choice([2, 3, 4, 6]),
         states=family == "states" or (mixed and chance.random() < 0.7),
         window=window,
         near=chance.choice([0, 0, 1, 2]) if window else 0,
@@ -184,6 +186,7 @@ def _draw_life(chance: random.Random, model: Model, traffic: Traffic, lives: int
         checkpoints=chance.choice(["prompt+output+branch", "prompt+branch+8", "none"]),
         store_bytes=chance.choice([1 << 12, 1 << 15, 1 << 20]),
         audit=deadly == "lie" or chance.random() < 0.2,
+        group_bytes=chance.choice([1, 1, 200, GROUP_BYTES]),
         close=close,
         storage=_draw_storage_faults(chance),
         device=_draw_device_faults(chance, deadly, requests),
