@@ -20,6 +20,7 @@ from asynchicache.controller.reading import Reader
 from asynchicache.controller.sequence import Sequence
 from asynchicache.controller.writing import Writer
 from asynchicache.hashing import page_digests, pool_fingerprint
+from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.streams.reactor import CompletionReactor
@@ -104,6 +105,11 @@ def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
             release(self, sequence)
 
     patch.setattr(Planner, "release", at_once)
+
+
+@bug
+def poisoned_page_is_handed_out_again(patch: Patch) -> None:
+    patch.setattr(SlotAllocator, "quarantine", SlotAllocator.release)
 
 
 @bug
