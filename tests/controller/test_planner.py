@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Simulation
 
 from asynchicache.errors import CapacityError
+from asynchicache.tree.node import FULL_DEVICE, Node
 from asynchicache.types import MissReason, Tier, WritePolicy
 
 ROOMY = {"kv": (64, 128), "mamba": (16, 32)}
@@ -102,6 +103,56 @@ def test_no_room_for_a_load_falls_back():
         assert sequence.reason is MissReason.DEVICE_CAPACITY
     sim.close(holder)
     sim.close(sequence)
+
+
+def test_a_closed_cache_lets_go_of_what_only_finished_requests_borrow():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    _serve(sim, [1, 2, 3, 4])
+    finished, running = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
+    sim.start(sim.planner.loader.load(finished))
+    finished.closed = True
+    sim.close(finished)  # its copy is under way, and nobody will tell of its end
+    assert finished in sim.planner.books.sequences
+
+    sim.planner.abandon()
+
+    assert finished.lease.closed
+    assert not running.lease.closed
+    sim.verify()
+    sim.close(running)
+    sim.settle()
+
+
+class _Listener:
+    """Takes down what a tree tells."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def arrived(self, node: Node, at: int) -> None:
+        self.told.append(("arrived", at))
+
+    def left(self, node: Node, at: int, pages: int) -> None:
+        self.told.append(("left", at))
+
+    def stored(self, node: Node, number: int) -> None:
+        self.told.append(("stored", number))
+
+    def cleared(self, *tiers: Tier) -> None:
+        self.told.append(tiers)
+
+
+def test_a_flush_is_told_of_in_one_word():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    _serve(sim, [1, 2, 3, 4])
+    sim.planner.books.tree.watcher = listener = _Listener()
+
+    sim.planner.flush()
+
+    assert listener.told == [(Tier.DEVICE, Tier.HOST)]
+    assert list(sim.planner.books.tree.nodes()) == []
+    _serve(sim, [1, 2])
+    assert ("arrived", FULL_DEVICE) in listener.told
 
 
 def test_too_long_a_prompt_names_the_numbers():

@@ -1,0 +1,93 @@
+"""Whoever watches a tree knows what is in each tier without looking at it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
+from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.types import Tier
+
+
+class Mirror:
+    """What a tree has, as it was told: digests by place; of a state, that of the page it follows."""
+
+    def __init__(self, tree: UnifiedRadixTree) -> None:
+        self.there: Counter[tuple[int, bytes]] = Counter()
+        self.told: Counter[str] = Counter()
+        self._tree = tree
+
+    def pages(self, node: Node, at: int, count: int) -> list[tuple[int, bytes]]:
+        paged = at < TIERS or self._tree.components[at // TIERS - 1].paged
+        return [(at, digest) for digest in self._tree.digests(node)[-(count if paged else 1) :]]
+
+    def arrived(self, node: Node, at: int) -> None:
+        self.told["arrived"] += 1
+        self.there.update(self.pages(node, at, node.pages))
+
+    def left(self, node: Node, at: int, pages: int) -> None:
+        self.told["left"] += 1
+        gone = self.pages(node, at, pages)
+        assert all(self.there[page] == 1 for page in gone), "something left that had not come"
+        self.there.subtract(gone)
+
+    def stored(self, node: Node, number: int) -> None:
+        raise AssertionError("nothing is written to storage here")
+
+    def cleared(self, *tiers: Tier) -> None:
+        raise AssertionError("nothing is flushed here")
+
+    def truth(self) -> Counter[tuple[int, bytes]]:
+        """What is there, by looking."""
+        return Counter(
+            page
+            for node in self._tree.nodes()
+            for at, residency in enumerate(node.residency)
+            if residency == RESIDENT
+            for page in self.pages(node, at, node.pages)
+        )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_told_is_what_is_there(make_bed, seed: int) -> None:
+    bed, chance = make_bed(states=1, windows=[2]), random.Random(seed)
+    bed.tree.watcher = mirror = Mirror(bed.tree)
+    for _ in range(60):
+        word = "".join(chance.choice("ab") for _ in range(chance.randrange(1, 7)))
+        match chance.randrange(3):
+            case 0:
+                bed.add(word, states=[1])
+            case 1:
+                bed.add_saved(word, states=[1])
+            case 2:
+                at = chance.choice([FULL_DEVICE, FULL_HOST, place(1, Tier.HOST), place(2, Tier.DEVICE)])
+                bed.evict(at, chance.randrange(1, 6))
+        assert +mirror.there == mirror.truth()
+        bed.check()
+    assert min(mirror.told["arrived"], mirror.told["left"]) > 20
+
+
+def test_a_copy_is_told_of_when_its_bytes_are_there(bed) -> None:
+    bed.add("abc")
+    bed.tree.watcher = mirror = Mirror(bed.tree)
+
+    saving = bed.save("abc")
+    assert not +mirror.there
+    bed.finish(saving)
+
+    assert {at for at, _ in +mirror.there} == {FULL_HOST}
+    assert sum(mirror.there.values()) == 3
+
+
+def test_pages_that_are_trimmed_off_a_leaf_have_left(bed) -> None:
+    bed.tree.watcher = mirror = Mirror(bed.tree)
+    bed.add("abcde")
+
+    bed.evict(FULL_DEVICE, 2)
+
+    assert bed.words(FULL_DEVICE) == {"abc"}
+    assert +mirror.there == mirror.truth()
+    assert sum(mirror.there.values()) == 3
