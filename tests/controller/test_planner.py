@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Simulation
 
 from asynchicache.errors import CapacityError
-from asynchicache.tree.node import FULL_DEVICE, Node
+from asynchicache.tree.node import FULL_DEVICE, Node, place
 from asynchicache.types import MissReason, Tier, WritePolicy
 
 ROOMY = {"kv": (64, 128), "mamba": (16, 32)}
@@ -121,6 +121,26 @@ def test_a_closed_cache_lets_go_of_what_only_finished_requests_borrow():
     sim.verify()
     sim.close(running)
     sim.settle()
+
+
+def test_a_state_whose_copy_fails_after_it_became_the_trees_is_nobodys_again():
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    _serve(sim, [1, 2, 3, 4])
+    sequence = sim.open([1, 2, 3, 4, 5, 6])
+    sim.start(sim.planner.loader.load(sequence))  # brings the state to a slot of the request's own
+    (slot,) = sequence.states.values()
+    sim.planner.extend(sequence, 2)
+    sim.start(sim.planner.publish(sequence, 6, final=True))  # which is the tree's from now on
+    assert not sequence.states
+
+    while sim.flying:
+        sim.end(0, failed=True)
+    sim.close(sequence)
+    sim.planner.flush()
+
+    states = sim.planner.books.free[place(1, Tier.DEVICE)]
+    assert (states.held, states.quarantined) == (0, 1)
+    assert slot not in states.allocate(states.available)
 
 
 class _Listener:

@@ -109,6 +109,7 @@ def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
 
 @bug
 def poisoned_page_is_handed_out_again(patch: Patch) -> None:
+    patch.setattr(SlotAllocator, "condemn", nothing)
     patch.setattr(SlotAllocator, "quarantine", SlotAllocator.release)
 
 

@@ -147,3 +147,38 @@ def test_slots_in_use_cannot_be_closed(pool: SlotAllocator, count: int) -> None:
 
     with pytest.raises(InternalError, match=f"{count} slots cannot be all that is open"):
         pool.open_only(count)
+
+
+def test_condemned_slots_are_quarantined_by_whoever_gives_them_back() -> None:
+    free = SlotAllocator(6)
+    slots = free.allocate(4)
+    free.condemn([1, 2])
+    assert (free.held, free.quarantined) == (4, 0)
+
+    free.release(slots)
+
+    assert (free.held, free.quarantined, free.available) == (0, 2, 4)
+    assert sorted(free.allocate(4)) == [0, 3, 4, 5]
+    assert free.problems() == []
+
+
+def test_condemned_slots_may_be_quarantined_at_once() -> None:
+    free = SlotAllocator(3)
+    slots = free.allocate(2)
+    free.condemn(slots)
+
+    free.quarantine(slots)
+
+    assert (free.held, free.quarantined, free.available) == (0, 2, 1)
+    assert free.problems() == []
+
+
+def test_only_what_is_held_can_be_condemned() -> None:
+    free = SlotAllocator(3, name="kv device slots")
+    free.allocate(1)
+
+    with pytest.raises(InternalError, match="kv device slots: slot 2 condemned while it is not held"):
+        free.condemn([0, 2])
+
+    free.release([0])
+    assert (free.available, free.quarantined) == (3, 0)

@@ -187,6 +187,13 @@ class Books:
         else:
             self.free[at].release(slots)
 
+    def condemn(self, tier: Tier, transfers: Transfers) -> None:
+        """A copy failed, and the device may still write to where it went: whoever holds these slots by now,
+        nobody is to have them next. A state that a request loaded may be the tree's already."""
+        for pool, _, slots in transfers:
+            owner = self.spec.pool(pool).slots_of or pool
+            self.free[place(self.names.index(owner), tier)].condemn(slots)
+
     def verify(self) -> list[str]:
         """Broken invariants in words; empty when all is well. Linear in the slots."""
         leases = [sequence.lease for sequence in self.sequences if not sequence.lease.closed]

@@ -310,6 +310,8 @@ class Planner:
     def copied(self, copy: Copy, error: BaseException | None) -> Node | None:
         """Settle a copy, or take it back; the node whose path is due for the next tier, or None."""
         self.books.flights.remove(copy.flight)
+        if error is not None:
+            self.books.condemn(copy.direction.destination, copy.transfers)
         lost = copies.finish(self._tree, copy.flight, arrived=error is None)
         for at, slots in lost.items():
             self.books.free[at].quarantine(slots)

@@ -21,7 +21,7 @@ class SlotAllocator:
         quarantined: how many will never be handed out again.
     """
 
-    __slots__ = ("_free", "_opened", "_state", "left", "name", "quarantined")
+    __slots__ = ("_condemned", "_free", "_opened", "_state", "left", "name", "quarantined")
 
     def __init__(self, capacity: int, *, name: str = "pool") -> None:
         self.name = name
@@ -30,6 +30,7 @@ class SlotAllocator:
         self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
         self._state = bytearray(capacity)
         self._opened = capacity
+        self._condemned: set[int] = set()  # held, and to be quarantined when they are given back
 
     @property
     def capacity(self) -> int:
@@ -83,13 +84,30 @@ class SlotAllocator:
         return slots
 
     def release(self, slots: Sequence[int]) -> None:
-        """Take slots back.
+        """Take slots back; those that are condemned are quarantined.
 
         Raises:
             InternalError: a slot is not held; nothing is changed then.
         """
+        lost = self._condemned.intersection(slots) if self._condemned else None
+        if lost:
+            slots = [slot for slot in slots if slot not in lost]
         self._leave(slots, _FREE)
         self._free.extend(reversed(slots))
+        if lost:
+            self.quarantine(sorted(lost))
+
+    def condemn(self, slots: Sequence[int]) -> None:
+        """Quarantine these slots once whoever holds them by then gives them back.
+
+        Raises:
+            InternalError: a slot is not held; nothing is changed then.
+        """
+        held = self.held_slots()
+        for slot in slots:
+            if slot not in held:
+                raise self._not_held(slot, "condemned")
+        self._condemned.update(slots)
 
     def quarantine(self, slots: Sequence[int]) -> None:
         """Never hand these slots out again: a device that failed may still write to them.
@@ -99,6 +117,7 @@ class SlotAllocator:
         """
         self._leave(slots, _QUARANTINED)
         self.quarantined += len(slots)
+        self._condemned.difference_update(slots)
 
     def _leave(self, slots: Sequence[int], to: int) -> None:
         state = self._state
@@ -107,10 +126,13 @@ class SlotAllocator:
             if not 0 <= slot < end or state[slot] != _HELD:
                 for undone in slots[:done]:
                     state[undone] = _HELD
-                raise InternalError(f"{self.name}: slot {slot} given back while it is not held")
+                raise self._not_held(slot, "given back")
             state[slot] = to
         if self.left is not None:
             self.left(slots)
+
+    def _not_held(self, slot: int, verb: str) -> InternalError:
+        return InternalError(f"{self.name}: slot {slot} {verb} while it is not held")
 
     def held_slots(self) -> set[int]:
         """Every slot that has an owner; for `verify`, linear in the capacity."""
