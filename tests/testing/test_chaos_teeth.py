@@ -15,12 +15,15 @@ from testing.planted import BUGS, Bug
 MOST_SEEDS = 2000
 FEW_SEEDS = 50
 RARE = {
+    "acknowledged_before_it_is_durable",
     "audit_sees_nothing",
     "checksum_not_checked",
     "fingerprint_without_weight_version",
+    "freed_twice",
     "index_not_asked_for",
     "loading_page_served_without_its_fence",
     "minimum_instead_of_intersection",
+    "needless_quarantine_leaks",
     "partial_read_counts_as_whole",
     "shards_share_a_key",
     "stale_marks_after_storage_was_cleared",

@@ -133,6 +133,11 @@ class Engine:
         async with request:
             if turn.patience != 0:
                 await self._prefetch(request, turn.patience)
+            if turn.rest is not None:
+                self.did("rest")
+                request.rest()
+                await asyncio.sleep(turn.rest)
+                request.rematch()
             if turn.admit:
                 self.did("admit")
                 await request.admit()

@@ -92,6 +92,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tenant: the namespace; None for none.
         wait: seconds before it.
         patience: seconds of waiting for storage; 0 asks nothing of it, None waits for an answer.
+        rest: seconds of keeping nothing before loading; None: it keeps what matched.
         admit: wait for room before loading.
         stops: lengths at which the prefill ends a forward, besides those that the cache asks for.
         paces: what follows each forward, from the first one on; then nothing.
@@ -104,6 +105,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str | None = None
     wait: float = 0.0
     patience: float | None = 0.0
+    rest: float | None = None
     admit: bool = False
     stops: tuple[int, ...] = ()
     paces: tuple[Pace, ...] = ()

@@ -141,6 +141,7 @@ class Traffic:
             tenant=tenant,
             wait=round(chance.expovariate(2000), 6),
             patience=chance.choice([0.0, None, None, None, round(chance.uniform(0, 0.003), 6)]),
+            rest=round(chance.expovariate(1000), 6) if chance.random() < 0.1 else None,
             admit=chance.random() < 0.5,
             stops=tuple(sorted({chance.randrange(1, len(prompt) + 1) for _ in range(chance.randrange(3))})),
             paces=tuple(self._pace() for _ in range(chance.randrange(2, 7))),
