@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
@@ -88,6 +88,12 @@ class ScriptedEngine:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._call(len(keys))
+
+    async def clear(self) -> int:
+        await self._call(0)
+        if self.closed:
+            raise StorageError("cleared while it is closed")
+        return 0
 
     async def aclose(self) -> None:
         self.closed = True
@@ -398,6 +404,19 @@ async def test_closing_waits_for_running_calls() -> None:
         assert (await call).outcomes == [Outcome.HIT] * 2
         assert s.engine.closed
         assert await s.pool.aclose() == frozenset()
+
+
+@pytest.mark.asyncio
+async def test_who_clears_a_pool_that_is_closed_meanwhile_is_told_so() -> None:
+    async with scene() as s:
+        s.engine.gate.clear()
+        clearing = asyncio.create_task(s.pool.clear())
+        await s.engine.entered(1)
+        await s.pool.aclose()
+        s.engine.gate.set()
+
+        with pytest.raises(ClosedError, match="storage of pool 'kv' was closed"):
+            await clearing
 
 
 @pytest.mark.asyncio

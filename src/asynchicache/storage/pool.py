@@ -132,6 +132,7 @@ class GuardedPool:
 
         Raises:
             StorageError: the engine failed, or did not answer in `closing` seconds.
+            ClosedError: the pool was closed before it answered.
         """
         self._admit(())
         self._known.clear()
@@ -139,6 +140,8 @@ class GuardedPool:
             async with asyncio.timeout(self._limits.closing):
                 return await self._engine.clear()
         except Exception as error:
+            if self._closed:  # under the call, which nothing waits for: that is no fault of the engine's
+                raise ClosedError(f"storage of pool {self._binding.pool!r} was closed") from error
             raise StorageError(f"pool {self._binding.pool!r} could not be cleared: {error!r}") from error
 
     async def _learn(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
