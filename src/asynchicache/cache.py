@@ -219,6 +219,7 @@ class HybridCache:
 
         Raises:
             StorageError: storage failed.
+            ClosedError: the cache was closed, or storage detached, before it answered.
         """
         await self._controller.turn()
         return await self._controller.storer.clear()
