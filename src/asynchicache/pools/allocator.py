@@ -103,9 +103,9 @@ class SlotAllocator:
         Raises:
             InternalError: a slot is not held; nothing is changed then.
         """
-        held = self.held_slots()
+        state, end = self._state, len(self._state)
         for slot in slots:
-            if slot not in held:
+            if not 0 <= slot < end or state[slot] != _HELD:
                 raise self._not_held(slot, "condemned")
         self._condemned.update(slots)
 
