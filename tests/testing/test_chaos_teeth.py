@@ -24,9 +24,17 @@ RARE = {
     "loading_page_served_without_its_fence",
     "minimum_instead_of_intersection",
     "needless_quarantine_leaks",
+    "no_deadline",
+    "old_snapshot_published_for_a_new_length",
     "partial_read_counts_as_whole",
+    "published_window_is_anybodys",
+    "salt_ignored",
     "shards_share_a_key",
+    "slots_of_a_late_call_are_given_back",
+    "split_forgets_who_keeps_the_window",
     "stale_marks_after_storage_was_cleared",
+    "state_published_inside_a_page",
+    "tombstone_recovered_though_it_was_none",
     "waiter_that_gives_up_frees_the_read",
 }
 """Bugs that a few seeds may miss: they are looked for in `make soak`."""
