@@ -46,8 +46,17 @@ class OwnedTasks:
 
 
 async def shielded(work: Coroutine[object, object, T]) -> T:
-    """Run to the end even if the caller is cancelled meanwhile, however often, then be cancelled."""
-    task = asyncio.ensure_future(work)
+    """Run to the end even if the caller is cancelled meanwhile, however often, then be cancelled.
+
+    Raises:
+        RuntimeError: no loop runs, because the caller is collected after its loop has ended.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        work.close()  # `ensure_future` would make a loop for it that nobody ever runs or closes
+        raise
+    task = loop.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
