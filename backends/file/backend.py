@@ -48,6 +48,8 @@ class FileOptions:
         path = taken.take("path", object, "")
         if not isinstance(path, str | os.PathLike) or not path:
             raise taken.refused("path", path, "must name a folder")
+        if "\0" in os.fspath(path):
+            raise taken.refused("path", path, "must not contain a NUL")
         capacity = options.get("capacity_bytes")
         if isinstance(capacity, Mapping):
             taken.take("capacity_bytes", Mapping, {})

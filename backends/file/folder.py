@@ -157,6 +157,8 @@ class StoreFolder:
         sync_folder(self.path)
 
     def _advice(self, error: OSError) -> str:
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            return f"{self.path} is no folder, or lies in none"
         if self.read_only:
             return f"{self.path} cannot be read: {error.strerror}"
         advice = "make it writable, or open it with read_only=true"

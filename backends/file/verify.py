@@ -13,7 +13,7 @@ from asynchicache.backends.file.manifest import Manifest, parse
 from asynchicache.backends.file.names import Entry, NameFile
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.store import NAMES
-from asynchicache.errors import StorageFormatError
+from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
 
 SealedKey = Callable[[memoryview, memoryview], ObjectKey | None]
@@ -74,6 +74,10 @@ def verify_store(path: Path, sealed_key: SealedKey, *, repair: bool = False) -> 
             report.pools.append(pool.name)
             _check_pool(pool, sealed_key, report, repair=repair)
         report.bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be verified: {error}") from error
     finally:
         folder.close()
     return report

@@ -380,15 +380,15 @@ async def _attachment(
     """The configured storage, or the one given, which stays the caller's, with every pool that has host
     slots for its pages to arrive in."""
     config.check_storage()
-    owned = storage is None
-    if storage is None:
-        storage = open_backend(config.storage or "", config.storage_options, port)
     bindings = [
         SlotBinding(memory.host, *_identity(spec, name, config))
         for name, memory in memories.items()
         if memory.host.slots
     ]
     others = [pool.name for pool in spec.pools if pool.replicated and config.rank]
+    owned = storage is None
+    if storage is None:  # last: whatever could fail before would leave it open
+        storage = open_backend(config.storage or "", config.storage_options, port)
     return await Attachment.open(
         storage, bindings, port, config.storage_limits, owned=owned, read_only=others
     )

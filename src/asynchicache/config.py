@@ -14,7 +14,7 @@ import msgspec
 
 from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.fetching import PrefetchOptions
-from asynchicache.errors import ConfigError
+from asynchicache.errors import CacheError, ConfigError, StorageError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
@@ -46,6 +46,7 @@ _KINDS: Mapping[str, type] = {
     "storage_options": dict,
     "storage_limits": PoolLimits,
 }
+_CHECKED = {*_KINDS, "copy_path"}
 _TABLES = {"prefetch": PrefetchOptions, "storage_limits": PoolLimits}
 
 
@@ -120,9 +121,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():  # msgspec checks what it reads, not what code passes
-            if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} {getattr(self, name)!r} must be a {kind.__name__}")
+        self._check_types()
         policy(self.eviction)
         CheckpointPolicy.parse(self.checkpoints)
         if not isinstance(self.copy_path, CopyPath | None):
@@ -139,6 +138,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("clean_share", "audit"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} {getattr(self, name)} must be 0 to 1")
+
+    def _check_types(self) -> None:
+        """msgspec checks what it reads, not what code passes."""
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} {getattr(self, name)!r} must be a {kind.__name__}")
+        for option in msgspec.structs.fields(self):
+            if option.name not in _CHECKED:
+                _check_type(option, getattr(self, option.name))
 
     def check_storage(self) -> None:
         """
@@ -199,6 +207,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
 
+def _check_type(option: msgspec.structs.FieldInfo, value: object) -> None:
+    try:
+        msgspec.convert(value, option.type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{option.name} {value!r}: {error}") from error
+
+
 def _read(path: Path) -> dict[str, object]:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
     return decode(path.read_bytes(), type=dict[str, object])
@@ -237,13 +252,29 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     backends = _OWN_BACKENDS | found
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
+    factory = _factory(name, backends[name])
     try:
-        factory = cast("OpenBackend", resolve_name(backends[name]))
+        backend = factory(options, port)
+    except CacheError:
+        raise
+    except Exception as error:
+        raise StorageError(f"storage {name!r} cannot be opened: {error!r}") from error
+    if not isinstance(backend, StorageBackend):
+        raise ConfigError(f"storage {name!r}: {backends[name]} gave {backend!r}, which is no StorageBackend")
+    return backend
+
+
+def _factory(name: str, value: str) -> OpenBackend:
+    try:
+        found = resolve_name(value)
     except ImportError as error:
-        raise ConfigError(
-            f"storage {name!r} cannot be imported: {error}; pip install 'asynchicache[{name}]'"
-        ) from error
-    return factory(options, port)
+        advice = f"; pip install 'asynchicache[{name}]'" if name in _OWN_BACKENDS else ""
+        raise ConfigError(f"storage {name!r} cannot be imported: {error}{advice}") from error
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"storage {name!r}: entry point {value!r} names nothing: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"storage {name!r}: entry point {value!r} names {found!r}, no function")
+    return cast("OpenBackend", found)
 
 
 __all__ = ["CacheConfig", "PrefetchOptions", "PrefetchPolicy", "WritePolicy", "open_backend"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asynchicache.errors import InvalidTokensError
+from asynchicache.errors import ConfigError, InvalidTokensError
 
 TOKEN_BYTES = 8
 """Token ids are 64-bit everywhere: a page of the tree's key is `page_size * TOKEN_BYTES` bytes."""
@@ -146,3 +146,17 @@ def _convert(tokens: Iterable[int]) -> array[int]:
         raise InvalidTokensError("a token id is above 2**63 - 1; ids are 64-bit") from None
     except TypeError as error:
         raise InvalidTokensError(f"tokens are not a flat run of integers: {error}") from None
+
+
+def check_number(name: str, value: object, *, whole: bool = True) -> None:
+    """
+    Args:
+        name: of the option, for the message.
+        value: what was given for it.
+        whole: only integers will do.
+
+    Raises:
+        ConfigError: it is not a number, or no whole one; `True` is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ConfigError(f"{name} {value!r} must be a {'whole number' if whole else 'number'}")

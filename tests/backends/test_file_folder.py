@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file.folder import StoreFolder
-from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+from asynchicache.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 from asynchicache.types import Outcome
 from storage.file_stores import backend_at, bench_at, other_process
 
@@ -150,7 +150,7 @@ async def test_a_reader_needs_a_store(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be written: File exists"):
+    with pytest.raises(StorageError, match="is no folder, or lies in none"):
         async with backend_at(tmp_path / "file"):
             pass
 
@@ -198,3 +198,10 @@ def test_shards_have_folders_of_their_own(tmp_path: Path) -> None:
         "kv-" + "0" * 32,
         "kv-1-2-" + "0" * 32,
     ]
+
+
+@pytest.mark.asyncio
+async def test_a_path_that_no_folder_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must not contain a NUL"):
+        async with backend_at("a\0b"):
+            pass

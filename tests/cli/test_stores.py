@@ -106,6 +106,14 @@ def test_pages_that_were_cut_off(store: Path, capsys: pytest.CaptureFixture[str]
     assert (code, result["pages"], result["corrupt"]) == (1, 4, 2)
 
 
+def test_a_store_whose_names_cannot_be_read(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (names,) = store.glob("kv-*/names.bin")
+    names.unlink()
+    names.mkdir()
+    assert main(["verify", str(store)]) == 1
+    assert "cannot be verified" in capsys.readouterr().err
+
+
 def test_a_store_that_is_open(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def verify_while_open() -> int:
         async with backend_at(store):

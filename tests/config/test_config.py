@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.config import CacheConfig, open_backend
+from asynchicache.config import CacheConfig, PrefetchOptions, open_backend
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.ports import AsyncioPort
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
@@ -81,11 +82,31 @@ def test_a_missing_file_is_named(tmp_path: Path):
         ({"clean_share": 1.5}, "clean_share 1.5"),
         ({"write_policy": "write_through"}, "write_policy 'write_through' must be a WritePolicy"),
         ({"prefetch": "best_effort"}, "prefetch 'best_effort' must be a PrefetchOptions"),
+        ({"device_bytes": "1GB"}, "device_bytes '1GB': Expected `int | null`"),
+        ({"ranks": 1.5}, "ranks 1.5: Expected `int`"),
+        ({"audit": "0.5"}, "audit '0.5': Expected `float`"),
+        ({"inline": "yes"}, "inline 'yes': Expected `bool`"),
+        ({"storage": "memory", "weight_version": 5}, "weight_version 5: Expected `str | null`"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], words: str):
     with pytest.raises(ConfigError, match=words):
         CacheConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (PoolLimits, {"deadline": "5"}, "storage limit deadline '5' must be a number"),
+        (PoolLimits, {"retries": 1.5}, "storage limit retries 1.5 must be a whole number"),
+        (PoolLimits, {"opening": 0}, "storage limit opening 0 must be above 0"),
+        (PoolLimits, {"cooldown": float("nan")}, "storage limit cooldown nan must be above 0"),
+        (PrefetchOptions, {"base_seconds": "2"}, "prefetch base_seconds '2' must be a number"),
+    ],
+)
+def test_limits_of_another_type_are_refused(kind: type, options: dict[str, object], words: str):
+    with pytest.raises(ConfigError, match=words):
+        kind(**options)
 
 
 @pytest.mark.asyncio

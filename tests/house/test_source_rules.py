@@ -28,6 +28,7 @@ TASK_BOUNDARIES = {
     "integrations/bridge.py",
     "integrations/transformers/decoding.py",
     "storage/pool.py",
+    "storage/strangers.py",
     "streams/cuda.py",
     "streams/emulated.py",
     "streams/reactor.py",

@@ -355,7 +355,6 @@ async def test_an_immediate_engine_is_called_without_a_task_and_the_loop_gets_it
 
         running = asyncio.create_task(others())
         tasks = len(asyncio.all_tasks())
-        s.engine.answer = lambda pages: asyncio.sleep(0, [Outcome.HIT] * pages)
         assert (await s.get(12)).outcomes == [Outcome.HIT] * 12
         assert (turns >= 2, len(asyncio.all_tasks())) == (True, tasks)
         running.cancel()

@@ -16,7 +16,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.histograms import Histogram
 from asynchicache.storage.limits import Batch
 from asynchicache.tree.node import FULL
-from asynchicache.types import MissReason, Outcome, PrefetchPolicy
+from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class PrefetchOptions:
         if not isinstance(self.policy, PrefetchPolicy):
             raise ConfigError(f"prefetch policy {self.policy!r} must be a PrefetchPolicy")
         for name in ("base_seconds", "seconds_per_ki_token", "max_seconds"):
+            check_number(f"prefetch {name}", getattr(self, name), whole=False)
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"prefetch {name} {getattr(self, name)} must be 0 or more")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from asynchicache.controller.actions import Store
 from asynchicache.controller.books import Books
 from asynchicache.controller.reading import Outcomes, Read
-from asynchicache.errors import ClosedError, StorageError, UsageError
+from asynchicache.errors import CacheError, ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage import hits
@@ -19,6 +19,7 @@ from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
+from asynchicache.storage.strangers import bounded, close
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
@@ -83,14 +84,17 @@ class Attachment:
             read_only: pools that other ranks write.
 
         Raises:
+            ConfigError: `backend` is none.
             StorageError: the backend cannot be used; nothing stays open.
         """
+        if not isinstance(backend, StorageBackend):
+            raise ConfigError(f"storage {backend!r} is no StorageBackend")
         attachment = cls()
         async with AsyncExitStack() as stack:
             if owned:
-                stack.push_async_callback(backend.aclose)
+                stack.push_async_callback(close, backend, limits.closing, f"storage {backend.name!r}")
             for binding in bindings:
-                guard = GuardedPool(await backend.open_pool(binding), binding, port, limits)
+                guard = await _open_pool(backend, binding, port, limits)
                 stack.push_async_callback(guard.aclose)
                 attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
             attachment._stack = stack.pop_all()
@@ -224,6 +228,19 @@ class StoredPools:
         except ClosedError:
             pass
         return Batch([Outcome.FAILED] * len(slots))
+
+
+async def _open_pool(
+    backend: StorageBackend, binding: SlotBinding, port: Port, limits: PoolLimits
+) -> GuardedPool:
+    what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
+    try:
+        engine = await bounded(backend.open_pool(binding), limits.opening, what)
+        return GuardedPool(engine, binding, port, limits)
+    except CacheError:
+        raise
+    except Exception as error:
+        raise StorageError(f"{what} failed: {error!r}") from error
 
 
 def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:

@@ -6,6 +6,7 @@ import torch
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.specs import DTYPE_BYTES, PoolSpec
+from asynchicache.types import check_number
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 """Torch's dtypes by the names that specs use."""
@@ -104,6 +105,8 @@ def check_size(spec: PoolSpec, page_size: int, slots: int, *, least: int = 1) ->
     Raises:
         ConfigError: fewer than `least` slots, or pages of no tokens.
     """
+    check_number(f"pool {spec.name!r}: slots", slots)
+    check_number(f"pool {spec.name!r}: page_size", page_size)
     if slots < least:
         raise ConfigError(f"pool {spec.name!r} with {slots} slots; it must have {least} at least")
     if page_size < 1:

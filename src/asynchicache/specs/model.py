@@ -11,6 +11,7 @@ from asynchicache.specs.huggingface import describe
 from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
 from asynchicache.specs.variants import draft_pools, quantise
+from asynchicache.types import check_number
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         _check_page_size(self.page_size)
+        check_number(f"model {self.model!r}: layers", self.layers)
         if not self.pools or self.pools[0].coverage.trailing:
             raise ConfigError(f"model {self.model!r}: the first pool must cover every page")
         by_name = {pool.name: pool for pool in self.pools}
@@ -64,7 +66,7 @@ class ModelSpec:
 
         Raises:
             UnsupportedModelError: a layer leaves something that no pool describes; names both.
-            ConfigError: the configuration contradicts itself.
+            ConfigError: the configuration contradicts itself, or pages of no tokens.
         """
         _check_page_size(page_size)
         found = describe(config, page_size, dtype=dtype)
@@ -148,5 +150,6 @@ def _same_slots(owner: PoolSpec, pool: PoolSpec) -> bool:
 
 
 def _check_page_size(page_size: int) -> None:
+    check_number("page_size", page_size)
     if page_size < 1:
         raise ConfigError(f"page_size {page_size} must be 1 at least")

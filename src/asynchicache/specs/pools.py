@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asynchicache.errors import ConfigError
-from asynchicache.types import ALL_PAGES, Coverage
+from asynchicache.types import ALL_PAGES, Coverage, check_number
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -22,6 +23,9 @@ DTYPE_BYTES: Mapping[str, int] = {
     "uint8": 1,
 }
 """Bytes of an element; the keys are torch's names, without `torch.`."""
+
+_NAME = re.compile(r"[a-z0-9_]{1,64}")
+"""What storage can name: a page's header has 64 bytes for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
+        for name, numbers in (("layers", self.layers), ("shape", self.shape), ("sections", self.sections)):
+            for number in numbers:
+                check_number(f"tensor {self.name!r}: in {name}", number)
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ConfigError(f"tensor {self.name!r}: layers {self.layers} must be ascending, from 0")
         if min(self.shape, default=1) < 1:
@@ -64,7 +71,7 @@ class PoolSpec:
     """One kind of cached thing.
 
     Attributes:
-        name: in keys, statistics and messages; lower-case letters, digits, `_`.
+        name: in keys, statistics and messages; 1 to 64 of a-z, 0-9 and `_`.
         tensors: what one page (or state) consists of; all are mandatory.
         coverage: which of its pages a prefix needs.
         per_token: True if a slot holds `page_size` tokens, False if it holds one whole state.
@@ -80,8 +87,8 @@ class PoolSpec:
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or not all(c.islower() or c.isdigit() or c == "_" for c in self.name):
-            raise ConfigError(f"pool name {self.name!r} must be lower-case letters, digits and _")
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"pool name {self.name!r} must be 1 to 64 of a-z, 0-9 and _")
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"pool {self.name!r}: tensor names {names} must be unique, one at least")

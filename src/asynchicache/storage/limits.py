@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from asynchicache.errors import ConfigError
-from asynchicache.types import Outcome
+from asynchicache.types import Outcome, check_number
 
 _MAY_BE_ZERO = ("retries", "known_pages")
 
@@ -24,7 +24,8 @@ class PoolLimits:
             nothing are repeated, and none whose deadline has passed. Default: 1.
         failures: failed or late calls in a row that open the breaker. Default: 5.
         cooldown: seconds that the breaker stays open before one call may try. Default: 5.
-        closing: seconds that `aclose` waits for calls that still run. Default: 10.
+        closing: seconds that `aclose` waits for calls that still run, and for the engine. Default: 10.
+        opening: seconds that a backend may take to open one pool. Default: 60.
         known_pages: pages of a shared engine that are remembered to be there, so that it need not be
             asked again, and pages that were found damaged; 0 for none. Default: 65536.
         known_seconds: how long a page is remembered to be there: others may delete it. Default: 30.
@@ -36,12 +37,14 @@ class PoolLimits:
     failures: int = 5
     cooldown: float = 5.0
     closing: float = 10.0
+    opening: float = 60.0
     known_pages: int = 1 << 16
     known_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for option in fields(self):
             value, least = getattr(self, option.name), option.name in _MAY_BE_ZERO
+            check_number(f"storage limit {option.name}", value, whole=option.type == "int")
             if not (value > 0 or (least and value == 0)):
                 rule = "0 or more" if least else "above 0"
                 raise ConfigError(f"storage limit {option.name} {value!r} must be {rule}")

@@ -18,6 +18,7 @@ from asynchicache.storage.known import KnownPages
 from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine
 from asynchicache.storage.statistics import PoolStatistics, Tally
+from asynchicache.storage.strangers import at_once, bounded, close
 from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb
 from asynchicache.types import Outcome
 
@@ -137,8 +138,7 @@ class GuardedPool:
         self._admit(())
         self._known.clear()
         try:
-            async with asyncio.timeout(self._limits.closing):
-                return await self._engine.clear()
+            return await bounded(self._engine.clear(), self._limits.closing, "clear")
         except Exception as error:
             if self._closed:  # under the call, which nothing waits for: that is no fault of the engine's
                 raise ClosedError(f"storage of pool {self._binding.pool!r} was closed") from error
@@ -191,20 +191,13 @@ class GuardedPool:
         for _, free in self._watchers:
             free.cancel()
         self._watchers.clear()
-        await self._close_engine()
+        await close(self._engine, self._limits.closing, f"the engine of pool {self._binding.pool!r}")
         return frozenset().union(*(call.slots for call in self._calls))
 
     async def _join(self) -> None:
         tasks = [call.task for call in self._calls if not call.task.done()]
         if tasks:
             await asyncio.wait(tasks, timeout=self._limits.closing)
-
-    async def _close_engine(self) -> None:
-        try:
-            async with asyncio.timeout(self._limits.closing):
-                await self._engine.aclose()
-        except Exception as error:  # noqa: BLE001 - a stranger's engine must not keep us open
-            logger.warning("pool %s: closing its engine failed: %r", self._binding.pool, error)
 
     def _paired(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Sequence[int]:
         if len(keys) != len(slots):
@@ -345,7 +338,8 @@ class GuardedPool:
     async def _ask(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome] | None:
         """The engine's answer, checked; None if it raised, or answered nonsense."""
         try:
-            outcomes = list(await verb.ask(self._engine, keys, slots))
+            ask = verb.ask(self._engine, keys, slots)
+            outcomes = list(at_once(ask) if self._capabilities.immediate else await ask)
             verb.check(outcomes, len(keys))
             if verb is GET and not self._capabilities.checks and Outcome.HIT in outcomes:
                 return await self._port.run_blocking(partial(self._checked, keys, slots, outcomes))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from asynchicache.errors import ConfigError
 from asynchicache.hashing import ObjectKey
-from asynchicache.types import Outcome
+from asynchicache.types import Outcome, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,10 @@ class Capabilities:
         batch_pages: most pages of one call that it handles well.
         concurrency: most calls at once that it handles well.
         immediate: calls never suspend (memory); the core awaits them directly, without a task, a
-            deadline or a turn, and gives the loop a turn between batches.
+            deadline or a turn, and gives the loop a turn between batches. One that does suspend has failed.
+
+    Raises:
+        ConfigError: `batch_pages` or `concurrency` is no whole number above 0.
     """
 
     durable: bool
@@ -35,6 +39,13 @@ class Capabilities:
     batch_pages: int = 128
     concurrency: int = 4
     immediate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_pages", "concurrency"):
+            value = getattr(self, name)
+            check_number(f"capability {name}", value)
+            if value < 1:
+                raise ConfigError(f"capability {name} {value} must be above 0")
 
 
 class PoolBinding(Protocol):
@@ -131,6 +142,7 @@ class PoolEngine(Protocol):
         ...
 
 
+@runtime_checkable
 class StorageBackend(Protocol):
     """A place that holds pages of many pools."""
 

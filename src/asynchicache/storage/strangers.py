@@ -1,0 +1,82 @@
+"""How the core awaits what it has not written: for so long, whatever it does, and with one kind of error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine
+from typing import Protocol, TypeVar
+
+from asynchicache.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 1.0
+"""How long a call that was cancelled may take to end, before nobody waits for it any more."""
+
+
+class Closable(Protocol):
+    """A backend, or an engine of one."""
+
+    async def aclose(self) -> None: ...
+
+
+async def bounded(call: Coroutine[object, object, T], seconds: float, what: str) -> T:
+    """What `call` returns, or raises.
+
+    `asyncio.timeout` would wait for ever for a call that does not end when it is cancelled.
+
+    Args:
+        call: code of others.
+        seconds: how long it may take; then it is cancelled, and left alone after a grace.
+        what: it does, for messages.
+
+    Raises:
+        StorageError: it took longer, or cancelled itself.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            raise StorageError(f"{what} took longer than {seconds:g} s")
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_look)
+            await asyncio.wait([task], timeout=GRACE_SECONDS)
+    if task.cancelled():
+        raise StorageError(f"{what} cancelled itself")
+    return task.result()
+
+
+async def close(stranger: Closable, seconds: float, what: str) -> None:
+    """Close something within `seconds`; if that fails it is logged, and does not keep us open."""
+    try:
+        await bounded(stranger.aclose(), seconds, f"closing {what}")
+    except Exception as error:  # noqa: BLE001 - the boundary to code of others
+        logger.warning("%s could not be closed: %r", what, error)
+
+
+def at_once(call: Awaitable[T]) -> T:
+    """What `call` returns, or raises, without a turn of the loop.
+
+    Raises:
+        StorageError: it suspended, though its engine says that calls are `immediate`; it was closed.
+    """
+    steps = call.__await__()
+    try:
+        next(steps)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    if isinstance(call, Coroutine):
+        call.close()
+    raise StorageError("the engine is `immediate`, and a call of it suspended")
+
+
+def _look(task: asyncio.Task[object]) -> None:
+    """What became of it is no news, and asyncio need not complain that nobody asked."""
+    if not task.cancelled():
+        task.exception()

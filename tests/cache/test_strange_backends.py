@@ -1,0 +1,204 @@
+"""Backends of others that open, close or describe themselves wrongly: an error says so, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine import SPEC, Engine, config
+
+from asynchicache import HybridCache, ModelSpec, Tier
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.errors import CacheError, ConfigError, StorageError
+from asynchicache.specs import PoolSpec, TensorSpec
+from asynchicache.storage import strangers
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine
+from asynchicache.types import MissReason
+
+SOON = 0.02
+"""A limit for what never ends."""
+
+LIMITS = PoolLimits(opening=SOON, closing=SOON)
+PROMPT = list(range(100, 120))
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+async def stubborn() -> None:
+    """Hangs, and listens only when it is cancelled once more."""
+    with suppress(asyncio.CancelledError):
+        await hang()
+    await hang()
+
+
+async def burn() -> None:
+    raise OSError("on fire")
+
+
+async def give_up() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "GRACE_SECONDS", SOON)
+
+
+class StrangeBackend(MemoryBackend):
+    """One that opens or closes as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.opening: Callable[[], Awaitable[object]] | None = None
+        self.closing: Callable[[], Awaitable[object]] | None = None
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:  # type: ignore[override]
+        if self.opening is not None:
+            return await self.opening()  # type: ignore[return-value]
+        return await super().open_pool(binding)
+
+    async def aclose(self) -> None:
+        if self.closing is not None:
+            await self.closing()
+        await super().aclose()
+
+
+def register(monkeypatch: pytest.MonkeyPatch, value: str, **names: object) -> None:
+    """Let a package register backend `strange` as `value`; `names` are in its module `stranger`."""
+    module = ModuleType("stranger")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, "stranger", module)
+    entry = EntryPoint("strange", value, "asynchicache.backends")
+    monkeypatch.setattr("asynchicache.config.entry_points", lambda group: [entry])
+
+
+def raising(*_: object) -> None:
+    raise KeyError("endpoint")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("value", "names", "error", "words"),
+    [
+        ("stranger:missing", {}, ConfigError, "'stranger:missing' names nothing"),
+        ("what is this?", {}, ConfigError, "names nothing"),
+        ("stranger:number", {"number": 5}, ConfigError, "names 5, no function"),
+        ("no_such_module:open", {}, ConfigError, "cannot be imported: No module named 'no_such_module'$"),
+        ("stranger:open", {"open": raising}, StorageError, r"cannot be opened: KeyError\('endpoint'\)"),
+        ("stranger:open", {"open": lambda *_: None}, ConfigError, "gave None, which is no StorageBackend"),
+    ],
+)
+async def test_a_package_that_registers_nonsense_is_named(
+    value: str,
+    names: dict[str, object],
+    error: type[CacheError],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    register(monkeypatch, value, **names)
+    with pytest.raises(error, match=f"storage 'strange'.*{words}"):
+        async with HybridCache.open(SPEC, config(storage="strange")):
+            pass
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("opening", "words"),
+    [
+        (hang, "took longer than 0.02 s"),
+        (stubborn, "took longer than 0.02 s"),
+        (burn, r"failed: OSError\('on fire'\)"),
+        (give_up, "cancelled itself"),
+        (lambda: asyncio.sleep(0), "failed: AttributeError"),  # it opens None
+    ],
+)
+@pytest.mark.usefixtures("short_grace")
+async def test_a_pool_that_cannot_be_opened_is_an_error(opening: Callable[[], Awaitable[object]], words: str):
+    backend = StrangeBackend()
+    async with HybridCache.open(SPEC, config(storage_limits=LIMITS)) as cache:
+        backend.opening = opening
+        with pytest.raises(StorageError, match=f"storage 'memory': opening pool 'kv' {words}"):
+            await cache.attach_storage(backend)
+        backend.opening = None
+        await cache.attach_storage(backend)  # nothing was left behind
+        await Engine(cache).serve(PROMPT)
+        await cache.flush()
+        assert (await Engine(cache).serve([*PROMPT, 1])).by_tier == {Tier.STORAGE: 20}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("closing", [hang, stubborn, burn, give_up])
+@pytest.mark.usefixtures("short_grace")
+async def test_a_backend_that_cannot_close_does_not_keep_the_cache_open(
+    closing: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
+):
+    backend = StrangeBackend()
+    backend.closing = closing
+    register(monkeypatch, "stranger:open", open=lambda options, port: backend)
+    async with HybridCache.open(SPEC, config(storage="strange", storage_limits=LIMITS)) as cache:
+        await Engine(cache).serve(PROMPT)
+        assert await cache.detach_storage() is True
+        await cache.attach_storage("strange")  # and once more, when the cache closes
+    assert len(backend.store) == 6
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_backend_is_refused():
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises(ConfigError, match="storage 5 is no StorageBackend"):
+            await cache.attach_storage(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_a_pool_that_storage_cannot_name_leaves_the_folder_unlocked(tmp_path: Path):
+    keys = TensorSpec("keys", (0,), (1,), "uint8")
+    spec = ModelSpec("m", 4, 1, (PoolSpec("kv", (keys,)),))
+    folder = {"device_slots": {"kv": 4}, "storage": "file", "storage_options": {"path": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=r"shard '7/10+' of pool 'kv' must be"):
+        async with HybridCache.open(spec, config(**folder, rank=7, ranks=10**40)):
+            pass
+    async with HybridCache.open(spec, config(**folder)) as cache:
+        assert cache.statistics().storage["kv"].running == 0
+
+
+class SuspendingBackend(MemoryBackend):
+    """Its engines say that they never suspend, and hang in every `get`."""
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:  # type: ignore[override]
+        engine = await super().open_pool(binding)
+        engine.get = lambda keys, slots: hang()  # type: ignore[method-assign,assignment,return-value]
+        return engine
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_suspends_though_it_says_it_never_does_has_failed():
+    backend = SuspendingBackend(MemoryStore())
+    async with HybridCache.open(SPEC, config(), storage=backend) as cache:
+        await Engine(cache).serve(PROMPT)
+        await cache.flush()
+        async with asyncio.timeout(5):
+            hit = await Engine(cache).serve([*PROMPT, 1])
+        assert (hit.tokens, hit.reason) == (0, MissReason.STORAGE_FAILED)
+        assert cache.statistics().storage["kv"].get.errors > 0
+        assert cache.verify() == []
+
+
+@pytest.mark.parametrize("name", ["batch_pages", "concurrency"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4", None, True])
+def test_capabilities_that_let_no_call_through_are_refused(name: str, value: object):
+    good = Capabilities(durable=False, checks=True)
+    with pytest.raises(ConfigError, match=f"capability {name}"):
+        replace(good, **{name: value})  # type: ignore[arg-type]

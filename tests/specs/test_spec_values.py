@@ -1,0 +1,51 @@
+"""Specs that are written by hand: what cannot be a size, a layer or a name is refused where it is written."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynchicache.errors import ConfigError
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+
+KEYS = TensorSpec("keys", (0, 1), (2,), "uint8")
+POOL = PoolSpec("kv", (KEYS,))
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "sections", "words"),
+    [
+        ((0.5,), (2,), (), "in layers 0.5 must be a whole number"),
+        (("a",), (2,), (), "in layers 'a' must be a whole number"),
+        ((0, 1), (1.5,), (), "in shape 1.5 must be a whole number"),
+        ((0, 1), (2,), (1.0, 1.0), "in sections 1.0 must be a whole number"),
+    ],
+)
+def test_tensors_of_broken_numbers(
+    layers: tuple[int, ...], shape: tuple[int, ...], sections: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"tensor 'keys': {words}"):
+        TensorSpec("keys", layers, shape, "uint8", sections)
+
+
+@pytest.mark.parametrize("name", ["", "KV", "../kv", "k v", "kv\n", "é", "²", "a" * 65])
+def test_names_that_storage_could_not_keep(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be 1 to 64 of a-z, 0-9 and _"):
+        PoolSpec(name, (KEYS,))
+
+
+@pytest.mark.parametrize("page_size", [0, -1, 1.5, "64", None, True])
+def test_pages_of_no_tokens(page_size: int) -> None:
+    with pytest.raises(ConfigError, match="page_size"):
+        ModelSpec("m", page_size, 2, (POOL,))
+    for pool in (lambda: HostPool(POOL, page_size, 4, pin=False), lambda: DevicePool(POOL, page_size, 4)):
+        with pytest.raises(ConfigError, match="page"):
+            pool()
+
+
+@pytest.mark.parametrize("slots", [-1, 1.5, "4", None])
+def test_pools_of_broken_sizes(slots: int) -> None:
+    for pool in (lambda: HostPool(POOL, 4, slots, pin=False), lambda: DevicePool(POOL, 4, slots)):
+        with pytest.raises(ConfigError, match="slots"):
+            pool()
