@@ -12,6 +12,29 @@ from asynchicache.backends.options import Options
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 _RULE = "must be s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder or memory:///"
 
+_CLIENT_KEYS = {
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "default_content_type",
+    "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
+    "http2_max_frame_size",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "randomize_addresses",
+    "timeout",
+    "user_agent",
+}
+"""Settings of obstore's HTTP client (object_store's `ClientConfigKey`): among a store's they make it panic,
+with what is no `Exception`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectOptions:
@@ -72,6 +95,9 @@ class ObjectOptions:
             raise taken.refused("config", sorted(self.config), f"means nothing to {self.scheme}://")
 
 
+_INSTEAD = "http:// is allowed where endpoint says so, and patience is option timeout_seconds"
+
+
 def _names_a_place(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -90,6 +116,8 @@ def _config(taken: Options) -> Mapping[str, str]:
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int):
             raise taken.refused("config", {name: type(value).__name__}, "must map names to words")
+        if name.lower() in _CLIENT_KEYS:
+            raise taken.refused("config", name, f"is no setting of a store: {_INSTEAD}")
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()
     }

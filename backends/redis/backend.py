@@ -106,6 +106,8 @@ class RedisBackend:
         try:
             async with asyncio.timeout(patience), self._pool.connection() as connection:
                 yield connection
+        except ProtocolError as error:
+            raise StorageError(f"{server} does not speak Redis: {error}; is url right?") from error
         except StorageError:
             raise
         except TimeoutError:

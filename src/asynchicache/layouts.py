@@ -126,8 +126,10 @@ class SlotLayout:
     ) -> SlotLayout:
         """
         Raises:
-            ConfigError: pages of no tokens.
+            ConfigError: pages of no tokens, or no such layout.
         """
+        if not isinstance(kind, HostLayout):
+            raise ConfigError(f"pool {pool.name!r}: layout {kind!r} must be a HostLayout")
         if page_size < 1:
             raise ConfigError(f"pool {pool.name!r} with pages of {page_size} tokens; 1 at least")
         units = page_size if pool.per_token and kind is HostLayout.PAGE_FIRST else 1

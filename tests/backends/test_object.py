@@ -410,6 +410,8 @@ async def test_foreign_or_newer_data_is_refused(
         ({"url": "file://"}, r"must be s3://"),
         ({"url": "s3://b?region=x"}, r"must be s3://"),
         ({"url": "s3://b", "config": {"colour": "red"}}, r"option config: Configuration key: 'colour'"),
+        ({"url": "s3://b", "config": {"allow_http": True}}, "config='allow_http' is no setting of a store"),
+        ({"url": "s3://b", "config": {"Timeout": "5 s"}}, "patience is option timeout_seconds"),
         ({"url": "s3://b", "config": {"region": ["x"]}}, r"config=\{'region': 'list'\} must map"),
         ({"url": "s3://b", "config": "region"}, r"config='region' must be of type Mapping"),
         (

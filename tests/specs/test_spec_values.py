@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from asynchicache.errors import ConfigError
+from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
@@ -49,3 +50,18 @@ def test_pools_of_broken_sizes(slots: int) -> None:
     for pool in (lambda: HostPool(POOL, 4, slots, pin=False), lambda: DevicePool(POOL, 4, slots)):
         with pytest.raises(ConfigError, match="slots"):
             pool()
+
+
+def test_pools_in_places_and_layouts_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match="device 'gpu' must be cpu, cuda or cuda:N"):
+        DevicePool(POOL, 4, 4, "gpu")
+    with pytest.raises(ConfigError, match="layout 'page_first' must be a HostLayout"):
+        HostPool(POOL, 4, 4, pin=False, layout="page_first")  # type: ignore[arg-type]
+    with pytest.raises(CapacityError, match="no room for a slab"):
+        HostPool(POOL, 4, 2**62, pin=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(CapacityError, match="no room on cuda"):
+        DevicePool(POOL, 4, 4, "cuda")

@@ -256,6 +256,11 @@ async def test_misuse_is_refused_before_anything_is_enqueued(open_rig, operation
             submit(operation(Direction.LOAD, swa=([0], [0])), done=rig.done)
         with pytest.raises(UsageError, match="device slot 12"):
             submit(operation(Direction.LOAD, kv=([0], [0])), reads=[("kv", [12])], done=rig.done)
+        for slots in ([1.5], ["a"], [2**70], "ab", b"abc"):
+            with pytest.raises(UsageError, match="not a run of 64-bit integers"):
+                submit(operation(Direction.LOAD, kv=([0], [0])), reads=[("kv", slots)], done=rig.done)
+            with pytest.raises(UsageError, match="not a run of 64-bit integers"):
+                operation(Direction.LOAD, kv=(slots, [0]))
         with pytest.raises(RequestStateError, match="never recorded"):
             submit(operation(Direction.LOAD, kv=([0], [0])), after=[rig.device.event()], done=rig.done)
         elsewhere = EmulatedDevice(InlineDriver()).event()

@@ -46,14 +46,14 @@ class DevicePool:
             poison: fill with `POISON` instead of zeros. Default: False.
 
         Raises:
-            ConfigError: no slots, or pages of no tokens.
-            CapacityError: the device has no room for them.
+            ConfigError: no slots, pages of no tokens, or no such kind of device.
+            CapacityError: the device is not there, or has no room for them.
         """
         check_size(spec, page_size, slots)
         self.spec = spec
         self.page_size = page_size
         self.slots = slots
-        self.device = torch.device(device)
+        self.device = _torch_device(device)
         self._items = {name: self._allocate(name, shape, poison) for name, shape in self._shapes().items()}
         if self.device.type == "cuda":  # copies on other streams are not ordered behind the filling
             torch.cuda.synchronize(self.device)
@@ -85,7 +85,8 @@ class DevicePool:
             if poison:
                 return torch.full(shape, POISON, dtype=torch.uint8, device=self.device)
             return torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, and the CPU raises no better
+        # OutOfMemoryError is a RuntimeError, and the CPU raises no better; a torch without CUDA asserts it.
+        except (RuntimeError, AssertionError) as error:
             raise CapacityError(
                 f"pool {self.spec.name!r}: no room on {self.device} for {name!r} of {shape} bytes: {error}"
             ) from error
@@ -98,6 +99,13 @@ class DevicePool:
 
     def __repr__(self) -> str:
         return f"<DevicePool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes on {self.device}>"
+
+
+def _torch_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} must be cpu, cuda or cuda:N") from error
 
 
 def check_size(spec: PoolSpec, page_size: int, slots: int, *, least: int = 1) -> None:

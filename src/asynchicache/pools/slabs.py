@@ -54,7 +54,7 @@ class Slab:
             raise ConfigError(f"a slab of {nbytes} bytes; it must have 1 at least")
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise CapacityError(f"no room for a slab of {nbytes} bytes: {error}") from error
         # Pages of 2 MiB: O_DIRECT pins them in half the time, and a checksum reads a third faster.
         with suppress(OSError):  # a kernel without them

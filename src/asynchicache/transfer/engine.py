@@ -31,7 +31,7 @@ from asynchicache.transfer.audit import AuditSample, AuditStatistics, PageAudit
 from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PageCopier, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable
-from asynchicache.transfer.plan import CacheOperation, Direction, check_slots
+from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, slot_array
 from asynchicache.transfer.record import Done, Submission, TransferRecord, call_done
 from asynchicache.transfer.statistics import Landed, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
@@ -148,16 +148,16 @@ class TransferEngine:
 
         Raises:
             ClosedError: the engine is closed.
-            UsageError: an unknown pool, a slot that is not there, or an event of another device.
+            UsageError: an unknown pool, a slot that is none or not there, an event of another device.
             RequestStateError: an event in `after` was never recorded.
         """
         if self._closed:
             raise ClosedError("the transfer engine is closed")
         self._check(operation)
         if after or reads:
-            self._check_surroundings(after, reads)
             # The submit thread looks at them later, and whoever owns these lists may change them.
-            after, reads = tuple(after), [(pool, tuple(slots)) for pool, slots in reads]
+            after, reads = tuple(after), [(pool, slot_array(slots)) for pool, slots in reads]
+            self._check_surroundings(after, reads)
         if operation.empty:
             call_done(done, None)
             if not (reads and self._untold):

@@ -229,7 +229,7 @@ def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
 
 def _as_arrays(transfer: PoolTransfer) -> PoolTransfer:
     pool, sources, destinations = transfer
-    sources, destinations = _slot_array(sources), _slot_array(destinations)
+    sources, destinations = slot_array(sources), slot_array(destinations)
     if len(sources) != len(destinations):
         raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
     return PoolTransfer(pool, sources, destinations)
@@ -265,10 +265,15 @@ def _plainly_independent(direction: Direction, transfers: Sequence[PoolTransfer]
     return len(transfers) <= 1 or len({transfer.pool for transfer in transfers}) == len(transfers)
 
 
-def _slot_array(slots: Sequence[int]) -> array[int]:
+def slot_array(slots: Sequence[int]) -> array[int]:
+    """A copy of `slots`.
+
+    Raises:
+        UsageError: they are no run of 64-bit integers.
+    """
     try:
         return array("q", slots)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"slots are not a run of 64-bit integers: {error}") from None
 
 
