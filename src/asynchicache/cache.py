@@ -182,10 +182,11 @@ class HybridCache:
 
         Args:
             storage: an open backend, which stays the caller's, or the name of one.
-            options: of a named backend.
+            options: of a named backend; an open one has its own.
 
         Raises:
-            ConfigError: no backend of that name, or the cache has no `weight_version`.
+            ConfigError: no backend of that name, options that are none or not its, or the cache has no
+                `weight_version`.
             StorageError: the storage location cannot be used.
             UsageError: the cache has storage already.
             ClosedError: the cache is closed.
@@ -193,6 +194,8 @@ class HybridCache:
         await self._controller.turn()
         given = None if isinstance(storage, str) else storage
         config = self.config
+        if not isinstance(options or {}, Mapping) or (options and given is not None):
+            raise ConfigError(f"options {options!r} must be a mapping, for a backend that is named")
         if isinstance(storage, str):
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
         rooms = self._rooms

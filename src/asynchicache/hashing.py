@@ -54,7 +54,7 @@ def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
         salt: the request's cache salt.
 
     Raises:
-        ConfigError: one of them is neither a string nor None.
+        ConfigError: one of them is neither a string nor None, or has half a surrogate pair.
     """
     if extra_key is None and salt is None:
         return b""
@@ -65,9 +65,16 @@ def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
         elif not isinstance(part, str):
             raise ConfigError(f"namespace or salt {part!r} must be a string, or None")
         else:
-            text = part.encode()
+            text = _utf8("namespace or salt", part)
             digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
     return digest.digest()
+
+
+def _utf8(what: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} {text!r:.80} is no text: {error.reason}") from error
 
 
 def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes = b"") -> list[bytes]:
@@ -115,9 +122,12 @@ def pool_fingerprint(
     """32 bytes that differ whenever a page of this pool could not be used in place of another's.
 
     `layout` is `SlotLayout.signature()`, which names dtypes and shapes.
+
+    Raises:
+        ConfigError: one of them has half a surrogate pair.
     """
     digest = sha256(b"asynchicache-pool-v1")
     for part in (model, weight_version, identity, pool, layout, str(page_size), sharding, salt):
-        text = part.encode()
+        text = _utf8("model, weight_version or salt", part)
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()

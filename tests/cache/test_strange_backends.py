@@ -163,6 +163,33 @@ async def test_what_is_no_backend_is_refused():
 
 
 @pytest.mark.asyncio
+async def test_options_that_nobody_would_read_are_refused():
+    async with HybridCache.open(SPEC, config()) as cache:
+        with pytest.raises(ConfigError, match="for a backend that is named"):
+            await cache.attach_storage(MemoryBackend(MemoryStore()), {"capacity_bytes": 1})
+        with pytest.raises(ConfigError, match="must be a mapping"):
+            await cache.attach_storage("memory", ["capacity_bytes"])  # type: ignore[arg-type]
+        assert await cache.detach_storage() is False
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("option", ["weight_version", "salt"])
+async def test_names_that_are_no_text_are_refused(option: str):
+    named = config(**{option: "half a pair: \ud800"}, storage="memory")
+    with pytest.raises(ConfigError, match="is no text: surrogates not allowed"):
+        async with HybridCache.open(SPEC, named):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_a_namespace_that_is_no_text_is_refused():
+    async with HybridCache.open(SPEC, config()) as cache:
+        for names in ({"namespace": "\ud800"}, {"salt": "\udfff"}):
+            with pytest.raises(ConfigError, match="is no text"):
+                cache.request(PROMPT, **names)
+
+
+@pytest.mark.asyncio
 async def test_a_pool_that_storage_cannot_name_leaves_the_folder_unlocked(tmp_path: Path):
     keys = TensorSpec("keys", (0,), (1,), "uint8")
     spec = ModelSpec("m", 4, 1, (PoolSpec("kv", (keys,)),))
