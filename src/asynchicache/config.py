@@ -249,10 +249,10 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
         StorageError: the backend cannot be opened.
     """
     found = {entry.name: entry.value for entry in entry_points(group=BACKEND_GROUP)}
-    backends = _OWN_BACKENDS | found
+    backends = found | _OWN_BACKENDS  # nobody else's is taken for ours
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
-    factory = _factory(name, backends[name])
+    factory = load_factory(name, backends[name])
     try:
         backend = factory(options, port)
     except CacheError:
@@ -264,7 +264,16 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     return backend
 
 
-def _factory(name: str, value: str) -> OpenBackend:
+def load_factory(name: str, value: str) -> OpenBackend:
+    """What opens the backend `name`, imported now.
+
+    Args:
+        name: for messages.
+        value: of its entry point.
+
+    Raises:
+        ConfigError: a package is missing or broken, or there is no such function in it.
+    """
     try:
         found = resolve_name(value)
     except ImportError as error:
@@ -272,9 +281,11 @@ def _factory(name: str, value: str) -> OpenBackend:
         raise ConfigError(f"storage {name!r} cannot be imported: {error}{advice}") from error
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"storage {name!r}: entry point {value!r} names nothing: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"storage {name!r} cannot be imported: {error!r}") from error
     if not callable(found):
         raise ConfigError(f"storage {name!r}: entry point {value!r} names {found!r}, no function")
     return cast("OpenBackend", found)
 
 
-__all__ = ["CacheConfig", "PrefetchOptions", "PrefetchPolicy", "WritePolicy", "open_backend"]
+__all__ = ["CacheConfig", "PrefetchOptions", "PrefetchPolicy", "WritePolicy", "load_factory", "open_backend"]

@@ -115,6 +115,24 @@ async def test_a_package_that_registers_nonsense_is_named(
 
 
 @pytest.mark.asyncio
+async def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "wrong_package.py").write_text("this is no Python")
+    monkeypatch.syspath_prepend(tmp_path)
+    register(monkeypatch, "wrong_package:open_backend")
+    with pytest.raises(ConfigError, match="storage 'strange' cannot be imported: SyntaxError"):
+        async with HybridCache.open(SPEC, config(storage="strange")):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_nobody_can_take_the_place_of_an_engine_of_ours(monkeypatch: pytest.MonkeyPatch):
+    entry = EntryPoint("memory", "stranger:open", "asynchicache.backends")
+    monkeypatch.setattr("asynchicache.config.entry_points", lambda group: [entry])
+    async with HybridCache.open(SPEC, config(storage="memory")) as cache:
+        await Engine(cache).serve(PROMPT)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("opening", "words"),
     [

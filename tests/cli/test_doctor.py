@@ -108,6 +108,16 @@ def test_an_engine_without_its_client_is_named_and_excused() -> None:
     assert check == ("engines", True, "file, memory, far (unusable: No module named 'absent_client')")
 
 
+def test_an_engine_whose_package_is_broken_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_package.py").write_text("raise KeyError('endpoint')")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = [engine(name, "json:dumps") for name in ("memory", "file")]
+
+    check = doctor.check_engines([*entries, engine("far", "broken_package:open_backend")])
+
+    assert "far (unusable: 'endpoint')" in check.detail
+
+
 def test_an_engine_that_would_fail_when_it_is_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor.CLIENTS, "object", "absent_client")
     entries = [engine(name, "json:dumps") for name in ("memory", "file", "object")]

@@ -20,7 +20,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asynchicache.config import BACKEND_GROUP
+from asynchicache.config import BACKEND_GROUP, load_factory
+from asynchicache.errors import ConfigError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.memory import memory_budget
 from asynchicache.pools.slabs import Slab, allocate_slab
@@ -184,10 +185,12 @@ def check_engines(entries: Iterable[EntryPoint]) -> Check:
 def _fault(entry: EntryPoint) -> str | None:
     """Why the entry point's object, or the client that it will need, cannot be had; None if both can."""
     try:
-        entry.load()
+        load_factory(entry.name, entry.value)
         if entry.name in CLIENTS:
             import_module(CLIENTS[entry.name])
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+    except ConfigError as error:
+        return str(error.__cause__ or error)
+    except (ImportError, OSError, RuntimeError) as error:
         return str(error)
     return None
 
