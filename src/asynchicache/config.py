@@ -14,12 +14,13 @@ import msgspec
 
 from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.fetching import PrefetchOptions
-from asynchicache.errors import CacheError, ConfigError, StorageError
+from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
+from asynchicache.storage.strangers import named
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.tree.policies import policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
@@ -253,12 +254,8 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
     factory = load_factory(name, backends[name])
-    try:
+    with named(f"opening storage {name!r}"):
         backend = factory(options, port)
-    except CacheError:
-        raise
-    except Exception as error:
-        raise StorageError(f"storage {name!r} cannot be opened: {error!r}") from error
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"storage {name!r}: {backends[name]} gave {backend!r}, which is no StorageBackend")
     return backend
@@ -272,17 +269,17 @@ def load_factory(name: str, value: str) -> OpenBackend:
         value: of its entry point.
 
     Raises:
-        ConfigError: a package is missing or broken, or there is no such function in it.
+        ConfigError: a package is missing, or there is no such function in it.
+        StorageError: the package is broken.
     """
-    try:
-        found = resolve_name(value)
-    except ImportError as error:
-        advice = f"; pip install 'asynchicache[{name}]'" if name in _OWN_BACKENDS else ""
-        raise ConfigError(f"storage {name!r} cannot be imported: {error}{advice}") from error
-    except (AttributeError, ValueError) as error:
-        raise ConfigError(f"storage {name!r}: entry point {value!r} names nothing: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"storage {name!r} cannot be imported: {error!r}") from error
+    with named(f"importing storage {name!r}"):
+        try:
+            found = resolve_name(value)
+        except ImportError as error:
+            advice = f"; pip install 'asynchicache[{name}]'" if name in _OWN_BACKENDS else ""
+            raise ConfigError(f"storage {name!r} cannot be imported: {error}{advice}") from error
+        except (AttributeError, ValueError) as error:
+            raise ConfigError(f"storage {name!r}: entry point {value!r} names nothing: {error}") from error
     if not callable(found):
         raise ConfigError(f"storage {name!r}: entry point {value!r} names {found!r}, no function")
     return cast("OpenBackend", found)

@@ -97,7 +97,7 @@ def raising(*_: object) -> None:
         ("what is this?", {}, ConfigError, "names nothing"),
         ("stranger:number", {"number": 5}, ConfigError, "names 5, no function"),
         ("no_such_module:open", {}, ConfigError, "cannot be imported: No module named 'no_such_module'$"),
-        ("stranger:open", {"open": raising}, StorageError, r"cannot be opened: KeyError\('endpoint'\)"),
+        ("stranger:open", {"open": raising}, StorageError, r"failed: KeyError\('endpoint'\)"),
         ("stranger:open", {"open": lambda *_: None}, ConfigError, "gave None, which is no StorageBackend"),
     ],
 )
@@ -119,7 +119,7 @@ async def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.Mo
     (tmp_path / "wrong_package.py").write_text("this is no Python")
     monkeypatch.syspath_prepend(tmp_path)
     register(monkeypatch, "wrong_package:open_backend")
-    with pytest.raises(ConfigError, match="storage 'strange' cannot be imported: SyntaxError"):
+    with pytest.raises(StorageError, match="importing storage 'strange' failed: SyntaxError"):
         async with HybridCache.open(SPEC, config(storage="strange")):
             pass
 

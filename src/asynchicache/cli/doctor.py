@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asynchicache.config import BACKEND_GROUP, load_factory
-from asynchicache.errors import ConfigError
+from asynchicache.errors import CacheError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.memory import memory_budget
 from asynchicache.pools.slabs import Slab, allocate_slab
@@ -188,7 +188,7 @@ def _fault(entry: EntryPoint) -> str | None:
         load_factory(entry.name, entry.value)
         if entry.name in CLIENTS:
             import_module(CLIENTS[entry.name])
-    except ConfigError as error:
+    except CacheError as error:
         return str(error.__cause__ or error)
     except (ImportError, OSError, RuntimeError) as error:
         return str(error)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from asynchicache.controller.actions import Store
 from asynchicache.controller.books import Books
 from asynchicache.controller.reading import Outcomes, Read
-from asynchicache.errors import CacheError, ClosedError, ConfigError, StorageError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage import hits
@@ -19,7 +19,7 @@ from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
-from asynchicache.storage.strangers import bounded, close
+from asynchicache.storage.strangers import bounded, close, named
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
@@ -234,13 +234,9 @@ async def _open_pool(
     backend: StorageBackend, binding: SlotBinding, port: Port, limits: PoolLimits
 ) -> GuardedPool:
     what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
-    try:
+    with named(what):
         engine = await bounded(backend.open_pool(binding), limits.opening, what)
         return GuardedPool(engine, binding, port, limits)
-    except CacheError:
-        raise
-    except Exception as error:
-        raise StorageError(f"{what} failed: {error!r}") from error
 
 
 def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:

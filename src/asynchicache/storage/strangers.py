@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from asynchicache.errors import StorageError
+from asynchicache.errors import CacheError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,21 @@ async def bounded(call: Coroutine[object, object, T], seconds: float, what: str)
     if task.cancelled():
         raise StorageError(f"{what} cancelled itself")
     return task.result()
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Let whatever code of others raises in the body say what failed; errors of ours stay what they are.
+
+    Raises:
+        StorageError: it raised something else.
+    """
+    try:
+        yield
+    except CacheError:
+        raise
+    except Exception as error:
+        raise StorageError(f"{what} failed: {error!r}") from error
 
 
 async def close(stranger: Closable, seconds: float, what: str) -> None:
