@@ -18,9 +18,10 @@ from asynchicache.bench.demo.options import PAGE_SIZE, DemoOptions, ceiling, rou
 from asynchicache.bench.demo.prompts import conversations
 from asynchicache.bench.demo.report import write_report
 from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
-from asynchicache.bench.demo.serving import ModelThread, ServingEngine
+from asynchicache.bench.demo.serving import OwnedModel, ServingEngine
 from asynchicache.cache import HybridCache
 from asynchicache.integrations.transformers.demo_model import build_demo_model
+from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
 
 Rounds = list[list[Served]]
@@ -43,12 +44,14 @@ async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
         OSError: the report cannot be written.
     """
     started = time.perf_counter()
-    with _one_core(), ModelThread(*build_demo_model(options.seed)) as thread:
-        stage = Stage(options, thread, watcher)
+    model, config = build_demo_model(options.seed)
+    with _one_core(), ModelThread(model.device) as thread:
+        owned = OwnedModel(model, config, thread)
+        stage = Stage(options, owned, watcher)
         await stage.warm_up()
         played = {mode.name: await stage.play(mode) for mode in MODES}
     result = DemoResult(
-        model=_describe_model(thread),
+        model=_describe_model(owned),
         workload=_describe_workload(options),
         ceiling=ceiling(options),
         modes={name: _judge(rounds, played["uncached"]) for name, rounds in played.items()},
@@ -75,16 +78,16 @@ def _one_core() -> Iterator[None]:
 class Stage:
     """One model and the conversations that every mode plays with it."""
 
-    def __init__(self, options: DemoOptions, thread: ModelThread, watcher: Watcher) -> None:
+    def __init__(self, options: DemoOptions, owned: OwnedModel, watcher: Watcher) -> None:
         self._options = options
-        self._thread = thread
+        self._owned = owned
         self._watcher = watcher
-        self._spec = ModelSpec.from_config(thread.config, page_size=PAGE_SIZE)
+        self._spec = ModelSpec.from_config(owned.config, page_size=PAGE_SIZE)
         self._pieces = conversations(options.num_clients, options.num_rounds, options.request_length)
 
     async def warm_up(self) -> None:
         """Run what is loaded and chosen at first use, so that no mode pays for the others."""
-        engine = ServingEngine(self._thread, None)
+        engine = ServingEngine(self._owned, None)
         await engine.serve([self._pieces[0][0]] * self._options.num_clients, 2)
         await engine.serve([list(chain.from_iterable(self._pieces[0]))], 2)
 
@@ -108,10 +111,10 @@ class Stage:
         self, mode: Mode, folder: Path
     ) -> AsyncIterator[tuple[ServingEngine, HybridCache | None]]:
         if mode.config is None:
-            yield ServingEngine(self._thread, None), None
+            yield ServingEngine(self._owned, None), None
             return
         async with HybridCache.open(self._spec, mode.config(self._options, folder)) as cache:
-            yield ServingEngine(self._thread, cache), cache
+            yield ServingEngine(self._owned, cache), cache
 
     async def _play_round(
         self, engine: ServingEngine, number: int, histories: list[list[int]]
@@ -138,10 +141,10 @@ def _judge(rounds: Rounds, reference: Rounds) -> ModeResult:
     return ModeResult.of(rounds, tokens_equal=equal)
 
 
-def _describe_model(thread: ModelThread) -> str:
-    weights = sum(parameter.numel() for parameter in thread.model.parameters())
-    dtype = str(thread.model.dtype).removeprefix("torch.")
-    return f"{thread.config.model_type}, {weights / 1e6:.1f} million random weights, {dtype}, on one core"
+def _describe_model(owned: OwnedModel) -> str:
+    weights = sum(parameter.numel() for parameter in owned.model.parameters())
+    dtype = str(owned.model.dtype).removeprefix("torch.")
+    return f"{owned.config.model_type}, {weights / 1e6:.1f} million random weights, {dtype}, on one core"
 
 
 def _describe_workload(options: DemoOptions) -> str:

@@ -9,13 +9,10 @@ are too few for all of them.
 from __future__ import annotations
 
 import time
-from asyncio import get_running_loop
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, TypeVar
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
@@ -26,26 +23,16 @@ from asynchicache.integrations.transformers.batches import stack
 from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.snapshot import new_cache
+from asynchicache.integrations.transformers.thread import ModelThread
 
-T = TypeVar("T")
 
+@dataclass(frozen=True, slots=True)
+class OwnedModel:
+    """A model, and the one thread that may touch it or its memory."""
 
-class ModelThread:
-    """A model, and the one thread that may touch it or its memory; the event loop stays free."""
-
-    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
-        self.model = model
-        self.config = config
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="model")
-
-    async def run(self, call: Callable[[], T]) -> T:
-        return await get_running_loop().run_in_executor(self._executor, call)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._executor.shutdown()
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    thread: ModelThread
 
 
 @dataclass(slots=True)
@@ -73,10 +60,10 @@ class _Running:
 class ServingEngine:
     """Serves prompts greedily, from a cache or without one."""
 
-    def __init__(self, thread: ModelThread, cache: HybridCache | None) -> None:
+    def __init__(self, owned: OwnedModel, cache: HybridCache | None) -> None:
         """`cache`: what was computed before, or None to compute everything."""
-        self._thread = thread
-        self._store = None if cache is None else PrefixStore(thread, cache)
+        self._model, self._config, self._thread = owned.model, owned.config, owned.thread
+        self._store = None if cache is None else PrefixStore(owned, cache)
 
     async def serve(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Served]:
         """Admit prompts one after the other, then decode all of them as one batch.
@@ -109,14 +96,13 @@ class ServingEngine:
 
     async def _admit_uncached(self, prompt: list[int]) -> _Running:
         arrived = time.perf_counter()
-        memory = new_cache(self._thread.config)
+        memory = new_cache(self._config)
         first = await self._prefill(memory, prompt, 0, len(prompt))
         return _Running([*prompt, first], len(prompt), memory, Hit(0), _milliseconds_since(arrived))
 
     async def _prefill(self, memory: DynamicCache, tokens: list[int], start: int, stop: int) -> int:
         """Compute `tokens[start:stop]`; the token that follows."""
-        call = partial(prefill, self._thread.model, memory, tokens, start, stop)
-        logits = await self._thread.run(call)
+        logits = await self._thread.run(partial(prefill, self._model, memory, tokens, start, stop))
         return int(logits.argmax())
 
     async def _decode(self, batch: Sequence[_Running], new_tokens: int) -> None:
@@ -128,7 +114,7 @@ class ServingEngine:
         computed = length + new_tokens - 1  # nothing follows the last token, so it is never fed
         for _ in range(new_tokens - 1):
             latest = [running.tokens[-1] for running in batch]
-            logits = await self._thread.run(partial(decode, self._thread.model, memory, latest, length))
+            logits = await self._thread.run(partial(decode, self._model, memory, latest, length))
             length += 1
             for running, token in zip(batch, logits.argmax(-1).tolist(), strict=True):
                 running.tokens.append(token)
@@ -153,11 +139,11 @@ class ServingEngine:
 class PrefixStore:
     """A `HybridCache` whose pages are read from, and written to, the model's own memory."""
 
-    def __init__(self, thread: ModelThread, cache: HybridCache) -> None:
-        self._thread = thread
+    def __init__(self, owned: OwnedModel, cache: HybridCache) -> None:
+        self._thread = owned.thread
         self._cache = cache
         self._page_size = cache.spec.page_size
-        self._bridge = CacheBridge(thread.config, cache)
+        self._bridge = CacheBridge(owned.config, cache)
 
     def request(self, tokens: Sequence[int]) -> Request:
         return self._cache.request(tokens)
