@@ -21,6 +21,18 @@ def test_the_likeliest() -> None:
     assert Sampler(GREEDY).choose(LOGITS) == 0
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=1)], ids=["greedy", "drawn"])
+def test_logits_that_are_no_numbers_are_no_token(sampling: Sampling, broken: float) -> None:
+    """A model that overflows must not seem to say token 0."""
+    with pytest.raises(RuntimeError):
+        Sampler(sampling).choose(torch.full((4,), broken))
+
+
+def test_tokens_that_cannot_be_are_no_failure() -> None:
+    assert Sampler(GREEDY).choose(torch.tensor([-torch.inf, 1.0, -torch.inf])) == 1
+
+
 def test_draws_follow_the_probabilities() -> None:
     found = draws(4000)
     shares = [found[token] / 4000 for token in range(4)]

@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from asynchicache.integrations.serve.connections import while_connected
+from asynchicache.integrations.transformers.forward import prefill
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import SMALL, Running, as_text, running, uncached
 
@@ -180,6 +182,24 @@ async def test_a_model_that_fails_is_told_and_the_next_request_is_served(streame
             error = answer.json()["error"]
         assert error["code"] == "internal_error"
         assert "everything" not in error["message"]
+        assert (await server.http.post("/v1/completions", json=body())).status_code == 200
+        await server.idle()
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_gives_no_numbers_fails_and_says_no_token(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> torch.Tensor:
+        return torch.full_like(prefill(*arguments, **options), torch.nan)
+
+    async with running(LOADED) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("asynchicache.integrations.transformers.turns.prefill", broken)
+            answer = await server.http.post("/v1/completions", json=body())
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "the model gave nan as its likeliest token's logit" in caplog.text
         assert (await server.http.post("/v1/completions", json=body())).status_code == 200
         await server.idle()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +58,13 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """A token id by its logits `[vocabulary]`."""
+        """A token id by its logits `[vocabulary]`.
+
+        Raises:
+            RuntimeError: the best of them is no finite number: the model has failed.
+        """
         if self._sampling.temperature == 0:
-            return int(logits.argmax())
+            return _likeliest(logits)
         scores = logits.detach().to("cpu", torch.float32)
         # Below the likeliest's 0 a division may overflow: to minus infinity, which is no probability.
         scores = (scores - scores.max()) / max(self._sampling.temperature, _COLDEST)
@@ -76,3 +81,12 @@ class Sampler:
         # The first token whose predecessors reach the sum already is out; the likeliest never is.
         kept = tokens[: 1 + int((reached[:-1] < self._sampling.top_p).sum())]
         return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+
+
+def _likeliest(logits: torch.Tensor) -> int:
+    """`argmax` takes NaN for the largest number, and finds token 0 where all are minus infinity."""
+    token = logits.argmax()
+    best = float(logits[token])
+    if not math.isfinite(best):
+        raise RuntimeError(f"the model gave {best} as its likeliest token's logit; there is no next token")
+    return int(token)
