@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from hashlib import shake_128
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,38 @@ def test_a_read_that_never_ends_keeps_the_rows_from_being_unmapped(
         tier.drain_jobs()
         assert [result.success for result in tier.get_finished_jobs()] == [False]
         tier.shutdown()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_storage_that_does_not_close_is_left_behind(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stubborn: bool
+) -> None:
+    """No call of it can touch rows any more, so vLLM need not know; even one that ignores cancellation."""
+
+    def open_it(name: str, options: Mapping[str, object], port: Port) -> Unclosable:
+        return Unclosable(open_backend(name, options, port), FaultRates(), port.random, stubborn=stubborn)
+
+    monkeypatch.setattr(page_store, "open_backend", open_it)
+    tier = open_tier(storage_limits={"closing": 0.05}, close_seconds=0.2)
+
+    tier.shutdown()
+
+    assert "did not close within 0.05 s" in caplog.text
+
+
+class Unclosable(Faulty):
+    """It never closes, at most when it is told to stop trying."""
+
+    def __init__(self, *arguments: Any, stubborn: bool) -> None:
+        super().__init__(*arguments)
+        self._stubborn = stubborn
+
+    async def aclose(self) -> None:
+        never = asyncio.Event()
+        with suppress(asyncio.CancelledError) if self._stubborn else nullcontext():
+            await never.wait()
+        await never.wait()
 
 
 @pytest.mark.timeout(30)

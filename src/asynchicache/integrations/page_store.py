@@ -225,10 +225,24 @@ class PageStore:
         return {name: pool.statistics() for name, pool in self._pools.items()}
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit, and close everything; twice is harmless."""
+        """Wait for running calls, with a limit, and close everything; twice is harmless.
+
+        A backend that does not close within `storage_limits.closing` seconds is left behind.
+        """
         self._closed = True
         await asyncio.gather(*(pool.aclose() for pool in self._pools.values()))
-        await self._stack.aclose()
+        await self._close_backend(self.config.storage_limits.closing)
+
+    async def _close_backend(self, patience: float) -> None:
+        closing = asyncio.ensure_future(self._stack.aclose())
+        try:
+            await asyncio.wait([closing], timeout=patience)
+        finally:
+            closing.cancel()
+        if closing.done():
+            closing.result()
+        else:
+            logger.warning("storage %s did not close within %g s", self.config.storage, patience)
 
     def __repr__(self) -> str:
         return f"<PageStore {self.config.storage}: {', '.join(self._pools) or 'no pools'}>"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Coroutine, Iterable, Mapping
+from concurrent.futures import CancelledError
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +39,7 @@ from asynchicache.types import Outcome
 logger = logging.getLogger(__name__)
 
 _NO_HINTS = RequestHints()
-_CLOSINGS = 4  # steps of closing a pool that each take up to `PoolLimits.closing`
+_CLOSINGS = 5  # steps of closing a store that each take up to `PoolLimits.closing`
 _LOST = frozenset({Outcome.MISS, Outcome.CORRUPT})
 
 
@@ -280,6 +281,8 @@ class AsynchicacheTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Wait for what is under way, with a limit, and close the storage; twice is harmless.
 
+        A storage that does not close is told in the log, and left behind.
+
         Raises:
             CacheError: a call did not end, and may still touch the primary tier's rows: vLLM then keeps them.
         """
@@ -287,11 +290,16 @@ class AsynchicacheTier(SecondaryTierManager):
             return
         patience = self._options.close_seconds
         self._bridge.drain(patience)
-        rows_are_free = False
-        try:
-            closing = patience + _CLOSINGS * self._options.storage_limits.closing
-            rows_are_free = self._bridge.call(self._chunks.aclose(), deadline_s=closing)
-        finally:
-            ended = self._bridge.close(patience)
+        rows_are_free = self._close_storage(patience + _CLOSINGS * self._options.storage_limits.closing)
+        ended = self._bridge.close(patience)
         if not (rows_are_free and ended):
             raise CacheError(f"tier {self.tier_type!r}: a storage call did not end, and may still use rows")
+
+    def _close_storage(self, seconds: float) -> bool:
+        """Whether nothing can touch rows any more; never waits longer than `seconds`."""
+        job = self._bridge.submit(self._chunks.aclose(), queued=False)
+        try:
+            return job.result(seconds)
+        except (CacheError, OSError, CancelledError) as error:  # a TimeoutError is an OSError
+            logger.warning("tier %r: its storage was not closed: %r", self.tier_type, error)
+            return False
