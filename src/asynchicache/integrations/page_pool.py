@@ -129,8 +129,8 @@ class PagePool:
         if not keys:
             return []
         batch = await self._guard.exists([key for name in keys for key in self._object_keys(name)])
-        step = self.memory.units
-        return [all(batch.present[at : at + step]) for at in range(0, len(batch.present), step)]
+        present, step = batch.present, self.memory.units
+        return [all(present[at : at + step]) for at in range(0, len(present), step)]
 
     async def get(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[Outcome]:
         """Read page `keys[i]` into memory page `pages[i]`: HIT, MISS, CORRUPT, FAILED or TIMEOUT.
