@@ -339,6 +339,15 @@ class Tree:
         doomed = self.storage._pools[pool][1].delete(digests[-(len(tail) // self.page_size) :])
         assert self.storage._bridge.call(doomed)
 
+    def forget_memory(self) -> None:
+        """Device and host memory know nothing any more, and hold other bytes; storage keeps what it has."""
+        self.cache.reset()
+        self.allocator.clear()
+        self.fill(seed=-1)
+        host = self.cache.cache_controller.storage_host_pool
+        for memory in host.kv_buffer if isinstance(host.kv_buffer, list | tuple) else [host.kv_buffer]:
+            memory.zero_()
+
     def settle(self, condition: Callable[[], bool]) -> None:
         """Run the scheduler's polls until something has happened."""
         end = time.monotonic() + SECONDS
