@@ -4,11 +4,13 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from asynchicache.bench.demo import modes, serving
 from asynchicache.bench.demo.options import DemoOptions, ceiling, round_ceilings
@@ -21,6 +23,7 @@ from asynchicache.cli.main import main
 from asynchicache.config import CacheConfig
 from asynchicache.integrations.transformers import bridge
 from asynchicache.integrations.transformers.demo_model import build_demo_model
+from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
 from asynchicache.types import Tier
 from integrations.zoo import tiny_config, tiny_model
@@ -158,12 +161,18 @@ def test_conversations_are_real_text_and_differ() -> None:
     assert bytes(pieces[0][0] + pieces[0][1]).decode().isprintable()
 
 
+@contextmanager
+def owned(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[serving.OwnedModel]:
+    with ModelThread(model.device) as thread:
+        yield serving.OwnedModel(model, config, thread)
+
+
 @pytest.fixture(scope="module")
 def stage_and_reference() -> Iterator[tuple[Stage, Rounds]]:
     """A stage with two clients, and what they are answered without a cache."""
     options = DemoOptions(num_clients=2, num_rounds=3)
-    with serving.ModelThread(*build_demo_model(0)) as thread:
-        stage = Stage(options, thread, Silent())
+    with owned(*build_demo_model(0)) as model:
+        stage = Stage(options, model, Silent())
         reference = asyncio.run(stage.play(modes.MODES[0]))
         yield stage, reference
 
@@ -187,13 +196,13 @@ def test_a_state_that_is_not_what_was_computed_is_seen_in_the_tokens(
 async def test_prompts_that_are_no_whole_pages_and_a_cache_without_room_for_states() -> None:
     """Whatever the lengths, and even if nothing can be kept, the answers are those of the model."""
     prompt = list(b"a prompt of 29 byte tokens...")
-    with serving.ModelThread(*build_demo_model(0)) as thread:
-        spec = ModelSpec.from_config(thread.config, page_size=8)
-        expected = await serving.ServingEngine(thread, None).serve([prompt], 12)
+    with owned(*build_demo_model(0)) as model:
+        spec = ModelSpec.from_config(model.config, page_size=8)
+        expected = await serving.ServingEngine(model, None).serve([prompt], 12)
         for slots, hits in (({"kv": 64, "mamba": 4}, 24), ({"kv": 8, "mamba": 1}, 0)):
             config = CacheConfig(device_slots=slots, host_ratio=1)
             async with HybridCache.open(spec, config) as cache:
-                engine = serving.ServingEngine(thread, cache)
+                engine = serving.ServingEngine(model, cache)
                 first = await engine.serve([prompt], 12)
                 again = await engine.serve([prompt], 12)
                 await cache.drain()
@@ -206,13 +215,13 @@ async def test_prompts_that_are_no_whole_pages_and_a_cache_without_room_for_stat
 @pytest.mark.parametrize("name", ["gemma3", "lfm3", "deepseek_v32"])
 async def test_models_with_windows_and_index_keys_are_served_alike(name: str) -> None:
     prompts = [[7 * n % 250 for n in range(start, start + 53)] for start in (3, 100)]
-    with serving.ModelThread(tiny_model(name), tiny_config(name)) as thread:
-        spec = ModelSpec.from_config(thread.config, page_size=8)
+    with owned(tiny_model(name), tiny_config(name)) as model:
+        spec = ModelSpec.from_config(model.config, page_size=8)
         config = CacheConfig(device_slots={pool.name: 40 for pool in spec.owners})
         async with HybridCache.open(spec, config) as cache:
             for hits in (0, 72):  # the second turn resumes behind what the first one generated
-                uncached = await serving.ServingEngine(thread, None).serve(prompts, 20)
-                served = await serving.ServingEngine(thread, cache).serve(prompts, 20)
+                uncached = await serving.ServingEngine(model, None).serve(prompts, 20)
+                served = await serving.ServingEngine(model, cache).serve(prompts, 20)
                 assert [one.tokens for one in served] == [one.tokens for one in uncached]
                 assert [one.hit_tokens for one in served] == [hits, hits]
                 prompts = [[*p, *one.tokens, 5] for p, one in zip(prompts, served, strict=True)]
