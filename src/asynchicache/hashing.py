@@ -16,6 +16,7 @@ from asynchicache.errors import ConfigError
 
 _NARROW = 0xFFFFFFFF
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
+_SHARD_TEXT = str.maketrans("/-", "-_")  # a shard has no `_`, so two shards never become one text
 
 
 class ObjectKey(NamedTuple):
@@ -42,7 +43,7 @@ class ObjectKey(NamedTuple):
         return self._family() + "?" * len(self.digest.hex())
 
     def _family(self) -> str:
-        shard = f".{self.shard.replace('/', '-')}" if self.shard else ""
+        shard = f".{self.shard.translate(_SHARD_TEXT)}" if self.shard else ""
         return f"{self.fingerprint.hex()[:32]}.{self.pool}{shard}."
 
 

@@ -146,6 +146,15 @@ def test_an_object_key_is_a_safe_name():
     assert set(key.text()) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-_")
 
 
+@pytest.mark.parametrize(
+    "others", [("1/2", "1-2"), ("a-/b", "a/-b", "a--b", "a//b"), ("tp0/2-pp1/2", "tp0-2/pp1-2")]
+)
+def test_two_shards_never_share_a_name(others):
+    keys = [ObjectKey(b"\x01" * 32, bytes.fromhex(FIRST), "kv", shard) for shard in others]
+
+    assert len({key.text() for key in keys}) == len({key.pattern() for key in keys}) == len(others)
+
+
 def test_a_pattern_is_for_the_keys_of_one_pool():
     key = ObjectKey(b"\x01" * 32, bytes.fromhex(FIRST), "kv", "1/2")
 
