@@ -7,12 +7,14 @@ reads of what was written a moment before, which SGLang's backend has from the k
 
 from __future__ import annotations
 
+import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +23,7 @@ import torch
 from page_cache import forget, resident_bytes
 from sglang_trees import Tree, equal, stand_in_for_kernels
 
-TOTAL, PAGE_SIZE, BATCH, ROUNDS = 128 << 20, 64, 128, 5
+TOTAL, RUN, PAGE_SIZE, ROUNDS = 128 << 20, 4 << 20, 64, 5
 HEADS, WIDTH = 4, 128
 
 
@@ -39,128 +41,133 @@ class Round(NamedTuple):
     warm: Pass
     cold: Pass
 
+    def columns(self) -> dict[str, float]:
+        """MB/s, also of the way to storage and back."""
+        put, warm, cold = (one.speed for one in self)
+        there_and_back = {
+            f"there and back {way}": 1 / (1 / put + 1 / get) for way, get in (("warm", warm), ("cold", cold))
+        }
+        return {"put": put, "warm": warm, "cold": cold, **there_and_back}
+
 
 class Bench(NamedTuple):
     """One of SGLang's caches, whose host memory has room for all pages, and where its storage keeps them."""
 
     tree: Tree
     folder: Path
-    pages: int
+    tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return self.pages * PAGE_SIZE
+    def play(self, turn: int) -> Round:
+        """A prefix is stored as its tree does it, and prefetched for requests that want it."""
+        tree = self.tree
+        tokens = list(range(turn << 20, (turn << 20) + self.tokens))
+        computed = tree.compute(tokens, seed=turn)
+        tree.settle(lambda: not tree.cache.ongoing_write_through)  # in host memory
+        put = timed(lambda: tree.settle(lambda: not tree.cache.ongoing_backup))
 
-    def timed(self, work: Callable[[], object]) -> Pass:
-        wall, cpu = time.perf_counter(), time.process_time()
-        work()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        return Pass(TOTAL / 1e6 / wall, cpu)
+        def read(name: str) -> Pass:
+            tree.forget_memory()
+            took = timed(lambda: tree.prefetch(tokens, f"{name} {turn}"))
+            assert tree.load(tokens) == len(tokens)
+            assert equal(tree.bytes_of(tokens), computed)
+            return took
 
-    def end(self) -> None:
-        """Nothing is left, for the next round."""
-        self.tree.forget_memory()
-        assert self.tree.storage.clear() is not False
-
-
-def requests(bench: Bench, turn: int) -> Round:
-    """The whole path: a prefix is stored as its tree does it, and prefetched for a request that wants it."""
-    tree = bench.tree
-    tokens = list(range(turn << 20, (turn << 20) + bench.tokens))
-    computed = tree.compute(tokens, seed=turn)
-    tree.settle(lambda: not tree.cache.ongoing_write_through)  # in host memory
-    put = bench.timed(lambda: tree.settle(lambda: not tree.cache.ongoing_backup))
-
-    def read(name: str) -> Pass:
+        warm = read("warm")
+        assert forget(self.folder) == 0
+        played = Round(put, warm, read("cold"))
         tree.forget_memory()
-        took = bench.timed(lambda: tree.prefetch(tokens, f"{name} {turn}"))
-        assert tree.load(tokens) == len(tokens)
-        assert equal(tree.bytes_of(tokens), computed)
-        return took
-
-    warm = read("warm")
-    assert forget(bench.folder) == 0
-    return Round(put, warm, read("cold"))
+        assert tree.storage.clear() is not False
+        return played
 
 
-def calls(bench: Bench, turn: int) -> Round:
-    """The calls of SGLang's controller alone, a batch of pages each."""
-    controller = bench.tree.cache.cache_controller
-    content = controller.storage_host_pool.kv_buffer.view(torch.int16)[:, : bench.pages]
-    random = torch.Generator().manual_seed(turn)
-    wanted = torch.randint(-9999, 9999, content.shape, generator=random, dtype=torch.int16)
-    content.copy_(wanted)
-    keys = [f"{turn:08x}{page:056x}" for page in range(bench.pages)]
-    request = SimpleNamespace(request_id="measured", is_terminated=lambda: False)
+class Disk:
+    """What the disk gives: plain calls with O_DIRECT on one file, as many at once as our backend has threads.
 
-    def write() -> None:
-        for batch, indices in batches(keys):
-            assert controller.page_set_func(batch, indices) is not False
+    Args:
+        path: of the file, which is made.
+    """
 
-    def fetch() -> None:
-        for batch, indices in batches(keys):
-            assert controller.page_get_func(request, batch, indices) == len(batch)
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, TOTAL)
+        self._memory = memoryview(mmap.mmap(-1, TOTAL))
 
-    def read() -> Pass:
-        content.zero_()
-        took = bench.timed(fetch)
-        assert torch.equal(content, wanted)
-        return took
+    def play(self, turn: int) -> Round:
+        self._memory[:8] = turn.to_bytes(8, "little")
+        put, get = timed(self._write), timed(lambda: self._each(os.preadv))
+        return Round(put, get, get)
 
-    put, warm = bench.timed(write), read()
-    assert forget(bench.folder) == 0
-    return Round(put, warm, read())
+    def _write(self) -> None:
+        self._each(os.pwritev)
+        os.fdatasync(self._file)
+
+    def _each(self, move: Callable[[int, list[memoryview], int], int]) -> None:
+        starts = range(0, TOTAL, RUN)
+        with ThreadPoolExecutor(8) as threads:
+            moved = threads.map(lambda at: move(self._file, [self._memory[at : at + RUN]], at), starts)
+            assert sum(moved) == TOTAL
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
-def batches(keys: list[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Keys, and where their tokens are in host memory."""
-    for first in range(0, len(keys), BATCH):
-        batch = keys[first : first + BATCH]
-        yield batch, torch.arange(first * PAGE_SIZE, (first + len(batch)) * PAGE_SIZE)
+def timed(work: Callable[[], object]) -> Pass:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Pass(TOTAL / 1e6 / wall, cpu)
 
 
 @contextmanager
-def benches(path: Path, pages: int) -> Iterator[dict[str, Bench]]:
-    """Both backends, each with a cache of its own."""
-    ours, theirs = path / "ours", path / "theirs"
-    options = {
-        "backend_name": "asynchicache",
-        "module_path": "asynchicache.integrations.sglang.storage",
-        "class_name": "AsynchicacheStorage",
-        "interface_v1": 1,
-        "weight_version": "1",
-        "storage": "file",
-        "storage_options": {"path": str(ours)},
-    }
+def benches(path: Path, pages: int) -> Iterator[dict[str, Bench | Disk]]:
+    """Backends, each with a cache of its own; SGLang's is the second."""
+
+    def ours(name: str, **options: object) -> dict[str, object]:
+        return {
+            "backend_name": "asynchicache",
+            "module_path": "asynchicache.integrations.sglang.storage",
+            "class_name": "AsynchicacheStorage",
+            "interface_v1": 1,
+            "weight_version": "1",
+            "storage": "file",
+            "storage_options": {"path": str(path / name), **options},
+        }
+
     size = {"page_size": PAGE_SIZE, "tokens": pages * PAGE_SIZE, "host_ratio": (pages + 2) / pages}
-    own = {"file_storage_path": str(theirs)}
+    own = {"file_storage_path": str(path / "theirs")}
     with (
-        sglang_trees.tree("full", "python", options, **size) as first,
+        sglang_trees.tree("full", "python", ours("ours"), **size) as first,
         sglang_trees.tree("full", "python", own, storage="file", **size) as second,
+        sglang_trees.tree("full", "python", ours("cached", direct=False), **size) as third,
+        closing(Disk(path / "raw")) as disk,
     ):
-        yield {"asynchicache": Bench(first, ours, pages), "SGLang": Bench(second, theirs, pages)}
+        tokens = pages * PAGE_SIZE
+        yield {
+            "asynchicache": Bench(first, path / "ours", tokens),
+            "SGLang": Bench(second, path / "theirs", tokens),
+            "direct=false": Bench(third, path / "cached", tokens),
+            "the disk": disk,
+        }
 
 
 def table(rounds: dict[str, list[Round]]) -> Iterator[str]:
-    """Medians, and how many times as fast: of rounds that were played one after the other."""
-    for name, mine in rounds.items():
-        cells = [
-            f"{way} {statistics.median(one.speed for one in column):5.0f} MB/s "
-            f"{statistics.median(one.cpu for one in column):.3f} s of CPU"
-            for way, column in zip(Round._fields, zip(*mine, strict=True), strict=True)
-        ]
-        yield f"    {name:14}" + "   ".join(cells)
-    cells = []
-    for way in Round._fields:
-        pairs = zip(*([getattr(one, way).speed for one in each] for each in rounds.values()), strict=True)
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
-        median = statistics.median(ratios)
-        cells.append(f"{way} {median:.1f} times ({ratios[0]:.1f} to {ratios[-1]:.1f})".ljust(30))
-    yield f"    {'':14}" + "   ".join(cells)
+    """Medians, and how many times as fast as SGLang, in rounds that were played one after the other."""
+    columns = {name: [one.columns() for one in each] for name, each in rounds.items()}
+    for name, mine in columns.items():
+        cells = [f"{way} {statistics.median(one[way] for one in mine):5.0f}" for way in mine[0]]
+        cpu = [f"{statistics.median(one.cpu for one in way):.3f}" for way in zip(*rounds[name], strict=True)]
+        yield f"  {name:14}{'   '.join(cells)}   CPU {' '.join(cpu)} s"
+    for name in ("asynchicache", "direct=false"):
+        cells = []
+        for way in columns[name][0]:
+            pairs = zip(columns[name], columns["SGLang"], strict=True)
+            ratios = sorted(mine[way] / theirs[way] for mine, theirs in pairs)
+            cells.append(f"{way} {statistics.median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})")
+        yield f"  {name} / SGLang: {'   '.join(cells)}"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layers", [2, 8, 32], ids=["256KiB", "1MiB", "4MiB"])
+@pytest.mark.parametrize("layers", [8, 32], ids=["1MiB", "4MiB"])
 def test_pages_to_storage_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layers: int
 ) -> None:
@@ -170,18 +177,11 @@ def test_pages_to_storage_and_back(
     for name, value in {"HEADS": HEADS, "WIDTH": WIDTH, "LAYERS": layers}.items():
         monkeypatch.setattr(sglang_trees, name, value)
     page_bytes = 2 * layers * HEADS * WIDTH * PAGE_SIZE * torch.bfloat16.itemsize
-    ways = {"the whole path": requests, "its calls alone": calls}
-    played: dict[str, dict[str, list[Round]]] = {way: {} for way in ways}
     with benches(tmp_path, TOTAL // page_bytes) as made:
-        for turn in range(ROUNDS):
-            for way, play in ways.items():
-                for name, bench in made.items():
-                    played[way].setdefault(name, []).append(play(bench, turn))
-                    bench.end()
+        played = [{name: bench.play(turn) for name, bench in made.items()} for turn in range(ROUNDS)]
     with capsys.disabled():
-        print(f"\n{TOTAL // page_bytes} pages of {page_bytes >> 10} KiB, {ROUNDS} interleaved rounds")
-        for way, rounds in played.items():
-            print(f"  {way}", *table(rounds), sep="\n")
+        print(f"\n{TOTAL // page_bytes} pages of {page_bytes >> 20} MiB, {ROUNDS} interleaved rounds, MB/s")
+        print(*table({name: [turn[name] for turn in played] for name in played[0]}), sep="\n")
 
 
 def test_cold_means_that_the_kernel_has_forgotten(tmp_path: Path) -> None:
