@@ -59,6 +59,10 @@ class ServeOptions:
     )
     answer_tokens: int = option(256, "tokens of a chat's answer where the request has no limit", minimum=1)
     max_body_mib: int = option(16, "MiB of a request; longer ones get status 413", minimum=1)
+    max_bodies_mib: int = option(
+        256, "MiB of all requests that are read and answered; more get status 429", minimum=1
+    )
+    max_connections: int = option(4096, "connections; more get status 503", minimum=1)
     drain_seconds: float = option(30.0, "how long requests may go on after SIGTERM", minimum=0)
     kv_events_config: str = option("", "publish events of pages: a JSON object as vLLM and SGLang take it")
     trace: bool = option(False, "make OpenTelemetry spans; start it by `opentelemetry-instrument`")
@@ -116,6 +120,8 @@ def run(options: ServeOptions, output: Output) -> Outcome:
         max_context=options.max_context,
         answer_tokens=options.answer_tokens,
         max_body_bytes=options.max_body_mib << 20,
+        max_bodies_bytes=options.max_bodies_mib << 20,
+        max_connections=options.max_connections,
         drain_seconds=options.drain_seconds,
         kv_events=options.kv_events_config,
         trace=options.trace,

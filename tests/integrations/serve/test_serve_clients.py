@@ -15,7 +15,9 @@ import httpx
 import pytest
 import torch
 
+from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.connections import while_connected
+from asynchicache.integrations.serve.server import ServeSettings
 from asynchicache.integrations.transformers.forward import prefill
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import SMALL, Running, as_text, running, uncached
@@ -115,6 +117,42 @@ async def test_too_many_are_told_to_come_back() -> None:
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["type"] == "rate_limit_error"
         assert [(await call).status_code for call in calls] == [200, 200]
+
+
+@pytest.mark.asyncio
+async def test_bodies_have_so_much_room_together_and_give_it_back() -> None:
+    request = body(prompt="a" * 600)
+    async with running(LOADED, max_body_bytes=1000, max_bodies_bytes=1000) as server:
+        with held():
+            first = post(server, request)
+            await until(lambda: server.api.model.running)
+            refused = await server.http.post("/v1/completions", json=request)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "may have 1,000" in refused.json()["error"]["message"]
+        assert (await first).status_code == 200
+        assert (await server.http.post("/v1/completions", json=request)).status_code == 200
+        await server.idle()
+
+
+@pytest.mark.asyncio
+async def test_connections_beyond_the_limit_are_told_so() -> None:
+    async with (
+        running(LOADED, max_connections=2) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as others,
+    ):
+        with held():
+            calls = [post(server, body()) for _ in range(2)]
+            await until(lambda: server.api.model.running + server.api.model.waiting == 2)
+            assert (await others.get("/health")).status_code == 503
+        for call in calls:
+            assert (await call).status_code == 200
+        await server.idle()
+
+
+def test_room_for_less_than_one_body_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_bodies_bytes 9 must have room for one of 10"):
+        ServeSettings(max_body_bytes=10, max_bodies_bytes=9)
 
 
 @pytest.mark.asyncio

@@ -15,14 +15,16 @@ from asynchicache.integrations.serve.messages import (
 )
 from asynchicache.integrations.serve.problems import ApiError
 
+CONTEXT = 100
+
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    return decode_request(json.dumps(body).encode(), ChatRequest)
+    return decode_request(json.dumps(body).encode(), ChatRequest, context=CONTEXT)
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return decode_request(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
+    return decode_request(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest, context=CONTEXT)
 
 
 def test_null_is_as_good_as_left_out() -> None:
@@ -132,17 +134,37 @@ def test_messages_that_are_no_text_are_refused(messages: Any, param: str) -> Non
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="the body"):
-        decode_request(body, CompletionRequest)
+        decode_request(body, CompletionRequest, context=CONTEXT)
 
 
 def test_a_deep_body_is_refused() -> None:
     with pytest.raises(ApiError):
-        decode_request(b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", CompletionRequest)
+        decode_request(
+            b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", CompletionRequest, context=CONTEXT
+        )
+
+
+@pytest.mark.parametrize("opening", ["[", "[[", " [ [\n"])
+def test_more_ids_than_fit_are_refused_before_they_are_read(opening: str) -> None:
+    def prompt(*ids: str) -> bytes:
+        return ('{"prompt": ' + opening + ",".join(ids) + "]" * opening.count("[") + "}").encode()
+
+    fits = decode_request(prompt(*["7"] * CONTEXT), CompletionRequest, context=CONTEXT)
+    assert fits.one_prompt() == [7] * CONTEXT
+    too_long = prompt(*["7"] * CONTEXT, "null")  # which would be another error, had anyone come to it
+    with pytest.raises(ApiError, match="101 token ids, more than the 100") as caught:
+        decode_request(too_long, CompletionRequest, context=CONTEXT)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_commas_of_a_text_are_no_tokens() -> None:
+    assert completion(prompt="1" + "," * 200).one_prompt() == "1" + "," * 200
+    assert completion(prompt=["," * 200]).one_prompt() == "," * 200
 
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(ApiError, match="prompt") as caught:
-        decode_request(b"{}", CompletionRequest)
+        decode_request(b"{}", CompletionRequest, context=CONTEXT)
     assert caught.value.param == "prompt"
 
 

@@ -173,7 +173,7 @@ class Api:
         """Token ids of the prompt."""
         tokenizer = self.served.tokenizer
         if isinstance(request, ChatRequest):
-            return await self._in_thread(partial(tokenizer.encode_chat, request.conversation()))
+            return await self._in_thread(lambda: tokenizer.encode_chat(request.conversation()))
         if not isinstance(request, CompletionRequest):
             raise TypeError(f"{type(request).__name__} has no prompt")
         prompt = request.one_prompt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from asynchicache.errors import CacheError
 from asynchicache.integrations.serve.api import Api, unknown_model
-from asynchicache.integrations.serve.connections import read_body, while_connected
+from asynchicache.integrations.serve.connections import BodyRoom, read_body, while_connected
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -26,16 +26,18 @@ from asynchicache.integrations.serve.problems import ApiError, broken, refusal
 from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
 
 
-def build_app(api: Api, *, max_body_bytes: int) -> Starlette:
+def build_app(api: Api, *, max_body_bytes: int, max_bodies_bytes: int) -> Starlette:
     """The application.
 
     Args:
         api: what answers; stays the caller's.
         max_body_bytes: longer bodies are refused.
+        max_bodies_bytes: of all that are read and answered at a time; more are refused.
     """
     pages = Pages(api)
-    completions = GenerationEndpoint(api, CompletionRequest, CompletionReply, max_body_bytes)
-    chat = GenerationEndpoint(api, ChatRequest, ChatReply, max_body_bytes)
+    bodies = Bodies(max_body_bytes, BodyRoom(max_bodies_bytes))
+    completions = GenerationEndpoint(api, CompletionRequest, CompletionReply, bodies)
+    chat = GenerationEndpoint(api, ChatRequest, ChatReply, bodies)
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
@@ -53,22 +55,32 @@ def build_app(api: Api, *, max_body_bytes: int) -> Starlette:
     )
 
 
+class Bodies(NamedTuple):
+    """How much a body may have, and all of them together."""
+
+    most: int
+    room: BodyRoom
+
+
 class GenerationEndpoint:
     """An ASGI application that answers one kind of request, for as long as its client is there."""
 
     def __init__(
-        self, api: Api, kind: type[GenerationRequest], reply_type: type[Reply], max_body_bytes: int
+        self, api: Api, kind: type[GenerationRequest], reply_type: type[Reply], bodies: Bodies
     ) -> None:
         self._api = api
         self._kind = kind
         self._reply_type = reply_type
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = Request(scope, receive)
-        request = decode_request(await read_body(arrived, self._max_body_bytes), self._kind)
         parent = arrived.headers.get("traceparent")
-        await while_connected(receive, self._api.answer(request, self._reply_type, send, traceparent=parent))
+        with self._bodies.room.share() as take:
+            body = await read_body(arrived, self._bodies.most, take)
+            request = decode_request(body, self._kind, context=self._api.served.context)
+            work = self._api.answer(request, self._reply_type, send, traceparent=parent)
+            await while_connected(receive, work)
 
 
 class Pages:

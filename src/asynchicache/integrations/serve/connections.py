@@ -3,21 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from asynchicache.integrations.serve.problems import CLIENT_LEFT, ApiError
+from asynchicache.integrations.serve.problems import CLIENT_LEFT, ApiError, overloaded
 
 _BODY_SECONDS = 60.0
+_RETRY_SECONDS = 1
 
 
-async def read_body(request: Request, most: int) -> bytes:
+class BodyRoom:
+    """Memory for the bodies of all requests that are being read or answered.
+
+    Args:
+        most: bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """For one request: call it with the bytes that have come; they are given back in the end.
+
+        Raises:
+            ApiError: there is no room for more, from that call.
+        """
+        mine = 0
+
+        def take(nbytes: int) -> None:
+            nonlocal mine
+            if self._held + nbytes > self._most:
+                raise overloaded(
+                    f"requests that are read and answered now have {self._held:,} bytes, and may have "
+                    f"{self._most:,}: try again later",
+                    _RETRY_SECONDS,
+                )
+            self._held += nbytes
+            mine += nbytes
+
+        try:
+            yield take
+        finally:
+            self._held -= mine
+
+
+async def read_body(request: Request, most: int, take: Callable[[int], None]) -> bytes:
     """The JSON body of a request.
 
+    Args:
+        request: whose body was not read.
+        most: bytes that it may have.
+        take: room for what comes, `BodyRoom.share`.
+
     Raises:
-        ApiError: it is said to be something else, is longer than `most` bytes, or does not come.
+        ApiError: it is said to be something else, is longer than `most` bytes, does not come, or there is
+            no room for it.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -29,6 +74,7 @@ async def read_body(request: Request, most: int) -> bytes:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
+                take(len(part))
                 body += part
                 if len(body) > most:
                     raise _too_large(most)

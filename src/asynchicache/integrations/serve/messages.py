@@ -60,6 +60,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that change nothing about an answer; clients may send them."""
 
+_IDS = re.compile(rb"[\[\s]+[-\d]")
+"""How a list of numbers begins; one in a list of its own, too."""
+
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 
 
@@ -216,14 +219,21 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
         ]
 
 
-def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
+def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> RequestT:
     """A request of a kind.
 
+    Args:
+        body: JSON.
+        kind: of the request.
+        context: tokens that it may have.
+
     Raises:
-        ApiError: it is no JSON, or has fields that are unknown, of a wrong type, or out of range.
+        ApiError: it is no JSON, has fields that are unknown, of a wrong type, or out of range, or more token
+            ids than fit.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        _check_length(fields.get("prompt"), context)
         wanted = _checked(fields, kind)
         request = msgspec.convert(wanted, kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -247,6 +257,20 @@ def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -
         else:
             raise ApiError(f"{name} is not known: leave it out", param=name, code="unknown_parameter")
     return wanted
+
+
+def _check_length(prompt: msgspec.Raw | None, context: int) -> None:
+    """Refuse token ids that cannot fit before they are decoded: the loop would stand still for seconds."""
+    text = bytes(prompt) if prompt is not None else b""
+    if not _IDS.match(text):
+        return
+    tokens = text.count(b",") + 1
+    if tokens > context:
+        raise ApiError(
+            f"the prompt has {tokens} token ids, more than the {context} that there is room for: shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def _check_neutral(name: str, value: object) -> None:

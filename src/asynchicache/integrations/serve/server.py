@@ -40,6 +40,8 @@ class ServeSettings:
         max_context: tokens of a prompt and its answer; 0 for what model and cache have room for.
         answer_tokens: how many are generated if a chat does not say.
         max_body_bytes: longer requests get status 413.
+        max_bodies_bytes: of all requests that are read and answered at a time; more get status 429.
+        max_connections: more get status 503.
         drain_seconds: how long requests may go on when the server is told to stop.
         attach_seconds: pause between attempts to open storage.
         kv_events: where events of pages are published, as JSON; empty for nowhere.
@@ -54,10 +56,19 @@ class ServeSettings:
     max_context: int = 0
     answer_tokens: int = 256
     max_body_bytes: int = 16 << 20
+    max_bodies_bytes: int = 256 << 20
+    max_connections: int = 4096
     drain_seconds: float = 30.0
     attach_seconds: float = 5.0
     kv_events: str = ""
     trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_bodies_bytes {self.max_bodies_bytes} must have room for one of {self.max_body_bytes}: "
+                "raise --max-bodies-mib, or lower --max-body-mib"
+            )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -107,7 +118,9 @@ async def serve(
         CapacityError: the pools need more memory than there is.
     """
     async with open_api(loaded, settings) as api:
-        app = build_app(api, max_body_bytes=settings.max_body_bytes)
+        app = build_app(
+            api, max_body_bytes=settings.max_body_bytes, max_bodies_bytes=settings.max_bodies_bytes
+        )
         config = uvicorn.Config(
             app,
             access_log=False,
@@ -116,6 +129,7 @@ async def serve(
             ws="none",
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE,
+            limit_concurrency=settings.max_connections + 1,  # uvicorn refuses the one that makes it so many
             timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         )
         server = ApiServer(config, api, ready)
