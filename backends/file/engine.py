@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -22,10 +22,13 @@ T = TypeVar("T")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
-_BATCH_BYTES = 16 << 20
-"""Pages that are made durable together, without headers."""
-_PART_BYTES = 6 << 20
-"""Pages of one hop, without headers."""
+_HOP_BYTES = 16 << 20
+"""Pages of one hop, and what is made durable together; without headers. A hop costs the loop and a thread
+some hundred microseconds, as much as the checksums of some MiB."""
+_FINE_BYTES = 4 << 20
+"""The same for a lone read: its parts are read side by side, and checked on more than one processor."""
+_BUSY_HOPS = 3
+"""So many hops keep the disk and two processors busy."""
 
 Mover = Callable[[int, Sequence[memoryview]], int]
 
@@ -76,7 +79,7 @@ class FileEngine:
         store: the pool's files.
     """
 
-    capabilities = Capabilities(durable=True, checks=True)
+    capabilities = Capabilities(durable=True, checks=True, batch_keys=4096)
 
     def __init__(self, binding: PoolBinding, port: Port, store: PageStore) -> None:
         self.closed = False
@@ -93,14 +96,13 @@ class FileEngine:
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        cuts = self._cuts(len(keys), _PART_BYTES)
-        hops = [self._hop(partial(self._get, keys[cut], slots[cut])) for cut in cuts]
+        hops = [self._hop(partial(self._get, keys[cut], slots[cut])) for cut in self._reads(len(keys))]
         return [outcome for outcomes in await asyncio.gather(*hops) for outcome in outcomes]
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        cuts = self._cuts(len(keys), _BATCH_BYTES)
-        puts = [self._to_the_end(self._put(keys[cut], slots[cut])) for cut in cuts]
-        return [outcome for outcomes in await asyncio.gather(*puts) for outcome in outcomes]
+        cuts = self._cuts(len(keys), _HOP_BYTES)
+        hops = [self._hop(partial(self._put, keys[cut], slots[cut])) for cut in cuts]
+        return [outcome for outcomes in await asyncio.gather(*hops) for outcome in outcomes]
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._hop(partial(self._delete, keys))
@@ -128,21 +130,20 @@ class FileEngine:
         if self.closed:
             raise ClosedError(f"file engine of pool {self._binding.pool!r} is closed")
 
+    def _reads(self, count: int) -> list[slice]:
+        """The hops of a read."""
+        cuts = self._cuts(count, _HOP_BYTES)
+        return cuts if len(self._hops) + len(cuts) >= _BUSY_HOPS else self._cuts(count, _FINE_BYTES)
+
     def _cuts(self, count: int, nbytes: int) -> list[slice]:
         """Parts of `nbytes` that move side by side: while one waits for the disk, another is checked."""
         step = max(1, nbytes // self._binding.slot_bytes)
         return [slice(start, start + step) for start in range(0, count, step)]
 
     def _hop(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `work` in a thread."""
-        return self._to_the_end(self._port.run_blocking(work))
-
-    def _to_the_end(self, work: Coroutine[object, object, T]) -> asyncio.Future[T]:
-        """Start `work`; it runs to its end, and `aclose` waits for it, whatever its caller does."""
-        if self.closed:
-            work.close()
-            self._check_open()
-        task = asyncio.create_task(work)
+        """Run `work` in a thread, to its end; `aclose` waits for it, whatever its caller does."""
+        self._check_open()
+        task = asyncio.create_task(self._port.run_blocking(work))
         self._hops.add(task)
         task.add_done_callback(self._hops.discard)
         return asyncio.shield(task)
@@ -170,18 +171,8 @@ class FileEngine:
             else:  # deleted while it was read: nothing is damaged
                 batch.outcomes[move.place] = Outcome.MISS
 
-    async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """Write pages in parts side by side, and make them durable together."""
-        if len(self._cuts(len(keys), _PART_BYTES)) == 1:
-            return await self._port.run_blocking(partial(self._put_at_once, keys, slots))
-        batch, moves = await self._port.run_blocking(partial(self._begin, keys, slots))
-        parts = [moves[cut] for cut in self._cuts(len(moves), _PART_BYTES)]
-        writing = [self._port.run_blocking(partial(self._write, part, batch)) for part in parts]
-        written = [move for part in await asyncio.gather(*writing) for move in part]
-        return await self._port.run_blocking(partial(self._end, written, batch))
-
-    def _put_at_once(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """The same in one hop."""
+    def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        """Write pages, and make them durable together."""
         batch, moves = self._begin(keys, slots)
         return self._end(self._write(moves, batch), batch)
 

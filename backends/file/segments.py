@@ -7,7 +7,9 @@ or `pwritev` moves a run of slots without a copy by the kernel.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from asynchicache.backends.file.blocks import BlockFile
@@ -16,6 +18,8 @@ from asynchicache.layouts import round_up
 
 _MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
 _MOST_BYTES = 64 << 20  # longer calls gain nothing, and Linux moves 2 GiB at most
+_LONG_BYTES = 8 << 20  # a call of the kernel that keeps a disk busy by itself
+_LONG_READS = 2
 _SEGMENT_BYTES = 4 << 30
 _FEWEST_SLOTS, _MOST_SLOTS = 64, 4096
 _FIRST_BYTES = 1 << 20
@@ -34,6 +38,10 @@ def segment_path(folder: Path, number: int) -> Path:
 
 class Segments:
     """Slots, numbered through all files. All methods block; reads and writes may run side by side.
+
+    Long calls take turns, one write and two reads at a time. The disk is as busy as with more; but calls
+    that share it end together, and then all threads compute checksums, or wait for a barrier, while the
+    disk has nothing to do.
 
     Args:
         folder: of the pool.
@@ -54,6 +62,8 @@ class Segments:
         self._direct = direct
         self._full = False
         self._files: list[BlockFile] = []
+        self._write_turn = threading.Lock()
+        self._read_turns = threading.Semaphore(_LONG_READS)
         try:
             for number in range(_count(folder)):
                 self._files.append(self._file(number))
@@ -94,7 +104,8 @@ class Segments:
             OSError: none was; ENODATA if the file ends before.
         """
         file, offset, frames = self._place(slot, len(views) // 2)
-        done = file.read(views[: 2 * frames], offset) // self.frame_bytes
+        with self._turn(self._read_turns, frames):
+            done = file.read(views[: 2 * frames], offset) // self.frame_bytes
         if done == 0:
             raise OSError(errno.ENODATA, "the file ends before the page", str(file.path))
         return done
@@ -109,7 +120,8 @@ class Segments:
             OSError: none was; ENOSPC if the disk is full.
         """
         file, offset, frames = self._place(slot, len(views) // 2)
-        done = file.write(views[: 2 * frames], offset) // self.frame_bytes
+        with self._turn(self._write_turn, frames):
+            done = file.write(views[: 2 * frames], offset) // self.frame_bytes
         if done == 0:
             raise OSError(errno.ENOSPC, "the page was written in part", str(file.path))
         return done
@@ -170,6 +182,10 @@ class Segments:
         """The file of a slot, the slot's offset, and how many of `frames` lie in that file."""
         number, place = divmod(slot, self.segment_slots)
         return self._files[number], place * self.frame_bytes, min(frames, self.segment_slots - place)
+
+    def _turn(self, turns: AbstractContextManager[bool], frames: int) -> AbstractContextManager[bool | None]:
+        """Held while a call of the kernel moves so many frames."""
+        return turns if frames * self.frame_bytes >= _LONG_BYTES else nullcontext()
 
     def _frames(self, number: int) -> int:
         return min(self._files[number].size // self.frame_bytes, self.segment_slots)

@@ -101,7 +101,8 @@ class KnownPages:
 
     def learn(self, keys: Sequence[ObjectKey], batch: Batch) -> None:
         """Which pages are there, which are not, and which are not what was sealed."""
-        self._damaged.add(_those(keys, batch, Outcome.CORRUPT))
+        if Outcome.CORRUPT in batch.outcomes:
+            self._damaged.add(_those(keys, batch, Outcome.CORRUPT))
         if self._damaged:
             self._damaged.discard(_those(keys, batch, Outcome.STORED))
         if self._shared and keys:

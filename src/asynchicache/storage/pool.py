@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
@@ -23,6 +24,8 @@ from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
+
+_FAMILY = attrgetter("fingerprint", "pool", "shard")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,7 @@ class GuardedPool:
         self._port = port
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
+        self._families = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
         self._turns = asyncio.Semaphore(self._capabilities.concurrency)
         self._known = KnownPages(self._limits, shared=self._capabilities.shared, now=port.now)
@@ -207,15 +211,15 @@ class GuardedPool:
     def _admit(self, keys: Sequence[ObjectKey]) -> None:
         if self._closed:
             raise ClosedError(f"storage of pool {self._binding.pool!r} is closed")
-        fingerprint, pool, shard = self._binding.fingerprint, self._binding.pool, self._binding.shard
-        for key in keys:
-            if key.pool != pool or key.shard != shard or key.fingerprint != fingerprint:
-                raise UsageError(f"{key.text()} is no page of pool {pool!r}, shard {shard!r}")
+        if set(map(_FAMILY, keys)) <= self._families:
+            return
+        stranger = next(key for key in keys if _FAMILY(key) not in self._families)
+        pool, shard = self._binding.pool, self._binding.shard
+        raise UsageError(f"{stranger.text()} is no page of pool {pool!r}, shard {shard!r}")
 
     async def _call(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
         self._admit(keys)
-        pages = self._limits.batch_bytes // self._binding.slot_bytes
-        step = max(1, min(self._capabilities.batch_pages, pages))
+        step = self._step(verb)
         cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
         if self._capabilities.immediate:
             return Batch(await self._in_place(verb, keys, slots, cuts))
@@ -224,6 +228,13 @@ class GuardedPool:
         else:
             outcomes = await self._side_by_side(verb, keys, slots, cuts)
         return Batch(outcomes, self.lingering(slots))
+
+    def _step(self, verb: Verb) -> int:
+        """Most keys of one call of the engine."""
+        if not verb.moves:
+            return max(1, self._capabilities.batch_keys)
+        pages = self._limits.batch_bytes // self._binding.slot_bytes
+        return max(1, min(self._capabilities.batch_pages, pages))
 
     async def _in_place(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], cuts: list[slice]
@@ -380,4 +391,6 @@ class GuardedPool:
 def _failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
     if outcomes is None:
         return list(range(pages))
+    if Outcome.FAILED not in outcomes:  # in C; nearly always so
+        return []
     return [index for index, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]

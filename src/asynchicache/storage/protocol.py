@@ -24,7 +24,8 @@ class Capabilities:
         durable: STORED means that the page survives the end of this process.
         checks: the engine calls `binding.check` in its own thread hop; else the core does.
         shared: other processes may read and write the same pages.
-        batch_pages: most pages of one call that it handles well.
+        batch_pages: most pages of one `get` or `put` that it handles well.
+        batch_keys: the same of one `exists` or `delete`, which moves no pages.
         concurrency: most calls at once that it handles well.
         immediate: calls never suspend (memory); the core awaits them directly, without a task, a
             deadline or a turn, and gives the loop a turn between batches. One that does suspend has failed.
@@ -37,6 +38,7 @@ class Capabilities:
     checks: bool
     shared: bool = False
     batch_pages: int = 128
+    batch_keys: int = 128
     concurrency: int = 4
     immediate: bool = False
 
