@@ -20,6 +20,7 @@ from asynchicache.bench.storage.report import Sample, StorageReport
 from asynchicache.bench.ticker import longest_gap
 from asynchicache.config import open_backend
 from asynchicache.errors import StorageError
+from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.pool import GuardedPool
@@ -36,7 +37,12 @@ Advance = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Bench:
-    """Everything that is open during a run."""
+    """Everything that is open during a run.
+
+    Attributes:
+        round: its number.
+        keys: the pages' names in this round: a cache has them before it asks.
+    """
 
     options: StorageBenchOptions
     pages: BenchPages
@@ -47,7 +53,13 @@ class Bench:
     limit: Limit | None
     report: StorageReport
     round: int = 0
+    keys: Sequence[ObjectKey] = ()
     order: list[int] = field(default_factory=list)
+
+    def begin_round(self, number: int) -> None:
+        """The pages get new names."""
+        self.round = number
+        self.keys = self.pages.keys(number, range(self.options.pages))
 
     async def put(self, indices: Sequence[int]) -> None:
         """Store pages under this round's names.
@@ -55,7 +67,7 @@ class Bench:
         Raises:
             StorageError: one was not stored.
         """
-        keys = self.pages.keys(self.round, list(indices))
+        keys = [self.keys[index] for index in indices]
         _expect(Outcome.STORED, (await self.pool.put(keys, indices)).outcomes)
 
     async def get(self, indices: Sequence[int]) -> None:
@@ -64,7 +76,7 @@ class Bench:
         Raises:
             StorageError: one was not a hit.
         """
-        keys = self.pages.keys(self.round, list(indices))
+        keys = [self.keys[index] for index in indices]
         _expect(Outcome.HIT, (await self.pool.get(keys, indices)).outcomes)
 
     async def sweep(self, move: Move, order: Sequence[int]) -> Sample:
@@ -88,7 +100,7 @@ class Bench:
 
     async def forget(self) -> None:
         """Delete this round's pages, the limit's as well."""
-        await self.pool.delete(self.pages.keys(self.round, range(self.options.pages)))
+        await self.pool.delete(self.keys)
         if self.limit is not None:
             await self.limit.clear()
 
@@ -117,10 +129,10 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
     """
     async with _open(options) as bench:
         for number in range(options.rounds + 1):
-            bench.round = number
+            bench.begin_round(number)
             await _round(bench, measured=number > 0)
             advance(number + 1, options.rounds + 2)
-        bench.round += 1
+        bench.begin_round(bench.round + 1)
         await _stall(bench)
         if options.through_controller:
             await _through_controller(bench)
@@ -156,9 +168,8 @@ def _moves(bench: Bench) -> list[tuple[str, Move]]:
 
 async def _exists(bench: Bench) -> None:
     """Names that are there and names that are not, in batches of the size of a long prompt."""
-    known = bench.pages.keys(bench.round, range(bench.options.pages))
     unknown = bench.pages.keys(-1, range(_EXISTS_BATCH))
-    keys = (known + unknown)[:_EXISTS_BATCH]
+    keys = [*bench.keys, *unknown][:_EXISTS_BATCH]
     calls = _EXISTS_KEYS // _EXISTS_BATCH
     for name, ask in (("engine", bench.engine.exists), ("pool", bench.pool.exists)):
         started = time.perf_counter()
