@@ -18,6 +18,7 @@ from asynchicache.transfer.record import LayerStatus
 from asynchicache.types import Tier
 
 Build = Callable[..., CacheOperation]
+PATIENCE = 30.0
 DRIVERS = ["thread", "inline", "seeded"]
 
 
@@ -135,6 +136,40 @@ async def test_layers_land_one_by_one(open_rig, operation: Build) -> None:
             assert ticket.status(layer) is LayerStatus.COMPLETE
             assert ticket.done is (layer == 4)
         assert ticket.status(5) is LayerStatus.COMPLETE
+        await ticket
+
+
+@pytest.mark.asyncio
+async def test_layers_that_nobody_waits_for_do_not_wake_the_loop(open_rig, operation: Build) -> None:
+    async with open_rig("stepped") as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done)
+        await ticket.submitted()
+        before = rig.reactor.statistics()
+        for layer in range(5):
+            rig.device.step()
+            assert await asyncio.to_thread(ticket.host_fence(layer).wait, PATIENCE)
+        await ticket
+        after = rig.reactor.statistics()
+        assert after.completed - before.completed == 5
+        assert after.wakes - before.wakes <= 1  # none if the sweeper was there first
+        assert rig.outcomes == [None]
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_layer_that_has_landed_unseen_is_told_at_once(
+    open_rig, operation: Build
+) -> None:
+    async with open_rig("stepped") as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done)
+        await ticket.submitted()
+        rig.device.step(2)
+        assert await asyncio.to_thread(ticket.host_fence(1).wait, PATIENCE)
+        waiting = asyncio.create_task(ticket.layer(1))
+        for _ in range(3):  # turns of the loop; the sweeper takes longer
+            await asyncio.sleep(0)
+        assert waiting.done()
+        assert not ticket.done
+        rig.device.step(3)
         await ticket
 
 

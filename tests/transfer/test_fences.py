@@ -122,7 +122,8 @@ async def test_a_thread_waits_for_a_layer_while_the_loop_stands_still(open_rig, 
         assert not late.open
         rig.device.step(2)
         assert waiting[1].join() is True
-        assert ticket.status(4) is LayerStatus.SUBMITTED  # the loop does not know yet, and was not needed
+        assert ticket.status(4) is LayerStatus.COMPLETE
+        assert not ticket.done  # the loop does not know yet, and was not needed
         await ticket
         assert early.wait(0)
 

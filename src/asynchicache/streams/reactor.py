@@ -50,6 +50,7 @@ class _Entry:
     stream: Stream
     event: Event
     release: Release
+    urgent: Callable[[], bool] | None
     since: float
     reached: bool = False
     error: BaseException | None = None
@@ -63,6 +64,7 @@ class CompletionReactor:
     Releases of one stream are called in the order they were tracked. Notifications come from the
     device's threads into a queue that one posted call drains. They may be lost (an error on the
     stream, a bug in a driver), so while something is in flight a sweeper asks the events too.
+    What nobody waits for need not wake the loop: it lies in the queue until something else does.
 
     `track` may be called from any thread, as the stream it is given; the rest is the loop's.
     """
@@ -94,15 +96,28 @@ class CompletionReactor:
         self._closed = self._ended = False
         self._tracked = self._completed = self._wakes = self._swept = 0
 
-    def track(self, device: Device, stream: Stream, release: Release) -> None:
+    def track(
+        self,
+        device: Device,
+        stream: Stream,
+        release: Release,
+        *,
+        urgent: Callable[[], bool] | None = None,
+    ) -> None:
         """Call `release(error)` on the loop, never from within this call, when all that is enqueued
-        on `stream` now has run. `error` is None, or the device's sticky error; what the work
-        touched is then not to be trusted, and may still be written.
+        on `stream` now has run.
+
+        Args:
+            device, stream: where the work is.
+            release: is given None, or the device's sticky error; what the work touched is then not to be
+                trusted, and may still be written.
+            urgent: asked on a thread of the device's when the work has run. Where it says no, the loop is
+                not woken for this alone: whoever starts to wait calls `poll`. Default: it is urgent.
 
         Raises:
             ClosedError: the reactor is closed; `release` will not be called.
         """
-        entry = _Entry(device, stream, self._take_event(device), release, self._port.now())
+        entry = _Entry(device, stream, self._take_event(device), release, urgent, self._port.now())
         stream.record(entry.event)
         with self._lock:
             if self._closed:
@@ -111,6 +126,11 @@ class CompletionReactor:
             self._tracked += 1
         device.notify(stream, lambda error: self._tell(entry, error))
         self._ensure_sweeper(entry)
+
+    def poll(self) -> None:
+        """Call the releases of what is known to have run, without waiting for a wake; on the loop."""
+        if not self._ended:
+            self._finish_told()
 
     def statistics(self) -> ReactorStatistics:
         return ReactorStatistics(self._tracked, self._completed, self._wakes, self._swept)
@@ -148,6 +168,9 @@ class CompletionReactor:
         entry.error = error
         entry.reached = True
         self._told.append(entry)
+        # Asked after that: who waits says so before it polls, so one of the two sees the other.
+        if error is None and entry.urgent is not None and not entry.urgent():
+            return
         with self._lock:
             wake, self._wake_posted = not self._wake_posted, True
         if wake:
@@ -167,8 +190,7 @@ class CompletionReactor:
         with self._lock:
             self._wake_posted = False
         self._wakes += 1
-        if not self._ended:
-            self._finish_told()
+        self.poll()
 
     def _finish_told(self) -> None:
         for _ in range(len(self._told)):  # those told meanwhile have posted another drain

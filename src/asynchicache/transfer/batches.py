@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from asynchicache.errors import CacheError
-from asynchicache.streams.base import Event
 from asynchicache.transfer.hazards import HazardTable, Independence
 from asynchicache.transfer.plan import Direction, PoolExtent, columns_of, merge
 from asynchicache.transfer.record import GroupState, Submission, TransferRecord, TransferView
@@ -27,19 +26,19 @@ class Batcher:
         extents: Mapping[str, PoolExtent],
         layers: int,
         group_bytes: int,
-        event: Callable[[], Event],
+        group: Callable[[], GroupState],
     ) -> None:
         """
         Args:
             extents: by pool.
             layers: layers of the model, those without a cache included.
             group_bytes: what makes a group of a load's layers worth a launch.
-            event: makes the event of a layer group.
+            group: makes the state of a layer group.
         """
         self._extents = extents
         self._layers = layers
         self._group_bytes = group_bytes
-        self._event = event
+        self._group = group
         self._hazards = HazardTable(extents)
         self._independence = Independence(extents)
         self._live: dict[int, TransferRecord] = {}
@@ -101,7 +100,7 @@ class Batcher:
         group_bytes = self._group_bytes if direction is Direction.LOAD else None
         try:
             plan = merge(operations, self._extents, self._layers, group_bytes)
-            record.start(plan, [GroupState(self._event()) for _ in plan.groups])
+            record.start(plan, [self._group() for _ in plan.groups])
         except CacheError as error:
             record.error = error
         return record

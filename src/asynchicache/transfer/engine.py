@@ -32,7 +32,7 @@ from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PageCopier, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable
 from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, slot_array
-from asynchicache.transfer.record import Done, Submission, TransferRecord, call_done
+from asynchicache.transfer.record import Done, GroupState, Submission, TransferRecord, call_done
 from asynchicache.transfer.statistics import Landed, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
@@ -109,7 +109,7 @@ class TransferEngine:
         self._copier = PageCopier(memories, table=paths, force=copy_path)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
-        self._batcher = Batcher(self._extents, layers, group_bytes, self._event)
+        self._batcher = Batcher(self._extents, layers, group_bytes, self._group)
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
         # One thread, in order: every event that a transfer waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
@@ -297,11 +297,11 @@ class TransferEngine:
             copies.enqueue(stream, group)
             if sample is not None:
                 sample.stage(stream, group)
-            looked_at = sample if index == len(plan.groups) - 1 else None
             stream.record(state.event)
             record.last_event = state.event
             state.submitted = True
-            self._reactor.track(self._device, stream, partial(self._reached, record, index, looked_at))
+            reached = partial(self._reached, record, index, sample if state is record.groups[-1] else None)
+            self._reactor.track(self._device, stream, reached, urgent=record.urgency(index))
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""
@@ -312,9 +312,9 @@ class TransferEngine:
         except Exception:  # noqa: BLE001 - nothing can be tracked any more, and the cause is known
             self._tell(partial(self._fail, record, error))
 
-    def _event(self) -> Event:
+    def _group(self) -> GroupState:
         """Events are used again: making and destroying them takes the CUDA context's lock."""
-        return self._spare.pop() if self._spare else self._device.event()
+        return GroupState(self._spare.pop() if self._spare else self._device.event(), self._reactor.poll)
 
     def _tell(self, call: Callable[[], object]) -> None:
         if self._submitter is None:

@@ -65,8 +65,9 @@ class Fence:
     def _group(self, view: TransferView) -> GroupState | None:
         """What to wait for; None where the transfer failed before there was anything."""
         group = view.group(self._layer)
-        pending = view.record.failure is None if group is None else group.status is LayerStatus.PENDING
-        if pending:
+        if group is None and view.record.failure is None:
+            raise self._too_early()
+        if group is not None and not (group.submitted or group.finished):
             raise self._too_early()
         return group
 

@@ -28,32 +28,52 @@ class LayerStatus(Enum):
 
     PENDING = "pending"  # not enqueued yet: there is nothing that a stream could wait for
     SUBMITTED = "submitted"  # enqueued: a fence orders a stream behind them
-    COMPLETE = "complete"  # landed, and the host knows
+    COMPLETE = "complete"  # landed
     FAILED = "failed"  # they will not come; fences let through
 
 
 class GroupState:
-    """One layer group of a transfer."""
+    """One layer group of a transfer.
 
-    __slots__ = ("_landed", "error", "event", "finished", "submitted")
+    Attributes:
+        event: recorded behind its copies.
+        submitted: they are enqueued.
+        finished: the loop knows that they have landed, or will not. Of groups that nobody waits for it may
+            learn with the next one that somebody does.
+        error: why they will not.
+    """
 
-    def __init__(self, event: Event) -> None:
+    __slots__ = ("_landed", "_poll", "error", "event", "finished", "submitted")
+
+    def __init__(self, event: Event, poll: Callable[[], None]) -> None:
+        """`poll`: has the loop learn what has landed by now."""
         self.event = event
         self.submitted = False
         self.finished = False
         self.error: BaseException | None = None
+        self._poll = poll
         self._landed: asyncio.Event | None = None  # of many groups, few are waited for one by one
 
     @property
     def status(self) -> LayerStatus:
         if self.finished:
             return LayerStatus.COMPLETE if self.error is None else LayerStatus.FAILED
-        return LayerStatus.SUBMITTED if self.submitted else LayerStatus.PENDING
+        if not self.submitted:
+            return LayerStatus.PENDING
+        try:
+            return LayerStatus.COMPLETE if self.event.query() else LayerStatus.SUBMITTED
+        except DeviceError:
+            return LayerStatus.FAILED
+
+    def awaited(self) -> bool:
+        """Whether somebody waits for this group; from any thread."""
+        return self._landed is not None
 
     async def landed(self) -> None:
         """Wait until the group has landed, or will not; on the loop."""
         if not self.finished:
             self._landed = self._landed or asyncio.Event()
+            self._poll()  # it may have landed when nobody waited
             await self._landed.wait()
 
     def wake(self) -> None:
@@ -136,6 +156,12 @@ class TransferRecord:
         self._untold = [[] for _ in groups]
         for submission, last in zip(self.submissions, plan.last_groups, strict=True):
             self._untold[last].append(submission)
+
+    def urgency(self, index: int) -> Callable[[], bool] | None:
+        """What decides whether the loop is woken when group `index` has landed: always (None) where an
+        operation ends, and with the last group; else if somebody waits for the group."""
+        group = self.groups[index]
+        return None if self._untold[index] or group is self.groups[-1] else group.awaited
 
     def forget_dependencies(self) -> None:
         """They are waited for; records that held on to each other would never be freed."""
