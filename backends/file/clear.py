@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder, sync_folder
+from asynchicache.backends.file.folder import MANIFEST, NAMES, StoreFolder, sync_folder
 from asynchicache.backends.file.manifest import parse
-from asynchicache.backends.file.store import NAMES
 from asynchicache.errors import StorageError
 
 
@@ -53,6 +52,8 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
 
 
 def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
+    if not (folder / MANIFEST).exists():  # nobody knows whose pages these are
+        return not (pool or fingerprint)
     manifest = parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
     return pool in ("", manifest.pool) and manifest.fingerprint.startswith(fingerprint)
 

@@ -24,6 +24,8 @@ _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
 MANIFEST = "pool.json"
 """What a folder of a pool holds, in the folder; written before anything else in it."""
+NAMES = "names.bin"
+"""Which page each slot holds; see `names`."""
 _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
 
 _POOL = re.compile(r"[a-z0-9_]+")
@@ -83,8 +85,11 @@ class StoreFolder:
             raise StorageError(self._advice(error)) from error
 
     def pools(self) -> list[Path]:
-        """The folders of pools that are there."""
-        return sorted(entry for entry in self.path.iterdir() if (entry / MANIFEST).is_file())
+        """The folders of pools that are there, also where a repair has taken a damaged manifest away."""
+        names = MANIFEST, NAMES
+        return sorted(
+            entry for entry in self.path.iterdir() if any((entry / name).is_file() for name in names)
+        )
 
     def close(self) -> None:
         """Unlock; twice is harmless."""

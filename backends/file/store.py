@@ -14,14 +14,13 @@ from pathlib import Path
 from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Change, Commits
+from asynchicache.backends.file.folder import NAMES
 from asynchicache.backends.file.index import PageIndex
 from asynchicache.backends.file.names import ENTRY_BYTES, NameFile
 from asynchicache.backends.file.segments import Segments
 from asynchicache.layouts import ALIGNMENT
 
 logger = logging.getLogger(__name__)
-
-NAMES = "names.bin"
 
 
 class PageStore:

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from asynchicache.backends.file.blocks import BlockFile
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder
+from asynchicache.backends.file.folder import MANIFEST, NAMES, StoreFolder
 from asynchicache.backends.file.manifest import Manifest, parse
 from asynchicache.backends.file.names import Entry, NameFile
 from asynchicache.backends.file.segments import Segments
-from asynchicache.backends.file.store import NAMES
 from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
 
@@ -84,6 +83,9 @@ def verify_store(path: Path, sealed_key: SealedKey, *, repair: bool = False) -> 
 
 
 def _check_pool(folder: Path, sealed_key: SealedKey, report: StoreReport, *, repair: bool) -> None:
+    if not (folder / MANIFEST).exists():
+        report.problems.append(f"{folder} has no {MANIFEST}: its pages are checked once it has been open")
+        return
     try:
         manifest = parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
     except StorageFormatError as error:

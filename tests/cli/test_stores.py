@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.cli.main import main
 from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.types import Outcome
@@ -96,7 +97,24 @@ def test_a_damaged_manifest(store: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (code, result["corrupt"], result["pages"]) == (1, 1, 1)
 
     assert run(capsys, "verify", str(store), "--repair")[0] == 0
+    code, result = run(capsys, "verify", str(store))
+    assert (code, result["corrupt"], result["pages"], len(result["pools"])) == (0, 0, 1, 2)
+    assert "has no pool.json" in str(result["problems"])
     assert outcomes(store) == [Outcome.HIT] * 5 + [Outcome.MISS]
+    assert run(capsys, "verify", str(store))[1]["problems"] == []
+
+
+def test_what_a_pool_without_a_manifest_takes_is_counted_and_can_be_cleared(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lost,) = store.glob("kv-*")
+    (lost / "pool.json").unlink()
+    folder = StoreFolder(store, read_only=True)
+    assert lost in folder.pools()  # what the folder's bound counts
+    folder.close()
+    assert run(capsys, "clear", str(store), "--pool", "kv")[1]["pools"] == []
+    assert lost.name in run(capsys, "clear", str(store), "--everything")[1]["pools"]
+    assert not lost.exists()
 
 
 def test_pages_that_were_cut_off(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
