@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -50,6 +51,16 @@ def test_a_bench_is_run_in_a_process_of_its_own(report: ModuleType) -> None:
     step, result = report.run_bench("overlap", "overlap", {"layers": 0})
     assert (step["ok"], result) == (False, {})
     assert "--layers 0" in step["detail"]
+
+
+def test_a_step_that_hangs_or_comes_too_late_is_named(report: ModuleType) -> None:
+    step, result = report.run_bench("overlap", "overlap", {"layers": 2}, seconds=0.01)
+    assert (step["ok"], result) == (False, {})
+    assert "not done after 0 s" in step["detail"]
+
+    now = time.monotonic()
+    assert report.seconds_until(now - 1) == 0
+    assert report.seconds_until(now + 3600) == report.SECONDS
 
 
 @pytest.mark.parametrize(
