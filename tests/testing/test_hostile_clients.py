@@ -19,11 +19,13 @@ def test_no_seed_finds_wrong_bytes_a_lost_slot_or_a_hang() -> None:
     assert sum(map(bool, restored)) > len(SEEDS) // 2
 
 
+@pytest.mark.soak
 def test_a_seed_notices_when_published_windows_are_anybodys_at_once(monkeypatch) -> None:
+    """One in a hundred does, and which changes with every change of the order in which tasks run."""
     monkeypatch.setattr(UnifiedRadixTree, "_keep_taken", lambda *_: None)
 
     with pytest.raises((AssertionError, InternalError)):  # noqa: PT012  the first seed that fails ends it
-        for seed in range(20, 24):
+        for seed in range(20, 1000):
             run_seeded(seed, hostile, max_steps=STEPS)
 
 

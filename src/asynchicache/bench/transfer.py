@@ -13,6 +13,7 @@ from rich.table import Table
 from asynchicache.bench.copy_rig import CopyRig, open_rig, torch_threads
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.pools.slabs import Slab
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
@@ -203,8 +204,11 @@ async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, rounds: int
 def _plain_copy(rig: CopyRig, direction: Direction) -> tuple[Callable[[], object], int]:
     """One `copy_` of as many bytes as the device pool has, between memory of the same kinds."""
     nbytes = rig.memory.device.nbytes
-    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
-    device = torch.ones(nbytes, dtype=torch.uint8, device=rig.memory.device.device)
+    if rig.memory.device.device.type == "cpu":
+        host, device = (Slab(nbytes).tensor.fill_(1) for _ in range(2))
+    else:
+        host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
+        device = torch.ones(nbytes, dtype=torch.uint8, device=rig.memory.device.device)
     source, destination = (host, device) if direction is Direction.LOAD else (device, host)
     return lambda: destination.copy_(source, non_blocking=True), nbytes
 

@@ -95,6 +95,7 @@ class SlotAllocator:
         self._leave(slots, _FREE)
         self._free.extend(reversed(slots))
         if lost:
+            self._condemned -= lost
             self.quarantine(sorted(lost))
 
     def condemn(self, slots: Sequence[int]) -> None:

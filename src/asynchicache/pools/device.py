@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from asynchicache.errors import CapacityError, ConfigError
+from asynchicache.pools.slabs import Slab
 from asynchicache.specs import DTYPE_BYTES, PoolSpec
 from asynchicache.types import check_number
 
@@ -82,14 +85,21 @@ class DevicePool:
 
     def _allocate(self, name: str, shape: tuple[int, int, int], poison: bool) -> torch.Tensor:
         try:
-            if poison:
-                return torch.full(shape, POISON, dtype=torch.uint8, device=self.device)
-            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cpu":  # zeros that the system makes as they are touched
+                items = Slab(math.prod(shape)).tensor.view(shape)
+            else:
+                items = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            return items.fill_(POISON) if poison else items
+        except CapacityError as error:
+            raise self._no_room(name, shape, error) from error
         # OutOfMemoryError is a RuntimeError, and the CPU raises no better; a torch without CUDA asserts it.
         except (RuntimeError, AssertionError) as error:
-            raise CapacityError(
-                f"pool {self.spec.name!r}: no room on {self.device} for {name!r} of {shape} bytes: {error}"
-            ) from error
+            raise self._no_room(name, shape, error) from error
+
+    def _no_room(self, name: str, shape: tuple[int, ...], error: Exception) -> CapacityError:
+        return CapacityError(
+            f"pool {self.spec.name!r}: no room on {self.device} for {name!r} of {shape} bytes: {error}"
+        )
 
     def _typed(self, name: str) -> torch.Tensor:
         tensor = next(tensor for tensor in self.spec.tensors if tensor.name == name)

@@ -94,10 +94,12 @@ class _Run:
         self._honest = not script.together and not any(map(_dishonest, script.lives))
 
     async def run(self) -> None:
+        refused = self._ledger.faults["memory.refused"]
         if self._life.poor is not None:
             with refusing_memory(self._luck, self._life.poor), suppress(CapacityError):
-                async with self._open():
-                    self._ledger.violations.append("a cache was opened without its memory")
+                async with self._open():  # it may have fewer pieces than that
+                    if self._ledger.faults["memory.refused"] > refused:
+                        self._ledger.violations.append("a cache was opened without its memory")
         async with self._open() as cache:
             inside = Inside(cache)
             oracle = ByteOracle(self._spec, cache.device_tensor, self._identity)

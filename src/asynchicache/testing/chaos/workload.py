@@ -192,7 +192,7 @@ def _draw_life(chance: random.Random, model: Model, traffic: Traffic, lives: int
         storage=_draw_storage_faults(chance),
         device=_draw_device_faults(chance, deadly, requests),
         refuse=chance.choice([0.0, 0.0, 0.0, 0.02, 0.1]),
-        poor=chance.randrange(2) if alone and chance.random() < 0.1 else None,
+        poor=chance.randrange(6) if alone and chance.random() < 0.1 else None,
     )
 
 
