@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
@@ -55,6 +59,7 @@ sys.exit(not report.ok)
 SECONDS, TOTAL_SECONDS = 140, 570
 """Most that one step may take, and all of them: a machine that hangs does not hang the report."""
 
+_KILL_SECONDS = 5
 _LARGE, _SMALL = 64 << 10, range(4 << 10, (16 << 10) + 1)
 _WANTED_SHARE, _WANTED_GAIN, _WANTED_OVERLAP, _WANTED_HOST_US = 0.9, 3.0, 1.10, 20.0
 
@@ -160,14 +165,19 @@ def run_bench(
 def _run(command: list[str], seconds: float) -> tuple[float, int, str]:
     """Seconds, exit code, and standard output; with the error output where the code is not 0."""
     started = time.perf_counter()
-    try:
-        run = subprocess.run(  # noqa: S603 - our own commands
-            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds
-        )
-        code, output = run.returncode, run.stdout if run.returncode == 0 else run.stdout + run.stderr
-    except subprocess.TimeoutExpired as late:
-        code, output = 124, f"not done after {seconds:.0f} s\n{late.stdout or ''}"
-    return time.perf_counter() - started, code, output
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)  # noqa: S603 - our own
+        try:
+            code = run.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = 124
+            os.killpg(run.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
+                run.wait(_KILL_SECONDS)
+        texts = [file.read() for file in (out, err) if file.seek(0) == 0]
+    output = texts[0] if code == 0 else "".join(texts)
+    late = f"not done after {seconds:.0f} s\n" if code == 124 else ""
+    return time.perf_counter() - started, code, late + output
 
 
 def goals(benches: dict[str, dict[str, Any]]) -> Iterator[Goal]:

@@ -246,3 +246,33 @@ def test_pages_that_are_computed_again_do_not_fall_behind_in_the_queue(eviction:
     _publish(sim, [*tokens, 9], 8)
     _settle(sim)
     sim.verify()
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("order", [0, -1], ids=["the first copy fails first", "the last copy fails first"])
+def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePolicy, order: int):
+    """B's state becomes the tree's below a node that A's load then takes back, before B's own load fails."""
+    sim = Simulation(random.Random(0), slots={"kv": (64, 128), "mamba": (16, 32)}, policy=policy)
+    for tokens in ([1, 2, 3, 4], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 9, 9]):
+        _publish(sim, tokens)
+        sim.settle()
+    books = sim.planner.books
+    sim.start([copy for node in list(books.tree.nodes()) for copy in sim.planner.writer.backup(node)])
+    sim.settle()
+    for at in (place(1, Tier.DEVICE), FULL_DEVICE) * 3:
+        books.evict(at, 100, dirty=policy is not WritePolicy.WRITE_BACK)
+        sim.settle()
+    first, second = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
+    for sequence in (first, second):
+        sim.start(sim.planner.loader.load(sequence))
+    assert sim.flying
+    sim.planner.extend(second, 2)
+    sim.start(sim.planner.publish(second, 6, final=True))
+
+    while sim.flying:
+        sim.end(range(len(sim.flying))[order], failed=True)
+    sim.close(first)
+    sim.close(second)
+
+    assert books.verify() == []
+    assert not books.sequences

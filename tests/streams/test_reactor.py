@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 import threading
+from contextvars import ContextVar
 
 import pytest
 
@@ -70,6 +71,49 @@ async def test_an_instant_completion_is_released_later_on_the_loop(releases) -> 
     assert reactor.statistics().in_flight == 64
     await releases.wait(64)
     assert reactor.statistics().wakes == 1
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_urgent_waits_for_a_poll_or_the_sweeper(releases) -> None:
+    device = EmulatedDevice(InlineDriver())  # all has run before `track` is done
+    reactor = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER)
+    reactor.track(device, device.stream("s"), releases.hook(0), urgent=lambda: False)
+    await asyncio.sleep(0)
+    assert releases.calls == []
+    reactor.poll()
+    assert releases.labels == [0]
+    assert reactor.statistics().wakes == 0
+
+    swept = CompletionReactor(AsyncioPort(), sweep_seconds=SOON)
+    swept.track(device, device.stream("s"), releases.hook(1), urgent=lambda: False)
+    await releases.wait(2)
+    assert await swept.aclose(PATIENCE) == 0
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_too_quiet_for_a_reactor_that_closes(stuck, releases) -> None:
+    reactor = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER)
+    reactor.track(stuck.device, stuck.stream, releases.hook(0), urgent=lambda: False)
+    closing = asyncio.create_task(reactor.aclose(PATIENCE))
+    await asyncio.sleep(0)
+    stuck.free()
+    assert await closing == 0
+    assert releases.labels == [0]
+
+
+@pytest.mark.asyncio
+async def test_a_release_runs_in_no_waiters_context() -> None:
+    device, found = EmulatedDevice(InlineDriver()), []
+    tenant: ContextVar[str] = ContextVar("tenant", default="nobody")
+    reactor = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER)
+    reactor.track(device, device.stream("s"), lambda _: found.append(tenant.get()), urgent=lambda: False)
+
+    async def wait() -> None:
+        tenant.set("B")
+        reactor.poll()
+
+    await asyncio.create_task(wait())
+    assert found == ["nobody"]
 
 
 @pytest.mark.asyncio

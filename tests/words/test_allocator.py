@@ -182,3 +182,15 @@ def test_only_what_is_held_can_be_condemned() -> None:
 
     free.release([0])
     assert (free.available, free.quarantined) == (3, 0)
+
+
+def test_what_is_quarantined_already_is_not_condemned_again() -> None:
+    free = SlotAllocator(3)
+    slots = free.allocate(2)
+    free.quarantine(slots[:1])
+
+    free.condemn(slots)
+    free.release(slots[1:])
+
+    assert (free.held, free.quarantined, free.available) == (0, 2, 1)
+    assert free.problems() == []

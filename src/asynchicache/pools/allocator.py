@@ -99,16 +99,16 @@ class SlotAllocator:
             self.quarantine(sorted(lost))
 
     def condemn(self, slots: Sequence[int]) -> None:
-        """Quarantine these slots once whoever holds them by then gives them back.
+        """Quarantine these slots once whoever holds them by then gives them back; some may be already.
 
         Raises:
-            InternalError: a slot is not held; nothing is changed then.
+            InternalError: a slot is free; nothing is changed then.
         """
         state, end = self._state, len(self._state)
         for slot in slots:
-            if not 0 <= slot < end or state[slot] != _HELD:
+            if not 0 <= slot < end or state[slot] == _FREE:
                 raise self._not_held(slot, "condemned")
-        self._condemned.update(slots)
+        self._condemned.update(slot for slot in slots if state[slot] == _HELD)
 
     def quarantine(self, slots: Sequence[int]) -> None:
         """Never hand these slots out again: a device that failed may still write to them.

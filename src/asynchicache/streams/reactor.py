@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,7 +45,7 @@ class ReactorStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One `track`. `reached` and `error` are written by any thread, the rest under the lock."""
+    """One `track`. `reached`, `quiet` and `error` are written by any thread, the rest under the lock."""
 
     device: Device
     stream: Stream
@@ -53,6 +54,7 @@ class _Entry:
     urgent: Callable[[], bool] | None
     since: float
     reached: bool = False
+    quiet: bool = False  # reached, and no wake was posted for it
     error: BaseException | None = None
     finished: bool = False
     warned: bool = False
@@ -83,6 +85,7 @@ class CompletionReactor:
             if not seconds > 0:
                 raise ConfigError(f"{name} is {seconds}; it must be above 0")
         self._port = port
+        self._context = copy_context()
         self._sweep_seconds = sweep_seconds
         self._warn_seconds = warn_seconds
         self._lock = threading.Lock()
@@ -168,8 +171,9 @@ class CompletionReactor:
         entry.error = error
         entry.reached = True
         self._told.append(entry)
-        # Asked after that: who waits says so before it polls, so one of the two sees the other.
-        if error is None and entry.urgent is not None and not entry.urgent():
+        # Asked after that: who waits, or closes, says so before it looks, so one of the two sees the other.
+        if error is None and entry.urgent is not None and not (self._closed or entry.urgent()):
+            entry.quiet = True
             return
         with self._lock:
             wake, self._wake_posted = not self._wake_posted, True
@@ -178,8 +182,8 @@ class CompletionReactor:
 
     def _ensure_sweeper(self, entry: _Entry) -> None:
         with self._lock:
-            # What is told already will be drained, without the help of a timer.
-            arm = not (self._sweeping or entry.reached)
+            # What the loop is woken for will be drained, without the help of a timer.
+            arm = not (self._sweeping or (entry.reached and not entry.quiet))
             self._sweeping = self._sweeping or arm
         if arm:
             self._port.post(self._arm)
@@ -265,7 +269,7 @@ class CompletionReactor:
                 self._spare.setdefault(entry.device, []).append(entry.event)
         self._completed += 1
         try:
-            entry.release(error)
+            self._context.run(entry.release, error)  # whoever polls is not whom it is about
         except Exception:
             logger.exception("a release hook failed; the others go on")
 
