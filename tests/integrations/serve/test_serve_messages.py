@@ -140,26 +140,53 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 def test_a_deep_body_is_refused() -> None:
     with pytest.raises(ApiError):
         decode_request(
-            b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", CompletionRequest, context=CONTEXT
+            b'{"prompt": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", CompletionRequest, context=CONTEXT
         )
 
 
-@pytest.mark.parametrize("opening", ["[", "[[", " [ [\n"])
-def test_more_ids_than_fit_are_refused_before_they_are_read(opening: str) -> None:
-    def prompt(*ids: str) -> bytes:
-        return ('{"prompt": ' + opening + ",".join(ids) + "]" * opening.count("[") + "}").encode()
+MANY = 70_000  # more lists, or more values behind a context, than a request needs
+BEGUN = '{"messages": [{"role": "user", "content": '
 
-    fits = decode_request(prompt(*["7"] * CONTEXT), CompletionRequest, context=CONTEXT)
-    assert fits.one_prompt() == [7] * CONTEXT
-    too_long = prompt(*["7"] * CONTEXT, "null")  # which would be another error, had anyone come to it
-    with pytest.raises(ApiError, match="101 token ids, more than the 100") as caught:
-        decode_request(too_long, CompletionRequest, context=CONTEXT)
+
+@pytest.mark.parametrize(
+    ("opening", "item", "closing"),
+    [
+        ('{"prompt": [', "7", "]}"),
+        ('{"prompt": [[', "7", "]]}"),
+        ('{"prompt": [ [], ', "7", "]}"),
+        ('{"prompt": ["", ', "7", "]}"),
+        ('{"prompt": [', "[]", "]}"),
+        ('{"prompt": [', '"a"', "]}"),
+        ('{"prompt": "a", "stop": [', '"a"', "]}"),
+        ('{"prompt": "a", "unheard_of": [', "{}", "]}"),
+        ('{"prompt": "a", ', '"n": 1', "}"),
+        ('{"messages": [', '{"role": "user", "content": "a"}', "]}"),
+        (BEGUN + "[", '{"type": "text", "text": ""}', "]}]}"),
+        (BEGUN + '"a", "annotations": [', "{}", "]}]}"),
+        (BEGUN + '"\\\\\\"", "annotations": [', '"\\\\"', "]}]}"),
+    ],
+)
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_more_values_than_a_request_needs_are_refused_before_they_are_read(
+    opening: str, item: str, closing: str, kind: type[CompletionRequest | ChatRequest]
+) -> None:
+    text = opening + ",".join([item] * MANY) + closing
+    json.loads(text)
+    with pytest.raises(ApiError, match="than 65,636 values, or 65,536 lists") as caught:
+        decode_request(text.encode(), kind, context=CONTEXT)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_commas_of_a_text_are_no_tokens() -> None:
-    assert completion(prompt="1" + "," * 200).one_prompt() == "1" + "," * 200
-    assert completion(prompt=["," * 200]).one_prompt() == "," * 200
+def test_as_many_ids_as_there_is_room_for_are_read() -> None:
+    body = json.dumps({"prompt": [7] * MANY}).encode()
+    assert decode_request(body, CompletionRequest, context=MANY).one_prompt() == [7] * MANY
+
+
+@pytest.mark.parametrize(
+    "text", [",[{" * MANY, '\\",[' * MANY, '"' * MANY * 4, "\\" * MANY, "\\" + '"[' * MANY]
+)
+def test_a_text_is_one_value(text: str) -> None:
+    assert completion(prompt=text, stop=[text]).one_prompt() == text
 
 
 def test_a_missing_field_is_named() -> None:

@@ -60,8 +60,8 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that change nothing about an answer; clients may send them."""
 
-_IDS = re.compile(rb"[\[\s]+[-\d]")
-"""How a list of numbers begins; one in a list of its own, too."""
+_MOST_LISTS = 1 << 16
+"""Lists and objects of a body; a message is one, and one for each of its parts."""
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 
@@ -228,12 +228,12 @@ def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> Reques
         context: tokens that it may have.
 
     Raises:
-        ApiError: it is no JSON, has fields that are unknown, of a wrong type, or out of range, or more token
-            ids than fit.
+        ApiError: it is no JSON, has fields that are unknown, of a wrong type, or out of range, or more values
+            than a request needs.
     """
+    _check_size(body, context)
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        _check_length(fields.get("prompt"), context)
         wanted = _checked(fields, kind)
         request = msgspec.convert(wanted, kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -259,16 +259,22 @@ def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -
     return wanted
 
 
-def _check_length(prompt: msgspec.Raw | None, context: int) -> None:
-    """Refuse token ids that cannot fit before they are decoded: the loop would stand still for seconds."""
-    text = bytes(prompt) if prompt is not None else b""
-    if not _IDS.match(text):
-        return
-    tokens = text.count(b",") + 1
-    if tokens > context:
+def _check_size(body: bytes, context: int) -> None:
+    """Refuse what has too many values before it is decoded: the loop would stand still for seconds.
+
+    A text is one value, whatever is in it.
+    """
+    most = context + _MOST_LISTS
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a text
+    fits = bare.count(b'"') <= 4 * most  # a value has two texts at most: its key and itself
+    if fits:
+        bare = b"".join(bare.split(b'"')[::2])
+        lists = bare.count(b"[") + bare.count(b"{")
+        fits = lists <= _MOST_LISTS and lists + bare.count(b",") <= most
+    if not fits:
         raise ApiError(
-            f"the prompt has {tokens} token ids, more than the {context} that there is room for: shorten it",
-            param="prompt",
+            f"the body has more than {most:,} values, or {_MOST_LISTS:,} lists and objects; a request of "
+            f"{context:,} tokens, which there is room for, needs no more: shorten the prompt",
             code="context_length_exceeded",
         )
 
