@@ -62,7 +62,7 @@ class ServeOptions:
     max_bodies_mib: int = option(
         256, "MiB of all requests that are read and answered; more get status 429", minimum=1
     )
-    max_connections: int = option(4096, "connections; more get status 503", minimum=1)
+    max_connections: int = option(4096, "connections; requests on more get status 503", minimum=1)
     drain_seconds: float = option(30.0, "how long requests may go on after SIGTERM", minimum=0)
     kv_events_config: str = option("", "publish events of pages: a JSON object as vLLM and SGLang take it")
     trace: bool = option(False, "make OpenTelemetry spans; start it by `opentelemetry-instrument`")

@@ -22,7 +22,8 @@ from asynchicache.integrations.serve.messages import (
     decode_request,
 )
 from asynchicache.integrations.serve.metrics import CONTENT_TYPE, Metrics
-from asynchicache.integrations.serve.problems import ApiError, broken, refusal
+from asynchicache.integrations.serve.problems import ApiError, broken, crowded, refusal
+from asynchicache.integrations.serve.protocol import CROWDED
 from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
 
 
@@ -75,6 +76,8 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = Request(scope, receive)
+        if CROWDED in scope.get("state", {}):
+            raise crowded(scope["state"][CROWDED])
         parent = arrived.headers.get("traceparent")
         with self._bodies.room.share() as take:
             body = await read_body(arrived, self._bodies.most, take)

@@ -57,6 +57,12 @@ def overloaded(message: str, retry_after: int) -> ApiError:
     return ApiError(message, status=429, code="rate_limit_exceeded", retry_after=retry_after)
 
 
+def crowded(most: int) -> ApiError:
+    """Too many clients are connected."""
+    message = f"more than {most:,} clients are connected: try again later, or raise --max-connections"
+    return ApiError(message, status=503, code="too_many_connections", retry_after=1)
+
+
 def stopping() -> ApiError:
     """The server is being shut down."""
     return ApiError("the server is shutting down; try another", status=503, code="stopping", retry_after=1)

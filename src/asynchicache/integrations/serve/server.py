@@ -20,6 +20,7 @@ from asynchicache.errors import ConfigError, StorageError
 from asynchicache.integrations.serve.api import Api, Counts, Served
 from asynchicache.integrations.serve.app import build_app
 from asynchicache.integrations.serve.loading import LoadedModel
+from asynchicache.integrations.serve.protocol import Connection
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class ServeSettings:
         answer_tokens: how many are generated if a chat does not say.
         max_body_bytes: longer requests get status 413.
         max_bodies_bytes: of all requests that are read and answered at a time; more get status 429.
-        max_connections: more get status 503.
+        max_connections: what is sent over more gets status 503, but for questions how the server is.
         drain_seconds: how long requests may go on when the server is told to stop.
         attach_seconds: pause between attempts to open storage.
         kv_events: where events of pages are published, as JSON; empty for nowhere.
@@ -125,11 +126,11 @@ async def serve(
             app,
             access_log=False,
             log_config=None,
-            http="h11",  # httptools, which uvicorn prefers, takes headers of any size
+            http=Connection,  # of h11: httptools, which uvicorn prefers, takes headers of any size
             ws="none",
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE,
-            limit_concurrency=settings.max_connections + 1,  # uvicorn refuses the one that makes it so many
+            limit_concurrency=settings.max_connections,
             timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         )
         server = ApiServer(config, api, ready)

@@ -1,0 +1,81 @@
+"""How many clients may be connected, and how long they may be silent before they say what they want."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+CROWDED = "crowded"
+"""Key of a request's state: the most connections, where its own is one too many."""
+
+_HEAD_SECONDS = 10.0
+_SPARE = 64
+
+
+class Connection(H11Protocol):
+    """A connection, of which there are so many.
+
+    uvicorn's `limit_concurrency` refuses the requests of all connections while one is too many, and leaves
+    those open that never send a request. Here it is the number of connections that are served. One more is
+    marked as `CROWDED` and closed after its first answer, so that it can be told so, and a probe be answered;
+    `_SPARE` more are closed at once. Any that owes the head of a request for too long is closed.
+
+    Attributes:
+        deadline: for the head of a request, while one is owed: from the beginning, and since a part has come.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._most = self.limit_concurrency or 0
+        self.limit_concurrency = None
+        self.deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        excess = len(self.connections) - self._most
+        if excess > _SPARE:
+            transport.abort()
+            return
+        if excess > 0:
+            self.app_state = {**self.app_state, CROWDED: self._most}
+            self.app = _closing(self.app)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._expect_head()
+        else:
+            self._forget_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        """The rest of it, too: a byte now and then is no reason to wait for longer."""
+        if self.deadline is None and not self.transport.is_closing():
+            self.deadline = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+
+def _closing(app: ASGIApp) -> ASGIApp:
+    """An application whose answers are the last of their connections."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await app(scope, receive, send_last)
+
+    return call
