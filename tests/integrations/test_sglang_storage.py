@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from asynchicache.backends.memory import MemoryBackend
 from asynchicache.errors import ConfigError, StorageLockedError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
@@ -259,6 +260,20 @@ def test_pages_are_cleared_and_calls_after_the_end_are_misses(tmp_path: Path) ->
         assert backend.batch_exists_v2(KEYS[:2]).restorable_prefix_pages == []
         assert backend.get(KEYS[0], pool.get_dummy_flat_data_page()) is None
         assert not backend.clear()
+
+
+def test_a_storage_that_raises_as_it_closes_keeps_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lost(self: MemoryBackend) -> None:
+        raise RuntimeError("connection lost")
+
+    monkeypatch.setattr(MemoryBackend, "aclose", lost)
+    with attached(options(tmp_path), {"kv": RecordedPool("mla-page_first_direct")}) as backend:
+        backend.close()
+
+    assert not backend._bridge._thread.is_alive()
+    assert "could not be closed: RuntimeError('connection lost')" in caplog.text
 
 
 def test_a_pool_that_is_made_anew_takes_the_place_of_the_old_one(tmp_path: Path) -> None:

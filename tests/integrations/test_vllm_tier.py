@@ -270,6 +270,35 @@ class Unclosable(Faulty):
         await never.wait()
 
 
+def test_a_storage_that_raises_as_it_closes_keeps_no_thread(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page_store, "open_backend", raising_backend)
+    tier = open_tier(close_seconds=0.2)
+    loop_of_the_tier = tier._bridge._thread
+
+    tier.shutdown()
+
+    assert not loop_of_the_tier.is_alive()
+    assert "could not be closed: RuntimeError('connection lost')" in caplog.text
+
+
+def test_a_shutdown_that_is_interrupted_keeps_no_thread(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(seconds: float) -> bool:
+        raise KeyboardInterrupt
+
+    tier = open_tier(close_seconds=0.2)
+    loop_of_the_tier = tier._bridge._thread
+    monkeypatch.setattr(tier, "_close_storage", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        tier.shutdown()
+
+    assert not loop_of_the_tier.is_alive()
+
+
 @pytest.mark.timeout(30)
 def test_no_call_of_the_scheduler_waits_for_storage(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage answers nothing, for longer than the test may take."""
@@ -293,6 +322,17 @@ def test_no_call_of_the_scheduler_waits_for_storage(open_tier: Open, monkeypatch
 def silent_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:
     """No call of it ever ends."""
     return Faulty(open_backend(name, options, port), FaultRates(hang=1), port.random)
+
+
+def raising_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:
+    """It cannot close."""
+
+    async def lost() -> None:
+        raise RuntimeError("connection lost")
+
+    backend = Faulty(open_backend(name, options, port), FaultRates(), port.random)
+    backend.aclose = lost  # type: ignore[method-assign]
+    return backend
 
 
 def hanging_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:

@@ -25,6 +25,7 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import StorageBackend
+from asynchicache.storage.strangers import close
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ class PageStore:
                 stack.push_async_callback(port.aclose)
             if backend is None:
                 backend = open_backend(config.storage, config.storage_options, port)
-                stack.push_async_callback(backend.aclose)
+                closing = config.storage_limits.closing
+                stack.push_async_callback(close, backend, closing, f"storage {backend.name!r}")
             store = cls(backend, config, port)
             store._stack = stack.pop_all()
         return store
@@ -227,7 +229,7 @@ class PageStore:
     async def aclose(self) -> None:
         """Wait for running calls, with a limit, and close everything; twice is harmless.
 
-        A backend that does not close within `storage_limits.closing` seconds is left behind.
+        A backend that raises, or does not close within `storage_limits.closing` seconds, is left behind.
         """
         self._closed = True
         await asyncio.gather(*(pool.aclose() for pool in self._pools.values()))

@@ -283,8 +283,10 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """Wait for running calls, with a limit, and close the storage; twice is harmless."""
         if not self._bridge.closed:
-            self._call(self._store.aclose(), None)
-            self._bridge.close(_CLOSE_SECONDS)
+            try:
+                self._call(self._store.aclose(), None)
+            finally:
+                self._bridge.close(_CLOSE_SECONDS)
 
     def _call(self, work: Coroutine[Any, Any, T], otherwise: T, nbytes: int = 0) -> T:
         """What `work` comes to, or `otherwise`: SGLang takes no errors from its cache."""

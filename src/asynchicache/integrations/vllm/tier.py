@@ -289,9 +289,11 @@ class AsynchicacheTier(SecondaryTierManager):
         if self._bridge.closed:
             return
         patience = self._options.close_seconds
-        self._bridge.drain(patience)
-        rows_are_free = self._close_storage(patience + _CLOSINGS * self._options.storage_limits.closing)
-        ended = self._bridge.close(patience)
+        try:
+            self._bridge.drain(patience)
+            rows_are_free = self._close_storage(patience + _CLOSINGS * self._options.storage_limits.closing)
+        finally:
+            ended = self._bridge.close(patience)
         if not (rows_are_free and ended):
             raise CacheError(f"tier {self.tier_type!r}: a storage call did not end, and may still use rows")
 
