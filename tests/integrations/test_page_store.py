@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.integrations.page_memory import PageMemory, PagePart, memory_at, tensor_memory
 from asynchicache.integrations.page_pool import PagePool
+from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.integrations.page_store import PageIdentity, PageStore, PageStoreConfig
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.breaker import BreakerState
@@ -461,6 +463,57 @@ async def test_closing_ends_calls_that_hang_and_refuses_new_ones() -> None:
             await refused
     with pytest.raises(ClosedError, match="closed"):
         await store.open_pool("more", memory, IDENTITY)
+    await store.aclose()
+
+
+class StrangeBackend(MemoryBackend):
+    """One that opens pools as the test says."""
+
+    def __init__(self, opening: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(MemoryStore())
+        self.opening: Callable[[], Awaitable[object]] | None = opening
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:  # type: ignore[override]
+        if self.opening is not None:
+            return await self.opening()  # type: ignore[return-value]
+        return await super().open_pool(binding)
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+async def burn() -> None:
+    raise ValueError("nonsense")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("opening", "words"),
+    [
+        (hang, "took longer than 0.02 s"),
+        (burn, r"failed: ValueError\('nonsense'\)"),
+        (partial(asyncio.sleep, 0, 42), "failed: AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("zero_copy", [True, False])
+async def test_a_pool_that_cannot_be_opened_is_an_error(
+    opening: Callable[[], Awaitable[object]],
+    words: str,
+    zero_copy: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+    kind = PlacedSlots if zero_copy else StagedSlots
+    monkeypatch.setattr(kind, "close", lambda slots: closed.append(slots.layout.pool.name))
+    backend = StrangeBackend(opening)
+    store = await PageStore.open(gated(zero_copy=zero_copy, opening=0.02), backend=backend)
+    with pytest.raises(StorageError, match=f"storage 'memory': opening pool 'kv' {words}"):
+        await store.open_pool("kv", one_part(), IDENTITY)
+    assert closed == ["kv"], "the host's memory is given back"
+    backend.opening = None
+    pool = await store.open_pool("kv", one_part(), IDENTITY)  # nothing was left behind
+    assert await pool.put(["k"], [0]) == [Outcome.STORED]
     await store.aclose()
 
 

@@ -16,10 +16,11 @@ from asynchicache.ports import Port
 from asynchicache.storage import hits
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.opening import open_guarded
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
-from asynchicache.storage.strangers import bounded, close, named
+from asynchicache.storage.strangers import close
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
@@ -94,7 +95,7 @@ class Attachment:
             if owned:
                 stack.push_async_callback(close, backend, limits.closing, f"storage {backend.name!r}")
             for binding in bindings:
-                guard = await _open_pool(backend, binding, port, limits)
+                guard = await open_guarded(backend, binding, port, limits)
                 stack.push_async_callback(guard.aclose)
                 attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
             attachment._stack = stack.pop_all()
@@ -228,15 +229,6 @@ class StoredPools:
         except ClosedError:
             pass
         return Batch([Outcome.FAILED] * len(slots))
-
-
-async def _open_pool(
-    backend: StorageBackend, binding: SlotBinding, port: Port, limits: PoolLimits
-) -> GuardedPool:
-    what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
-    with named(what):
-        engine = await bounded(backend.open_pool(binding), limits.opening, what)
-        return GuardedPool(engine, binding, port, limits)
 
 
 def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:

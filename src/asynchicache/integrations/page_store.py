@@ -23,7 +23,7 @@ from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.opening import open_guarded
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.strangers import close
 
@@ -178,7 +178,7 @@ class PageStore:
         Raises:
             ConfigError: the name or the shard is not what a key may hold, or the pool is open.
             CapacityError: no room for staging slots.
-            StorageError: the storage cannot be used.
+            StorageError: the storage cannot be used, or took longer than `storage_limits.opening`.
             ClosedError: the store is closed.
         """
         if self._closed:
@@ -188,11 +188,10 @@ class PageStore:
         slots = self._slots(name, memory)
         try:
             binding = SlotBinding(slots, identity.fingerprint(name, memory), identity.shard)
-            engine = await self._backend.open_pool(binding)
+            guard = await open_guarded(self._backend, binding, self._port, self.config.storage_limits)
         except BaseException:
             slots.close()
             raise
-        guard = GuardedPool(engine, binding, self._port, self.config.storage_limits)
         pool = PagePool(memory, slots, guard, binding, self._port, writes=writes)
         self._pools[name] = pool
         return pool
