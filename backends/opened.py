@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from asynchicache.errors import StorageError
+from asynchicache.errors import ClosedError, StorageError
 from asynchicache.storage.protocol import PoolBinding
 
 
@@ -22,15 +23,44 @@ class Closable(Protocol):
 E = TypeVar("E", bound=Closable)
 
 
-class _Opened(NamedTuple, Generic[E]):
+@dataclass(slots=True, eq=False)
+class _Opened(Generic[E]):
+    """
+    Attributes:
+        task: opens the engine.
+        users: callers that wait for it, or have got it.
+        closing: closes it, since all of them were cancelled before it came.
+    """
+
     binding: PoolBinding
     task: asyncio.Task[E]
+    users: int = 0
+    closing: asyncio.Task[None] | None = None
 
     def usable(self) -> bool:
         """Whether it is open, or about to be."""
-        if not self.task.done():
-            return True
-        return not self.task.cancelled() and self.task.exception() is None and not self.task.result().closed
+        if self.closing is not None:
+            return False
+        return not self.task.done() or (self._came() and not self.task.result().closed)
+
+    async def engine(self) -> E:
+        self.users += 1
+        try:
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            self.users -= 1
+            if not self.users:
+                self.closing = asyncio.ensure_future(self.close())
+            raise
+
+    async def close(self) -> None:
+        """Close the engine, as soon as it is open; twice is harmless."""
+        await asyncio.wait([self.task])
+        if self._came():
+            await self.task.result().aclose()
+
+    def _came(self) -> bool:
+        return not self.task.cancelled() and self.task.exception() is None
 
 
 class OpenEngines(Generic[E]):
@@ -38,23 +68,36 @@ class OpenEngines(Generic[E]):
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, str, bytes], _Opened[E]] = {}
+        self._closed = False
 
     async def open(self, binding: PoolBinding, make: Callable[[], Awaitable[E]]) -> E:
         """The engine of `binding`: the one that is open with it, or what `make` gives.
 
-        Opening goes on if the caller is cancelled: what it opens must not be lost.
+        Opening goes on if the caller is cancelled: what it opens must not be lost. It is closed if nobody
+        else waits for it, and only then can the pool be opened again.
 
         Raises:
             StorageError: the pool is open with another binding.
+            ClosedError: all engines were closed meanwhile.
         """
         identity = (binding.pool, binding.shard, binding.fingerprint)
-        opened = self._opened.get(identity)
+        opened = await self._settled(identity)
         if opened is None or not opened.usable():
             opened = self._opened[identity] = _Opened(binding, asyncio.ensure_future(_run(make)))
         elif opened.binding is not binding:
             where = f"pool {binding.pool!r}, shard {binding.shard!r}"
             raise StorageError(f"{where} is open already, with other slots; close that engine first")
-        return await asyncio.shield(opened.task)
+        return await opened.engine()
+
+    async def _settled(self, identity: tuple[str, str, bytes]) -> _Opened[E] | None:
+        """What is known of a pool, once nothing of it is about to be closed."""
+        opened = self._opened.get(identity)
+        while opened is not None and opened.closing is not None and not opened.closing.done():
+            await asyncio.wait([opened.closing])
+            if self._closed:
+                raise ClosedError(f"the backend was closed while pool {identity[0]!r} was opened")
+            opened = self._opened.get(identity)
+        return opened
 
     def usable(self) -> list[E]:
         """The engines that are open."""
@@ -62,12 +105,12 @@ class OpenEngines(Generic[E]):
 
     async def aclose(self) -> None:
         """Close every engine, those that are still being opened too."""
-        tasks = [opened.task for opened in self._opened.values()]
+        self._closed = True
+        tasks = [opened.closing or opened.task for opened in self._opened.values()]
         if tasks:
             await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled() and task.exception() is None:
-                await task.result().aclose()
+        for opened in self._opened.values():
+            await opened.close()
 
     def __len__(self) -> int:
         return len(self._opened)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -24,7 +24,13 @@ class Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-async def bounded(call: Coroutine[object, object, T], seconds: float, what: str) -> T:
+async def bounded(
+    call: Coroutine[object, object, T],
+    seconds: float,
+    what: str,
+    *,
+    unwanted: Callable[[T], Awaitable[None]] | None = None,
+) -> T:
     """What `call` returns, or raises.
 
     `asyncio.timeout` would wait for ever for a call that does not end when it is cancelled.
@@ -33,6 +39,7 @@ async def bounded(call: Coroutine[object, object, T], seconds: float, what: str)
         call: code of others.
         seconds: how long it may take; then it is cancelled, and left alone after a grace.
         what: it does, for messages.
+        unwanted: gets what `call` returned when nobody waited for it any more, e.g. to close it.
 
     Raises:
         StorageError: it took longer, or cancelled itself.
@@ -42,11 +49,11 @@ async def bounded(call: Coroutine[object, object, T], seconds: float, what: str)
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             raise StorageError(f"{what} took longer than {seconds:g} s")
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_look)
-            await asyncio.wait([task], timeout=GRACE_SECONDS)
+    except BaseException:  # also if we are cancelled, even when the call has just ended
+        task.cancel()
+        end = asyncio.ensure_future(_end(task, unwanted))
+        await asyncio.wait([end], timeout=GRACE_SECONDS)
+        raise
     if task.cancelled():
         raise StorageError(f"{what} cancelled itself")
     return task.result()
@@ -92,7 +99,8 @@ def at_once(call: Awaitable[T]) -> T:
     raise StorageError("the engine is `immediate`, and a call of it suspended")
 
 
-def _look(task: asyncio.Task[object]) -> None:
-    """What became of it is no news, and asyncio need not complain that nobody asked."""
-    if not task.cancelled():
-        task.exception()
+async def _end(task: asyncio.Task[T], unwanted: Callable[[T], Awaitable[None]] | None) -> None:
+    """What became of a call that was given up is no news; what it returns is to be let go of."""
+    await asyncio.wait([task])
+    if not task.cancelled() and task.exception() is None and unwanted is not None:
+        await unwanted(task.result())
