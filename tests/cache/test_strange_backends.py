@@ -241,7 +241,7 @@ async def test_an_engine_that_suspends_though_it_says_it_never_does_has_failed()
         assert cache.verify() == []
 
 
-@pytest.mark.parametrize("name", ["batch_pages", "concurrency"])
+@pytest.mark.parametrize("name", ["batch_pages", "batch_keys", "concurrency"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", None, True])
 def test_capabilities_that_let_no_call_through_are_refused(name: str, value: object):
     good = Capabilities(durable=False, checks=True)

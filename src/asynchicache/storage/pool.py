@@ -232,7 +232,7 @@ class GuardedPool:
     def _step(self, verb: Verb) -> int:
         """Most keys of one call of the engine."""
         if not verb.moves:
-            return max(1, self._capabilities.batch_keys)
+            return self._capabilities.batch_keys
         pages = self._limits.batch_bytes // self._binding.slot_bytes
         return max(1, min(self._capabilities.batch_pages, pages))
 

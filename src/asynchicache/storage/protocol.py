@@ -31,7 +31,7 @@ class Capabilities:
             deadline or a turn, and gives the loop a turn between batches. One that does suspend has failed.
 
     Raises:
-        ConfigError: `batch_pages` or `concurrency` is no whole number above 0.
+        ConfigError: `batch_pages`, `batch_keys` or `concurrency` is no whole number above 0.
     """
 
     durable: bool
@@ -43,7 +43,7 @@ class Capabilities:
     immediate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_pages", "concurrency"):
+        for name in ("batch_pages", "batch_keys", "concurrency"):
             value = getattr(self, name)
             check_number(f"capability {name}", value)
             if value < 1:
