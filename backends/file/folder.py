@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
 _VERSION = 2
@@ -60,14 +61,14 @@ class StoreFolder:
             raise StorageError(self._advice(error)) from error
 
     def pool_path(self, pool: str, shard: str, fingerprint: bytes) -> Path:
-        """The folder of a pool.
+        """The folder of a pool: no two pools, shards or fingerprints share one.
 
         Raises:
             StorageError: a name may not be part of a path.
         """
         if not _POOL.fullmatch(pool) or not _SHARD.fullmatch(shard):
             raise StorageError(f"pool {pool!r}, shard {shard!r}: a-z, 0-9, _ (and /, - in the shard) only")
-        parts = [pool, shard.replace("/", "-"), fingerprint.hex()[:32]]
+        parts = [pool, shard_text(shard), fingerprint.hex()[:32]]
         return self.path / "-".join(part for part in parts if part)
 
     def make(self, pool: Path) -> None:

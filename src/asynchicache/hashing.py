@@ -43,8 +43,13 @@ class ObjectKey(NamedTuple):
         return self._family() + "?" * len(self.digest.hex())
 
     def _family(self) -> str:
-        shard = f".{self.shard.translate(_SHARD_TEXT)}" if self.shard else ""
+        shard = f".{shard_text(self.shard)}" if self.shard else ""
         return f"{self.fingerprint.hex()[:32]}.{self.pool}{shard}."
+
+
+def shard_text(shard: str) -> str:
+    """A shard as a part of a file name or object name; no other shard has the same."""
+    return shard.translate(_SHARD_TEXT)
 
 
 def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:

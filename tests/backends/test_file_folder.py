@@ -189,7 +189,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, pool: str, shard: str) 
 def test_shards_have_folders_of_their_own(tmp_path: Path) -> None:
     folder = StoreFolder(tmp_path, read_only=False)
     try:
-        paths = {folder.pool_path("kv", shard, bytes(32)) for shard in ("", "0/2", "1/2")}
+        paths = {folder.pool_path("kv", shard, bytes(32)) for shard in ("", "0/2", "1/2", "1-2")}
     finally:
         folder.close()
 
@@ -197,6 +197,7 @@ def test_shards_have_folders_of_their_own(tmp_path: Path) -> None:
         "kv-0-2-" + "0" * 32,
         "kv-" + "0" * 32,
         "kv-1-2-" + "0" * 32,
+        "kv-1_2-" + "0" * 32,
     ]
 
 
