@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from asynchicache.bench.copy_rig import single_threaded, torch_threads
+from asynchicache.bench.copy_rig import OwnCores, single_threaded, torch_threads, two_cores
 from asynchicache.bench.overlap import SHARES, OverlapOptions, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
 from asynchicache.errors import ConfigError
@@ -91,6 +92,20 @@ def test_compute_takes_no_thread_of_the_copies() -> None:
         stream.record(event)
         event.synchronize()
     assert threads[0] == threads[1]
+
+
+def test_streams_stay_on_cores_of_their_own() -> None:
+    cores = two_cores(["load"], ["compute"])
+    assert len(set(cores.values())) == min(2, len(os.sched_getaffinity(0))) or not cores
+    device, found = EmulatedDevice(OwnCores({**cores, "compute": min(os.sched_getaffinity(0))})), {}
+    with closing(device):
+        for name in ("compute", "elsewhere"):
+            stream = device.stream(name)
+            stream.launch(lambda name=name: found.update({name: os.sched_getaffinity(0)}))
+            event = device.event()
+            stream.record(event)
+            event.synchronize()
+    assert found == {"compute": {min(os.sched_getaffinity(0))}, "elsewhere": os.sched_getaffinity(0)}
 
 
 @pytest.mark.asyncio

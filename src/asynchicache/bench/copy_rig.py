@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -18,6 +20,8 @@ from asynchicache.pools.host import HostPool
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import PoolSpec
 from asynchicache.streams.base import Device, Stream
+from asynchicache.streams.drivers import Run, ThreadDriver
+from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
@@ -72,6 +76,30 @@ class CopyRig:
         return time.perf_counter() - started
 
 
+class OwnCores(ThreadDriver):
+    """Threads of some streams stay on a core each, as a GPU's copies and its compute do not share one.
+
+    Left to the system, two that wake each other land on one core now and then, and wait for each other there.
+    """
+
+    def __init__(self, cores: Mapping[str, int]) -> None:
+        """`cores`: by the name of a stream; the others go where the system lets them."""
+        super().__init__()
+        self._cores = cores
+
+    def lane(self, name: str) -> Callable[[Run], None]:
+        submit = super().lane(name)
+        if name in self._cores:
+            submit(partial(os.sched_setaffinity, 0, {self._cores[name]}))
+        return submit
+
+
+def two_cores(first: Sequence[str], second: Sequence[str]) -> dict[str, int]:
+    """A core for some streams and another one for others; none where this process has only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    return dict.fromkeys(first, cores[0]) | dict.fromkeys(second, cores[1]) if len(cores) > 1 else {}
+
+
 @asynccontextmanager
 async def open_rig(
     spec: PoolSpec,
@@ -82,6 +110,7 @@ async def open_rig(
     layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT,
     path: CopyPath | None = None,
     group_bytes: int = GROUP_BYTES,
+    cores: Mapping[str, int] = MappingProxyType({}),
 ) -> AsyncIterator[CopyRig]:
     """An engine over one pool, all of its host memory pinned.
 
@@ -93,6 +122,7 @@ async def open_rig(
         layout: of host memory.
         path: how to copy; measured if None.
         group_bytes: layers that are copied together. Default: the engine's.
+        cores: on a CPU, by stream; see `OwnCores`.
 
     Raises:
         ConfigError: no such device.
@@ -100,7 +130,7 @@ async def open_rig(
         CapacityError: there is no room.
     """
     port = AsyncioPort(threads=2)
-    opened = open_device(CacheConfig(device=device))
+    opened = EmulatedDevice(OwnCores(cores)) if device == "cpu" else open_device(CacheConfig(device=device))
     host = HostPool(spec, page_size, slots, pin=opened.name != "cpu", layout=layout)
     while host.growing:
         host.grow()

@@ -12,7 +12,7 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from asynchicache.bench.copy_rig import CopyRig, open_rig, single_threaded, torch_threads
+from asynchicache.bench.copy_rig import CopyRig, open_rig, single_threaded, torch_threads, two_cores
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.base import Stream
@@ -110,7 +110,8 @@ async def run_overlap(options: OverlapOptions, advance: Callable[[int, int], Non
     pool = PoolSpec("kv", (tensor,))
     rows = []
     with torch_threads(1):  # copies and compute are to have a core each
-        async with open_rig(pool, 1, _PAGES, device=options.device, group_bytes=1) as rig:
+        cores = two_cores(["load", "aside"], ["compute"])
+        async with open_rig(pool, 1, _PAGES, device=options.device, group_bytes=1, cores=cores) as rig:
             runner = _Runner(rig, options.layers)
             for done, share in enumerate(SHARES):
                 rows.append(await runner.row(share, options.rounds))
