@@ -335,7 +335,7 @@ async def test_opening_says_what_is_wrong(verb: bytes, answer: bytes, message: s
 )
 def test_whatever_a_server_says(answer: bytes, close: bool) -> None:
     async def play() -> None:
-        async with scene(connections=1, timeout_seconds=0.05) as (server, bench):
+        async with scene(connections=1, timeout_seconds=0.2) as (server, bench):
             for verb in (b"GET", b"SET", b"UNLINK"):
                 server.say(verb, answer, close=close)
 
