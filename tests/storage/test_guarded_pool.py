@@ -222,6 +222,28 @@ async def test_a_call_that_hangs_times_out_and_keeps_its_slots() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_call_that_ends_in_the_turn_in_which_the_pool_is_closed_keeps_no_slot() -> None:
+    async with scene(deadline=SOON) as s:
+        s.engine.gate.clear()
+        batch = await s.get(2)
+        assert batch.lingering is not None
+        turn = asyncio.Event()
+        closing = asyncio.create_task(_close_after(turn, s.pool))
+        await asyncio.sleep(0)
+
+        s.engine.gate.set()
+        turn.set()  # right behind the engine's end, and before anybody is told of that
+        assert await closing == frozenset()
+        assert not batch.lingering.cancelled()
+        assert s.pool.statistics().get.outcomes == {Outcome.TIMEOUT: 2}
+
+
+async def _close_after(turn: asyncio.Event, pool: GuardedPool) -> frozenset[int]:
+    await turn.wait()
+    return await pool.aclose()
+
+
+@pytest.mark.asyncio
 async def test_only_the_late_batch_of_a_call_lingers() -> None:
     async with scene(ScriptedEngine(concurrency=1), deadline=SOON) as s:
         stuck = asyncio.Event()

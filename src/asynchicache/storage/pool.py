@@ -191,6 +191,8 @@ class GuardedPool:
         for call in self._calls:
             call.task.cancel()
         await self._join()
+        for call in [call for call in self._calls if call.task.done()]:
+            self._finish(call, call.task)  # it ended in this turn of the loop, which has not told us yet
         self._given_up = True  # not before: what ends while `aclose` waits is safe like any other
         for _, free in self._watchers:
             free.cancel()
@@ -302,6 +304,8 @@ class GuardedPool:
             call.answer.set_result([Outcome.TIMEOUT] * call.pages)
 
     def _finish(self, call: _Call, task: asyncio.Task[list[Outcome] | None]) -> None:
+        if call not in self._calls:
+            return  # `aclose` was quicker
         if call.timer is not None:
             call.timer.cancel()
         if task.cancelled() and self._closed:  # given up by `aclose`; bytes may still move, so it stays
