@@ -231,5 +231,6 @@ async def test_logits_that_are_no_numbers_fail_their_own_request(monkeypatch: py
         found = await asyncio.gather(
             *(answer(served, prompt, 8) for prompt in prompts), return_exceptions=True
         )
-    assert isinstance(found[0], RuntimeError)
-    assert found[1:] == wanted[1:]
+    failed = [number for number, one in enumerate(found) if isinstance(one, RuntimeError)]
+    assert len(failed) == 1  # whichever came first into a batch
+    assert all(found[number] == wanted[number] for number in range(3) if number not in failed)
