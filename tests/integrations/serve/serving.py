@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,42 @@ async def running(loaded: LoadedModel, **settings: Any) -> AsyncIterator[Running
                 if not task.done():
                     ready.result().stop()
                 await task
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A short completion to ask for."""
+    return {"prompt": "hello " * 20, "max_tokens": 4, "temperature": 0, **fields}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Other tasks go on until it holds."""
+    while not condition():  # noqa: ASYNC110 - it is another task's doing
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def before_each_forward(loaded: LoadedModel, action: Callable[..., None]) -> Iterator[None]:
+    """The action runs first, in the model's thread."""
+    hook = loaded.model.register_forward_pre_hook(action)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def held(loaded: LoadedModel) -> Iterator[None]:
+    """The model's next forward ends with the block."""
+    let_go = threading.Event()
+
+    def wait(*_: object) -> None:
+        let_go.wait()
+
+    try:
+        with before_each_forward(loaded, wait):
+            yield
+    finally:
+        let_go.set()
 
 
 def uncached(loaded: LoadedModel, prompt: Sequence[int], count: int) -> list[int]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -16,49 +13,24 @@ import pytest
 import torch
 
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.serve import protocol
 from asynchicache.integrations.serve.connections import while_connected
 from asynchicache.integrations.serve.server import ServeSettings
 from asynchicache.integrations.transformers.forward import prefill
 from integrations.serve.checkpoints import tiny_loaded
-from integrations.serve.serving import SMALL, Running, as_text, running, uncached
+from integrations.serve.serving import (
+    SMALL,
+    Running,
+    as_text,
+    before_each_forward,
+    body,
+    held,
+    running,
+    uncached,
+    until,
+)
 
 LOADED = tiny_loaded()
 LONG = {"prompt": "a", "max_tokens": 1500, "temperature": 0, "stream": True}
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"prompt": "hello " * 20, "max_tokens": 4, "temperature": 0, **fields}
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Other tasks go on until it holds."""
-    while not condition():  # noqa: ASYNC110 - it is another task's doing
-        await asyncio.sleep(0)
-
-
-@contextmanager
-def before_each_forward(action: Callable[..., None]) -> Iterator[None]:
-    hook = LOADED.model.register_forward_pre_hook(action)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """The model's next forward ends with the block."""
-    let_go = threading.Event()
-
-    def wait(*_: object) -> None:
-        let_go.wait()
-
-    try:
-        with before_each_forward(wait):
-            yield
-    finally:
-        let_go.set()
 
 
 def post(server: Running, request: dict[str, Any]) -> asyncio.Task[httpx.Response]:
@@ -74,7 +46,7 @@ async def hang_up(call: asyncio.Task[httpx.Response]) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_who_leaves_while_the_prompt_is_computed_frees_everything(streamed: bool) -> None:
     async with running(LOADED) as server:
-        with held():
+        with held(LOADED):
             call = post(server, body(stream=streamed))
             await until(lambda: server.api.model.running)
             await hang_up(call)
@@ -94,7 +66,7 @@ async def test_who_leaves_while_tokens_come_frees_everything() -> None:
 @pytest.mark.asyncio
 async def test_who_leaves_in_the_line_is_never_served() -> None:
     async with running(LOADED, max_running=1) as server:
-        with held():
+        with held(LOADED):
             first = post(server, body())
             await until(lambda: server.api.model.running)
             second = post(server, body())
@@ -109,7 +81,7 @@ async def test_who_leaves_in_the_line_is_never_served() -> None:
 @pytest.mark.asyncio
 async def test_too_many_are_told_to_come_back() -> None:
     async with running(LOADED, max_running=1, max_waiting=1) as server:
-        with held():
+        with held(LOADED):
             calls = [post(server, body()), post(server, body())]
             await until(lambda: server.api.model.waiting)
 
@@ -124,7 +96,7 @@ async def test_too_many_are_told_to_come_back() -> None:
 async def test_bodies_have_so_much_room_together_and_give_it_back() -> None:
     request = body(prompt="a" * 600)
     async with running(LOADED, max_body_bytes=1000, max_bodies_bytes=1000) as server:
-        with held():
+        with held(LOADED):
             first = post(server, request)
             await until(lambda: server.api.model.running)
             refused = await server.http.post("/v1/completions", json=request)
@@ -136,118 +108,6 @@ async def test_bodies_have_so_much_room_together_and_give_it_back() -> None:
         await server.idle()
 
 
-class Peer:
-    """A client by hand, over a connection that is kept."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def closed(self) -> bool:
-        """Waits until it is; whether nothing was said before."""
-        try:
-            return not await self._reader.read()
-        except ConnectionError:
-            return True
-
-    async def ask(self, path: str, request: dict[str, Any] | None = None) -> httpx.Response:
-        content = json.dumps(request).encode()
-        head = f"{'POST' if request else 'GET'} {path} HTTP/1.1\r\nhost: here\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        self.send(head.encode() + content)
-        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-        headers = dict(line.lower().split(": ", 1) for line in lines if line)
-        text = await self._reader.readexactly(int(headers["content-length"]))
-        return httpx.Response(int(status.split()[1]), headers=headers, content=text)
-
-
-@asynccontextmanager
-async def connected(server: Running, count: int) -> AsyncIterator[list[Peer]]:
-    """Connections that the server has all taken, in this order."""
-    port = int(server.url.rpartition(":")[2])
-    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
-    try:
-        yield [Peer(*stream) for stream in streams]
-    finally:
-        for _, writer in streams:
-            writer.close()
-
-
-@pytest.mark.asyncio
-async def test_connections_beyond_the_limit_are_told_so_and_the_others_are_served() -> None:
-    async with (
-        running(LOADED, max_connections=2) as server,
-        connected(server, 5) as (first, second, late, probe, _silent),
-    ):
-        refused = await late.ask("/v1/completions", body())
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "too_many_connections"
-        assert refused.headers["retry-after"] == "1"
-        assert refused.headers["connection"] == "close"
-        assert await late.closed()
-        assert (await probe.ask("/health")).status_code == 200
-        assert await probe.closed()
-        for _ in range(2):
-            assert (await first.ask("/v1/completions", body())).status_code == 200
-            assert (await second.ask("/v1/completions", body())).status_code == 200
-        assert server.api.counts.refused == {503: 1}
-
-
-@pytest.mark.asyncio
-async def test_one_who_leaves_makes_room_for_another() -> None:
-    async with running(LOADED, max_connections=1) as server:
-        for _ in range(2):
-            async with connected(server, 1) as (only,):
-                assert (await only.ask("/v1/completions", body())).status_code == 200
-            await until(lambda: not server.server.server_state.connections)
-
-
-@pytest.mark.asyncio
-async def test_connections_far_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_SPARE", 1)
-    async with running(LOADED, max_connections=1) as server, connected(server, 3) as (first, spare, last):
-        assert await last.closed()
-        assert (await spare.ask("/health")).status_code == 200
-        assert (await first.ask("/v1/completions", body())).status_code == 200
-
-
-@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nhost: "], ids=["nothing", "half"])
-@pytest.mark.asyncio
-async def test_who_sends_no_request_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(LOADED) as server:
-        monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.05)
-        async with connected(server, 1) as (new,):
-            new.send(said)
-            assert await new.closed()
-        assert not server.server.server_state.connections
-
-
-@pytest.mark.asyncio
-async def test_the_second_request_too_must_not_stop_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(LOADED) as server, connected(server, 1) as (known,):
-        assert (await known.ask("/health")).status_code == 200
-        monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.05)
-        known.send(b"GET /health HTTP/1.1\r\nhost: ")
-        assert await known.closed()
-
-
-@pytest.mark.asyncio
-async def test_who_waits_for_an_answer_may_be_silent_and_after_it_too() -> None:
-    async with running(LOADED) as server, connected(server, 1) as (known,):
-        await until(lambda: server.server.server_state.connections)
-        (connection,) = server.server.server_state.connections
-        assert connection.deadline is not None
-        with held():
-            call = asyncio.create_task(known.ask("/v1/completions", body()))
-            await until(lambda: server.api.model.running)
-            assert connection.deadline is None
-        assert (await call).status_code == 200
-        assert connection.deadline is None
-
-
 def test_room_for_less_than_one_body_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_bodies_bytes 9 must have room for one of 10"):
         ServeSettings(max_body_bytes=10, max_bodies_bytes=9)
@@ -256,7 +116,7 @@ def test_room_for_less_than_one_body_is_refused() -> None:
 @pytest.mark.asyncio
 async def test_who_is_being_answered_when_it_stops_is_answered() -> None:
     async with running(LOADED) as server:
-        with held():
+        with held(LOADED):
             call = post(server, body(stream=True))
             await until(lambda: server.api.model.running)
             server.api.stopping = True  # `stop` says so too, but may close the door before one is in
@@ -275,7 +135,7 @@ async def test_the_second_signal_waits_for_nobody() -> None:
         async with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            with held():
+            with held(LOADED):
                 server.server.stop()
                 server.server.stop()
             with pytest.raises(httpx.RemoteProtocolError):
@@ -286,7 +146,7 @@ async def test_the_second_signal_waits_for_nobody() -> None:
 @pytest.mark.soak
 @pytest.mark.asyncio
 async def test_who_takes_longer_than_draining_may_is_cut_off() -> None:
-    with before_each_forward(lambda *_: time.sleep(0.01)):
+    with before_each_forward(LOADED, lambda *_: time.sleep(0.01)):
         async with running(LOADED, drain_seconds=1) as server:
             async with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
                 lines = answer.aiter_lines()
@@ -308,7 +168,7 @@ async def test_a_model_that_fails_is_told_and_the_next_request_is_served(streame
             raise RuntimeError("out of everything")
 
     async with running(LOADED) as server:
-        with before_each_forward(fail):
+        with before_each_forward(LOADED, fail):
             answer = await server.http.post("/v1/completions", json=body(stream=streamed))
         if streamed:  # it has begun, so there is no other status any more
             *_, last, _ = answer.text.splitlines()
@@ -374,21 +234,6 @@ async def test_conversations_go_on_while_half_of_them_hang_up(clients: int, turn
         await server.idle()
         assert server.api.counts.refused == {}
         assert server.api.counts.answered >= clients // 2 * turns
-
-
-@pytest.mark.asyncio
-async def test_headers_that_do_not_end_are_refused() -> None:
-    async with running(LOADED) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-        try:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"a" * (1 << 20))
-            writer.write(b"\r\n\r\n")
-            with suppress(ConnectionError):  # refused while it writes
-                await writer.drain()
-                assert b" 200 " not in await reader.readline()
-        finally:
-            writer.close()
-        assert (await server.http.get("/health")).status_code == 200
 
 
 @pytest.mark.asyncio

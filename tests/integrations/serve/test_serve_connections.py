@@ -1,0 +1,145 @@
+"""Connections: how many, how long they may say nothing, and what a head may be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from asynchicache.integrations.serve import protocol
+from integrations.serve.checkpoints import tiny_loaded
+from integrations.serve.serving import Running, body, held, running, until
+
+LOADED = tiny_loaded()
+
+
+class Peer:
+    """A client by hand, over a connection that is kept."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def closed(self) -> bool:
+        """Waits until it is; whether nothing was said before."""
+        try:
+            return not await self._reader.read()
+        except ConnectionError:
+            return True
+
+    async def ask(self, path: str, request: dict[str, Any] | None = None) -> httpx.Response:
+        content = json.dumps(request).encode()
+        head = f"{'POST' if request else 'GET'} {path} HTTP/1.1\r\nhost: here\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        self.send(head.encode() + content)
+        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        text = await self._reader.readexactly(int(headers["content-length"]))
+        return httpx.Response(int(status.split()[1]), headers=headers, content=text)
+
+
+@asynccontextmanager
+async def connected(server: Running, count: int) -> AsyncIterator[list[Peer]]:
+    """Connections that the server has all taken, in this order."""
+    port = int(server.url.rpartition(":")[2])
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    try:
+        yield [Peer(*stream) for stream in streams]
+    finally:
+        for _, writer in streams:
+            writer.close()
+
+
+@pytest.mark.asyncio
+async def test_connections_beyond_the_limit_are_told_so_and_the_others_are_served() -> None:
+    async with (
+        running(LOADED, max_connections=2) as server,
+        connected(server, 5) as (first, second, late, probe, _silent),
+    ):
+        refused = await late.ask("/v1/completions", body())
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        assert await late.closed()
+        assert (await probe.ask("/health")).status_code == 200
+        assert await probe.closed()
+        for _ in range(2):
+            assert (await first.ask("/v1/completions", body())).status_code == 200
+            assert (await second.ask("/v1/completions", body())).status_code == 200
+        assert server.api.counts.refused == {503: 1}
+
+
+@pytest.mark.asyncio
+async def test_one_who_leaves_makes_room_for_another() -> None:
+    async with running(LOADED, max_connections=1) as server:
+        for _ in range(2):
+            async with connected(server, 1) as (only,):
+                assert (await only.ask("/v1/completions", body())).status_code == 200
+            await until(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.asyncio
+async def test_connections_far_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_SPARE", 1)
+    async with running(LOADED, max_connections=1) as server, connected(server, 3) as (first, spare, last):
+        assert await last.closed()
+        assert (await spare.ask("/health")).status_code == 200
+        assert (await first.ask("/v1/completions", body())).status_code == 200
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nhost: "], ids=["nothing", "half"])
+@pytest.mark.asyncio
+async def test_who_sends_no_request_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(LOADED) as server:
+        monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.05)
+        async with connected(server, 1) as (new,):
+            new.send(said)
+            assert await new.closed()
+        assert not server.server.server_state.connections
+
+
+@pytest.mark.asyncio
+async def test_the_second_request_too_must_not_stop_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(LOADED) as server, connected(server, 1) as (known,):
+        assert (await known.ask("/health")).status_code == 200
+        monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.05)
+        known.send(b"GET /health HTTP/1.1\r\nhost: ")
+        assert await known.closed()
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_an_answer_may_be_silent_and_after_it_too() -> None:
+    async with running(LOADED) as server, connected(server, 1) as (known,):
+        await until(lambda: server.server.server_state.connections)
+        (connection,) = server.server.server_state.connections
+        assert connection.deadline is not None
+        with held(LOADED):
+            call = asyncio.create_task(known.ask("/v1/completions", body()))
+            await until(lambda: server.api.model.running)
+            assert connection.deadline is None
+        assert (await call).status_code == 200
+        assert connection.deadline is None
+
+
+@pytest.mark.asyncio
+async def test_headers_that_do_not_end_are_refused() -> None:
+    async with running(LOADED) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        try:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"a" * (1 << 20))
+            writer.write(b"\r\n\r\n")
+            with suppress(ConnectionError):  # refused while it writes
+                await writer.drain()
+                assert b" 200 " not in await reader.readline()
+        finally:
+            writer.close()
+        assert (await server.http.get("/health")).status_code == 200
