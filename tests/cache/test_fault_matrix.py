@@ -141,7 +141,7 @@ async def scene(world: SeededWorld, *, spec=SPEC, request_seconds: float = 1.0, 
         prefetch=PrefetchOptions(
             policy=PrefetchPolicy.TIMEOUT, base_seconds=request_seconds, seconds_per_ki_token=0
         ),
-        storage_limits=PoolLimits(deadline=call_seconds, closing=0.5),
+        storage_limits=PoolLimits(deadline=call_seconds, closing=0.5, clearing=0.5),
     )
     async with world.open_cache(spec, options, storage=faults) as cache:
         yield Scene(world, cache, store, faults)

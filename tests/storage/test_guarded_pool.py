@@ -202,6 +202,90 @@ async def test_an_engine_that_cancels_itself_has_failed() -> None:
         assert await s.get(1) == Batch([Outcome.FAILED], None)
 
 
+class Panic(BaseException):
+    """What PyO3 makes of a panic in Rust."""
+
+
+def raising_this(error: BaseException) -> Answer:
+    async def raise_it(pages: int) -> list[Outcome]:
+        raise error
+
+    return raise_it
+
+
+STRANGE_ERRORS = pytest.mark.parametrize(
+    "error",
+    [Panic("!"), BaseExceptionGroup("many", [Panic("!")]), asyncio.CancelledError(), GeneratorExit()],
+    ids=lambda error: type(error).__name__,
+)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("immediate", [False, True], ids=["task", "immediate"])
+@STRANGE_ERRORS
+async def test_what_is_no_exception_is_failed_too(error: BaseException, immediate: bool) -> None:
+    """Nobody answered the caller of a call that ended so, and its deadline was called off."""
+    async with scene(ScriptedEngine(immediate=immediate), retries=0) as s:
+        s.engine.answer = raising_this(error)
+        async with asyncio.timeout(NEVER):
+            assert await s.get(2) == Batch([Outcome.FAILED] * 2, None)
+            assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.FAILED] * 2
+
+        counted = s.pool.statistics()
+        assert (counted.get.errors, counted.exists.errors, counted.running) == (1, 1, 0)
+
+
+@pytest.mark.asyncio
+@STRANGE_ERRORS
+async def test_what_is_no_exception_is_no_clear_either(error: BaseException) -> None:
+    async with scene() as s:
+        s.engine.answer = raising_this(error)
+        with pytest.raises(StorageError, match=f"could not be cleared.*{type(error).__name__}"):
+            await s.pool.clear()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_panics_as_it_closes_does_not_keep_us_open() -> None:
+    async with scene() as s:
+
+        async def panics() -> None:
+            raise Panic("!")
+
+        s.engine.aclose = panics  # type: ignore[method-assign]
+        assert await s.pool.aclose() == frozenset()
+
+
+def test_a_signal_that_ends_the_program_in_an_engine_ends_it_and_leaves_nobody_waiting() -> None:
+    """A handler that calls `sys.exit` runs wherever the main thread happens to be."""
+    answers: list[Batch] = []
+
+    async def life() -> None:
+        async with scene() as s:
+            s.engine.answer = raising_this(SystemExit(3))
+            try:
+                answers.append(await s.get(1))
+            except asyncio.CancelledError:  # the runner ends every task
+                answers.append(await s.pool.get([], []))
+                raise
+
+    with pytest.raises(SystemExit):
+        asyncio.run(life())
+    assert len(answers) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_late_read_that_fails_is_not_tried_again() -> None:
+    async with scene(deadline=5.0) as s:
+
+        async def slowly(pages: int) -> list[Outcome]:
+            s.port.seconds += 5
+            return [Outcome.FAILED] * pages
+
+        s.engine.answer = slowly
+        assert (await s.get(1)).outcomes == [Outcome.FAILED]
+        assert s.engine.batches == [1]
+
+
 @pytest.mark.asyncio
 async def test_a_call_that_hangs_times_out_and_keeps_its_slots() -> None:
     async with scene(deadline=SOON) as s:

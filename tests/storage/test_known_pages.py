@@ -257,6 +257,48 @@ async def test_clear_forgets_this_pool_and_what_is_known_of_it() -> None:
         assert len(store) == 1
 
 
+@pytest.mark.asyncio
+async def test_what_is_learnt_while_a_pool_is_cleared_is_not_believed() -> None:
+    async with scene() as s:
+        keys = s.bench.keys(1, 2)
+        s.bench.fill(keys, [0, 1])
+        assert (await s.guard.put(keys[:1], [0])).outcomes == [STORED]
+        clear = s.engine.clear
+
+        async def slowly() -> int:
+            await s.guard.put(keys[1:], [1])
+            assert (await s.guard.exists(keys)).outcomes == [HIT, HIT]
+            return await clear()
+
+        s.engine.clear = slowly  # type: ignore[method-assign]
+        assert await s.guard.clear() == 2
+
+        assert (await s.guard.exists(keys)).outcomes == [MISS, MISS]
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_page_stays_a_miss_when_its_pool_cannot_be_cleared() -> None:
+    store = MemoryStore()
+    async with scene(store) as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        await s.guard.put(keys, [0])
+        s.damage(keys, store)
+        assert (await s.guard.get(keys, [1])).outcomes == [CORRUPT]
+
+        async def refuses() -> int:
+            raise StorageError("made to fail")
+
+        s.engine.clear = refuses  # type: ignore[method-assign]
+        with pytest.raises(StorageError):
+            await s.guard.clear()
+        assert (await s.guard.exists(keys)).outcomes == [MISS]
+
+        s.bench.fill(keys, [0])
+        assert (await s.guard.put(keys, [0])).outcomes == [STORED], "what is there would be kept"
+        assert (await s.guard.get(keys, [1])).outcomes == [HIT]
+
+
 def test_keys_are_forgotten_the_oldest_first() -> None:
     known = KnownKeys(2, 10, lambda: 0.0)
     keys = [ObjectKey(bytes(32), bytes([n]) * 32, "kv", "") for n in range(3)]

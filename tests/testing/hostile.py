@@ -84,7 +84,7 @@ def draw_config(world: SeededWorld, spec: ModelSpec) -> CacheConfig:
         prefetch=PrefetchOptions(
             policy=chance.choice(list(PrefetchPolicy)), base_seconds=0.003, max_seconds=0.01
         ),
-        storage_limits=PoolLimits(deadline=0.005, cooldown=0.01, closing=0.005),
+        storage_limits=PoolLimits(deadline=0.005, cooldown=0.01, closing=0.005, clearing=0.005),
         store_bytes=chance.choice([1 << 10, 1 << 20]),
         weight_version="test",
     )

@@ -113,7 +113,12 @@ class KnownPages:
         """Pages that were deleted."""
         self._there.discard(keys)
 
+    def doubt(self) -> None:
+        """Pages may be gone; those that are damaged may still be there."""
+        self._there.clear()
+
     def clear(self) -> None:
+        """Every page is gone."""
         self._there.clear()
         self._damaged.clear()
 

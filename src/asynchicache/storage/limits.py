@@ -25,6 +25,7 @@ class PoolLimits:
         failures: failed or late calls in a row that open the breaker. Default: 5.
         cooldown: seconds that the breaker stays open before one call may try. Default: 5.
         closing: seconds that `aclose` waits for calls that still run, and for the engine. Default: 10.
+        clearing: seconds that a backend may take to clear one pool. Default: 300.
         opening: seconds that a backend may take to open one pool. Default: 60.
         known_pages: pages of a shared engine that are remembered to be there, so that it need not be
             asked again, and pages that were found damaged; 0 for none. Default: 65536.
@@ -37,6 +38,7 @@ class PoolLimits:
     failures: int = 5
     cooldown: float = 5.0
     closing: float = 10.0
+    clearing: float = 300.0
     opening: float = 60.0
     known_pages: int = 1 << 16
     known_seconds: float = 30.0

@@ -14,6 +14,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PLAIN = (Exception, KeyboardInterrupt, SystemExit)
+"""What is raised on as it is: errors, and what ends the program, because a signal's handler may have raised
+it while a stranger's code ran."""
+
 GRACE_SECONDS = 1.0
 """How long a call that was cancelled may take to end, before nobody waits for it any more."""
 
@@ -42,7 +46,7 @@ async def bounded(
         unwanted: gets what `call` returned when nobody waited for it any more, e.g. to close it.
 
     Raises:
-        StorageError: it took longer, or cancelled itself.
+        StorageError: it took longer, cancelled itself, or raised what is no `Exception`.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -54,9 +58,18 @@ async def bounded(
         end = asyncio.ensure_future(_end(task, unwanted))
         await asyncio.wait([end], timeout=GRACE_SECONDS)
         raise
-    if task.cancelled():
-        raise StorageError(f"{what} cancelled itself")
-    return task.result()
+    error = failure(task)
+    if error is None or isinstance(error, _PLAIN):
+        return task.result()
+    raise StorageError(f"{what} failed: {error!r}") from error
+
+
+def failure(task: asyncio.Task[T]) -> BaseException | None:
+    """What a call that has ended raised, or None; that it was cancelled is a failure too.
+
+    Not only an `Exception`: a panic in Rust, for one, is a `BaseException` in Python (PyO3).
+    """
+    return asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
 
 
 @contextmanager
@@ -86,7 +99,8 @@ def at_once(call: Awaitable[T]) -> T:
     """What `call` returns, or raises, without a turn of the loop.
 
     Raises:
-        StorageError: it suspended, though its engine says that calls are `immediate`; it was closed.
+        StorageError: it suspended, though its engine says that calls are `immediate`; it was closed. Or it
+            raised what is no `Exception`; a cancellation is its own, because nothing was waited for.
     """
     steps = call.__await__()
     try:
@@ -94,6 +108,10 @@ def at_once(call: Awaitable[T]) -> T:
     except StopIteration as end:
         value: T = end.value
         return value
+    except BaseException as error:
+        if not isinstance(error, _PLAIN):
+            raise StorageError(f"the engine raised {error!r}") from error
+        raise
     if isinstance(call, Coroutine):
         call.close()
     raise StorageError("the engine is `immediate`, and a call of it suspended")

@@ -77,3 +77,12 @@ DELETE = Verb(
     moves=False,
 )
 VERBS = (EXISTS, GET, PUT, DELETE)
+
+
+def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
+    """Numbers of the pages that failed; None is an engine that gave no answer."""
+    if outcomes is None:
+        return list(range(pages))
+    if Outcome.FAILED not in outcomes:  # in C; nearly always so
+        return []
+    return [index for index, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]

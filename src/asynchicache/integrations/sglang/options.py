@@ -16,7 +16,7 @@ _EXAMPLE = (
     '"class_name": "AsynchicacheStorage", "interface_v1": 1, "weight_version": "...", '
     '"storage": "file", "storage_options": {"path": "..."}}'
 )
-_LIMITS: dict[str, Any] = {"deadline": 3.0, "closing": 3.0}
+_LIMITS: dict[str, Any] = {"deadline": 3.0, "closing": 3.0, "clearing": 3.0}
 _OF_ONE_PROCESS = frozenset({"file", "memory"})
 
 
@@ -25,8 +25,8 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         weight_version: names the weights, so that pages of others are never taken for theirs.
-        storage_limits: patience with the backend. Default: 3 s a call and for closing, since SGLang gives
-            up on a backend that takes 10 s to detach.
+        storage_limits: patience with the backend. Default: 3 s a call, for closing and for clearing, since
+            SGLang gives up on a backend that takes 10 s to detach.
         salt: keeps this deployment's pages apart from others' in the same storage. Default: empty.
         max_bytes: bytes of pages under way; more wait. Default: 1 GiB.
         interface_v1: read by SGLang: 1 lets it hand over pages in place; else it copies each page

@@ -20,7 +20,7 @@ from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.oracle import ByteOracle, HostOracle
 from asynchicache.testing.seeded import SeededWorld
 
-_LIMITS = PoolLimits(deadline=0.01, cooldown=0.01, closing=0.005)
+_LIMITS = PoolLimits(deadline=0.01, cooldown=0.01, closing=0.005, clearing=0.005)
 _CLOSE_SECONDS = 0.5
 
 
