@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Simulation
 
 from asynchicache.controller.stored import _worst
+from asynchicache.errors import CapacityError
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 
@@ -110,6 +111,33 @@ def test_room_for_a_load_is_not_made_at_the_cost_of_what_it_stands_on():
     assert (late.hit_pages, late.reason) == (1, MissReason.DEVICE_CAPACITY)
     sim.close(late)
     sim.close(other)
+
+
+@pytest.mark.parametrize(("kv", "windows"), [(4, {}), (16, {"swa": 3})], ids=["pages", "a-window"])
+def test_admission_is_not_given_at_the_cost_of_what_it_stands_on(kv: int, windows: dict[str, int]):
+    """What others had brought since the match made room for what follows it, so that the load had too
+    little, and the hit that was promised was lost."""
+    slots = {"kv": (kv, 64), **dict.fromkeys(windows, (4, 64))}
+    sim = Simulation(random.Random(0), states=False, windows=windows, slots=slots)
+    for tokens in ([1, 2, 3, 4, 5, 6], [9] * 8):
+        _publish(sim, tokens)
+        _settle(sim)
+    late = sim.open([1, 2, 3, 4, 5, 6, 7])  # all of it is on the host
+    early = sim.open([1, 2, 3, 4, 7] if windows else [1, 2, 7])
+    sim.load(early)
+    sim.close(early)
+    other = sim.open([8] if windows else [8, 8, 8])
+    sim.load(other)
+    sim.planner.extend(other, len(other.tokens))
+    with pytest.raises(CapacityError):
+        sim.planner.admit(late)
+    sim.close(other)
+    _settle(sim)
+    sim.planner.admit(late)
+    sim.load(late)
+    assert (late.hit_pages, late.reason) == (3, MissReason.NONE)
+    sim.verify()
+    sim.close(late)
 
 
 def test_states_stay_off_a_host_without_pages():

@@ -75,8 +75,10 @@ class Store:
         pages: by pool, digests and the host slots that hold their pages.
         marks: what counts as stored from now on, so that nobody writes it twice.
         pins: what is kept meanwhile.
+        forgotten: `Writer.forgotten` when it began; it is in storage only if that still holds.
     """
 
+    forgotten: int
     pages: dict[str, tuple[list[bytes], list[int]]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     pins: Pins = field(default_factory=list)

@@ -228,7 +228,10 @@ class HybridCacheController:
     def publish(self, sequence: RequestSequence, length: int, after: Stream | None, *, final: bool) -> Ticket:
         """Publish a request's pages and states, which are written when `after` is."""
         self._behind(after)
-        copies = self.planner.publish(sequence, length, final=final) if self.failure is None else []
+        if self.failure is None:
+            copies = self.planner.publish(sequence, length, final=final)
+        else:
+            copies, sequence.unpublished = [], True
         ticket = self._copy_states(copies)
         self._retire(sequence, length, after)
         return ticket
@@ -394,12 +397,13 @@ class HybridCacheController:
             await self._progress.wait()
 
     async def durable(self, sequence: RequestSequence) -> bool:
-        """Until everything that a request published is in storage; False if it cannot get there."""
+        """Until everything that a request published is in storage; False if it cannot get there, or if a
+        checkpoint of it could not even be published."""
         node, tried = sequence.lease.node, False
-        while self._stored:
-            if self.planner.writer.is_stored(node):
+        while self._stored and not sequence.unpublished:
+            if not self.storer.clearing and self.planner.writer.is_stored(node):
                 return True
-            if not self._active:
+            if not (self._active or self.storer.clearing):
                 if tried or self.failure is not None or self.closing:
                     return False
                 tried = True

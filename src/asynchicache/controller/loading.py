@@ -15,7 +15,7 @@ from asynchicache.controller.windows import WindowKeeper
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, LOADING, RESIDENT, Node, place
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, LOADING, RESIDENT, Node, Pins, place
 from asynchicache.tree.tree import device_end
 from asynchicache.types import MissReason, Tier
 
@@ -153,6 +153,15 @@ class Loader:
         if node.parent is not None and (node, FULL_DEVICE) not in pinned:
             self._tree.pin_for(pinned, node, FULL_DEVICE)
         self._tree.keep_windows(sequence.lease, Tier.DEVICE)
+
+    def on_device(self, node: Node) -> Pins:
+        """What a prefix that ends at `node` has on the device, so that no room is made at its cost."""
+        end = device_end(node)
+        found = [(end, FULL_DEVICE)] if end.parent is not None else []
+        for aux in self._tree.windows:
+            at = place(aux.number, Tier.DEVICE)
+            found += [(part, at) for part in aux.needs(node) if part.residency[at] != ABSENT]
+        return found
 
     def _arriving(self, node: Node) -> list[tuple[str, list[int]]]:
         """Slots of the path that another request's load is still filling."""

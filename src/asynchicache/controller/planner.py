@@ -190,7 +190,14 @@ class Planner:
         Raises:
             CapacityError: there is not enough that may be evicted.
         """
-        self._need(sequence, by_place(copies.missing_on_device(self._tree, sequence.lease.node)))
+        node = sequence.lease.node
+        missing = by_place(copies.missing_on_device(self._tree, node))
+        kept = self.loader.on_device(node)  # others may have brought it since the match, and let go of it
+        self.books.keep(kept)
+        try:
+            self._need(sequence, missing)
+        finally:
+            self.books.drop(kept)
 
     def _need(self, sequence: Sequence, counts: Mapping[int, int]) -> None:
         if not self.loader.take_states(sequence):
@@ -240,7 +247,8 @@ class Planner:
         nothing more, so the tree takes the working state itself, and no copy or further slot is needed.
         """
         if sequence.lease.node.residency[FULL_DEVICE] == ABSENT:
-            return []  # a failed load took the prefix away
+            sequence.unpublished = True  # a failed load took the prefix away
+            return []
         pages = length // self.books.page_size
         if pages < sequence.borrowed:
             return []

@@ -361,7 +361,12 @@ class Request:
         return self._controller.publish(sequence, length, after, final=final)
 
     async def durable(self) -> bool:
-        """Wait until what was published is in storage; False if there is none, or it refuses."""
+        """Wait until what was published is in storage, and a clear that might remove it has ended.
+
+        Returns:
+            False if there is no storage, if it refuses, or if a checkpoint could not be published because
+            the device had failed.
+        """
         sequence = self._in_use()
         await self._controller.turn()
         return await self._controller.durable(sequence)

@@ -65,6 +65,7 @@ class Sequence:
         resting: it keeps nothing for now, so nobody need wait for it.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
         closed: the request is over; its slots may still be kept for copies.
+        unpublished: a checkpoint of it was not published, because the device or its load had failed.
         finished: its working states are the tree's; it computes nothing more.
         users: the request itself and every copy in flight for it; own slots are freed at zero.
     """
@@ -91,6 +92,7 @@ class Sequence:
     loaded: bool = False
     resting: bool = False
     poisoned: bool = False
+    unpublished: bool = False
     finished: bool = False
     closed: bool = False
     users: int = 1

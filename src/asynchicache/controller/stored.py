@@ -94,12 +94,16 @@ class Attachment:
         async with AsyncExitStack() as stack:
             if owned:
                 stack.push_async_callback(close, backend, limits.closing, f"storage {backend.name!r}")
+            stack.push_async_callback(attachment._close_pools)
             for binding in bindings:
                 guard = await open_guarded(backend, binding, port, limits)
-                stack.push_async_callback(guard.aclose)
                 attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
             attachment._stack = stack.pop_all()
         return attachment
+
+    async def _close_pools(self) -> None:
+        """Side by side: each may hang for as long as its limits allow."""
+        await asyncio.gather(*(pool.guard.aclose() for pool in self.pools.values()))
 
     async def aclose(self) -> None:
         """Wait for running calls, with a limit, and close everything; twice is harmless, and waits too."""

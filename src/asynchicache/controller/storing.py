@@ -49,6 +49,7 @@ class Storer:
         traffic: what became of it.
         under_way: tasks that read from storage or write to it.
         storing_bytes: bytes of writes that are under way.
+        clearing: clears that are under way: what is stored now may be gone when they end.
         tracer: told of writes, if there is one.
     """
 
@@ -78,6 +79,7 @@ class Storer:
         self._stored = stored
         self._limit = limit_bytes
         self.storing_bytes = 0
+        self.clearing = 0
         self._spawn = spawn
         self._spawn_late = spawn_late
         self._moved = moved
@@ -161,7 +163,10 @@ class Storer:
         Raises:
             StorageError: an engine failed.
         """
+        self.clearing += 1
         try:
             return await self._stored.clear()
         finally:
+            self.clearing -= 1
             self._writer.forget_stored()  # also after a failure: nobody knows how far it got
+            self._moved()

@@ -164,7 +164,7 @@ class Writer:
 
     def store(self, node: Node) -> Store | None:
         """What of the path to `node` is on the host and not known to be in storage."""
-        work = Store()
+        work = Store(self.forgotten)
         path = []
         while node.parent is not None:
             path.append(node)
@@ -237,7 +237,7 @@ class Writer:
             for mark in work.marks:
                 for node in mark.nodes():
                     node.stored &= ~(1 << mark.component)
-        elif (watcher := self._tree.watcher) is not None:
+        elif (watcher := self._tree.watcher) is not None and work.forgotten == self.forgotten:
             for mark in work.marks:
                 for node in reversed(mark.nodes()):
                     watcher.stored(node, mark.component)
