@@ -58,7 +58,9 @@ async def bounded(
         end = asyncio.ensure_future(_end(task, unwanted))
         await asyncio.wait([end], timeout=GRACE_SECONDS)
         raise
-    error = failure(task)
+    if task.cancelled():
+        raise StorageError(f"{what} cancelled itself")
+    error = task.exception()
     if error is None or isinstance(error, _PLAIN):
         return task.result()
     raise StorageError(f"{what} failed: {error!r}") from error
