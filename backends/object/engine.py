@@ -84,7 +84,9 @@ class ObjectEngine:
         folder = _folder(ObjectKey(mine.fingerprint, bytes(32), mine.pool, mine.shard))
         async for found in obstore.list(self._store, prefix=folder, chunk_size=1000):
             for entry in found:
-                name = entry["path"].rpartition("/")[2]
+                name = entry["path"].removeprefix(
+                    f"{folder}/"
+                )  # with a slash left it is deeper, and not ours
                 if entry["size"] == self._frame_bytes and _is_digest(name):
                     yield bytes.fromhex(name)
 
@@ -173,7 +175,7 @@ class ObjectEngine:
         if self._known is not None:
             return key.digest in self._known
         try:
-            found = await obstore.head_async(self._store, _path(key))
+            found = await obstore.head_async(self._store, page_path(key))
         except FileNotFoundError:
             return False
         except FAILURES as error:
@@ -194,7 +196,7 @@ class ObjectEngine:
 
     async def _receive(self, key: ObjectKey, slot: int) -> Outcome:
         """HIT if header and page are in the slot, not checked yet."""
-        answer = await obstore.get_async(self._store, _path(key))
+        answer = await obstore.get_async(self._store, page_path(key))
         if answer.meta["size"] != self._frame_bytes:
             return Outcome.CORRUPT
         views = (self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes])
@@ -213,7 +215,7 @@ class ObjectEngine:
             parts = [self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes]]
             if isinstance(self._store, MemoryStore):
                 parts = [memoryview(b"".join(parts))]  # it would keep our memory instead of a copy
-            await obstore.put_async(self._store, _path(key), parts, use_multipart=False)
+            await obstore.put_async(self._store, page_path(key), parts, use_multipart=False)
         except FAILURES as error:
             return self._failed("put", error)
         if self._known is not None:
@@ -224,8 +226,8 @@ class ObjectEngine:
         if self._options.read_only:
             return Outcome.FAILED
         try:
-            await obstore.head_async(self._store, _path(key))  # to delete nothing is no error
-            await obstore.delete_async(self._store, _path(key))
+            await obstore.head_async(self._store, page_path(key))  # to delete nothing is no error
+            await obstore.delete_async(self._store, page_path(key))
         except FileNotFoundError:
             return Outcome.MISS
         except FAILURES as error:
@@ -267,13 +269,13 @@ def _scatter(piece: memoryview, views: Sequence[memoryview], start: int) -> int:
     return len(piece)
 
 
+def page_path(key: ObjectKey) -> str:
+    """An object's name below the prefix: one folder a pool, so that its pages can be listed."""
+    return f"{_folder(key)}/{key.digest.hex()}"
+
+
 def _folder(key: ObjectKey) -> str:
     return key.text().rpartition(".")[0]
-
-
-def _path(key: ObjectKey) -> str:
-    """One folder a pool, so that its pages can be listed."""
-    return f"{_folder(key)}/{key.digest.hex()}"
 
 
 def _is_digest(name: str) -> bool:

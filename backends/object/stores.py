@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +21,15 @@ from asynchicache.errors import ConfigError, StorageError
 FAILURES = (BaseError, OSError)
 """What a request raises; `FileNotFoundError`, an OSError, where there is no such object."""
 
-_NO_CREDENTIALS = ("credential", "latest/api/token", "metadata")
+_NO_CREDENTIALS = ("credential", "token request", "latest/api/token", "computemetadata")
 """Without credentials obstore asks the machine's metadata service, which only clouds have."""
+_REFUSED = ("401 unauthorized", "403 forbidden")
+"""Of a listing; that of another request has a class of its own."""
+_NO_BUCKET = ("nosuchbucket", "containernotfound")
+_CODE = re.compile("<Code>([A-Za-z]+)</Code>")
+"""Where all three clouds say in one word what is wrong."""
+_ADDRESSES = ("endpoint", "base_url")
+"""In the names of settings that may say `http://`; so does the Azure emulator's."""
 _LONGEST_CONNECT = timedelta(seconds=5)
 _FIRST_PAUSE = timedelta(milliseconds=50)
 _LONGEST_PAUSE = timedelta(seconds=1)
@@ -47,13 +56,12 @@ def make_store(options: ObjectOptions) -> ObjectStore:
 
 def _remote(options: ObjectOptions) -> ObjectStore:
     patience = timedelta(seconds=options.timeout_seconds)
-    plain = any("endpoint" in name and text.startswith("http://") for name, text in options.config.items())
     settings: dict[str, Any] = {
         "config": options.config,
         "client_options": {
             "timeout": patience,
             "connect_timeout": min(patience, _LONGEST_CONNECT),
-            "allow_http": plain,
+            "allow_http": _says_http(options.config),
         },
         "retry_config": {
             "max_retries": options.retries,
@@ -64,18 +72,27 @@ def _remote(options: ObjectOptions) -> ObjectStore:
     return from_url(options.url, **settings)
 
 
+def _says_http(config: Mapping[str, str]) -> bool:
+    addresses = [text for name, text in config.items() if any(word in name.lower() for word in _ADDRESSES)]
+    return any(text.startswith("http://") for text in addresses)
+
+
 def summary(error: Exception) -> str:
-    """The first line of what obstore says; the rest is for its authors."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The first line of what obstore says, and the server's own word; the rest is for obstore's authors."""
+    text = str(error) or type(error).__name__
+    first = text.splitlines()[0].partition(": <?xml")[0]
+    code = _CODE.search(text)
+    return f"{first}: {code[1]}" if code else first
 
 
 def advice(error: Exception) -> str:
     """What to do about a failure at the first request."""
     text, everything = summary(error), str(error).lower()
+    refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
+    if refused or any(sign in everything for sign in _REFUSED):
+        return f"the credentials are wrong, or may not do this ({text})"
+    if isinstance(error, FileNotFoundError) or any(sign in everything for sign in _NO_BUCKET):
+        return f"there is no such bucket or container ({text})"
     if any(sign in everything for sign in _NO_CREDENTIALS):
         return f"no credentials were found: name them in option config, or as the cloud's tools do ({text})"
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return f"the credentials are wrong, or may not do this ({text})"
-    if isinstance(error, FileNotFoundError) or "nosuchbucket" in everything:
-        return f"there is no such bucket or container ({text})"
     return text

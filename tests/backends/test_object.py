@@ -1,44 +1,31 @@
-"""The object engine: conformance over a folder, memory and a real S3 server, bare and behind wrappers;
-and that server killed, stopped, emptied, or with damaged objects.
-
-More than 400 lines: they share that server, which takes seconds to start.
+"""The object engine over a folder and memory: conformance, damaged objects, cancelled calls, and what is
+refused when it is opened.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
-import obstore
 import pytest
-from obstore.store import from_url
 
 from asynchicache.backends.object import open_backend
 from asynchicache.backends.object.options import ObjectOptions
-from asynchicache.errors import ClosedError, ConfigError, StorageError, StorageFormatError
+from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
-from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
+from asynchicache.testing.faults import Latency
 from asynchicache.types import Outcome
-from storage.s3_server import BUCKET, FRAME_BYTES, S3Server, backend_at, bench_at, open_bench
+from storage.object_servers import FRAME_BYTES, backend_at, bench_at, open_bench
 
 pytestmark = pytest.mark.engine("object")
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with S3Server() as running:
-        yield running
 
 
 @pytest.mark.asyncio
@@ -68,80 +55,6 @@ class TestStoreInMemory(BackendConformance):
 class TestSlowFolder(BackendConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return Latency(open_backend({"url": f"file://{tmp_path}/pages"}, port), 0.001)
-
-
-class S3Conformance(BackendConformance):
-    @pytest.fixture(autouse=True)
-    def _running(self, server: S3Server) -> None:
-        self.server = server
-
-
-@pytest.mark.asyncio
-class TestS3(S3Conformance):
-    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
-        return open_backend(self.server.options(f"bare/{tmp_path.name}"), port)
-
-
-@pytest.mark.asyncio
-class TestS3WithIndexWithoutFaults(S3Conformance):
-    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
-        options = self.server.options(f"index/{tmp_path.name}", index=True)
-        return Faulty(open_backend(options, port), FaultRates(), Random(0))
-
-
-@pytest.mark.soak
-@pytest.mark.asyncio
-class TestS3InParts(S3Conformance):
-    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
-        return Persistent(
-            Faulty(
-                open_backend(self.server.options(f"parts/{tmp_path.name}"), port),
-                FaultRates(partial=0.3),
-                Random(0),
-            )
-        )
-
-
-@pytest.mark.asyncio
-async def test_faults_over_a_real_server_never_give_other_bytes(server: S3Server) -> None:
-    async with backend_at(server.options("faults")) as backend:
-        faults = Faulty(backend, FaultRates(partial=0.3, fail=0.1), Random(1))
-        bench = await open_bench(faults)
-        keys = bench.keys(*range(8))
-        for _ in range(6):
-            assert set(await bench.put(keys, range(8))) <= {STORED, EXISTS, FAILED}
-            assert set(await bench.get(keys, range(16, 24))) <= {HIT, MISS, FAILED}
-        assert set(faults.injected) == {"partial", "fail"}
-
-
-@pytest.mark.asyncio
-async def test_header_and_page_are_one_object_in_a_folder_for_each_pool(server: S3Server) -> None:
-    async with bench_at(server.options("names")) as bench:
-        (key,) = bench.keys(1)
-        await bench.put([key], [0])
-
-        store = from_url(f"s3://{BUCKET}/names", config=server.config, client_options={"allow_http": True})
-        path = f"{key.fingerprint.hex()[:32]}.kv/{key.digest.hex()}"
-        content = memoryview(obstore.get(store, path).bytes())
-        assert content[:4096] == bench.binding.header(0)
-        assert content[4096:] == bench.binding.page(0)[: bench.binding.page_bytes]
-        assert await bench.put([key], [0]) == [EXISTS]
-
-
-@pytest.mark.asyncio
-async def test_an_index_knows_what_was_there_and_what_it_stored_itself(server: S3Server) -> None:
-    async with bench_at(server.options("known")) as other:
-        keys = other.keys(*range(4))
-        await other.put(keys[:2], [0, 1])
-        async with bench_at(server.options("known", index=True)) as bench:
-            await other.put(keys[3:], [0])
-            await other.engine.delete(keys[:1])
-
-            assert await bench.engine.exists(keys) == bytes([1, 1, 0, 0])
-            assert await bench.get(keys, range(4)) == [MISS, HIT, MISS, HIT]
-            assert await bench.engine.exists(keys) == bytes([0, 1, 0, 0])
-            assert await bench.put(keys[2:3], [0]) == [STORED]
-            assert await bench.engine.exists(keys) == bytes([0, 1, 1, 0])
 
 
 @pytest.mark.asyncio
@@ -200,75 +113,6 @@ async def test_a_damaged_object_is_dropped_and_may_come_again(tmp_path: Path, in
         assert await bench.get(keys, range(8, 13)) == [HIT] * 5
 
 
-# A server that fails.
-
-
-@pytest.fixture
-def fragile(server: S3Server) -> Iterator[S3Server]:
-    """The server, which the test may kill or stop."""
-    yield server
-    if server.running:
-        server.resume()
-    else:
-        server.start()
-
-
-@pytest.mark.asyncio
-async def test_a_killed_server_is_a_miss_and_comes_back(
-    fragile: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=1)) as bench:
-        keys = bench.keys(*range(4))
-        assert await bench.put(keys, range(4)) == [STORED] * 4
-
-        fragile.kill()
-
-        assert await bench.get(keys, range(8, 12)) == [FAILED] * 4
-        assert await bench.put(keys, range(4)) == [FAILED] * 4
-        assert await bench.engine.delete(keys) == [FAILED] * 4
-        with pytest.raises(StorageError, match=r"s3://pages/p/.*: Generic S3 error"):
-            await bench.engine.exists(keys)
-        gc.collect()
-        assert "never retrieved" not in caplog.text
-
-        fragile.start()
-
-        assert await bench.get(keys, range(8, 12)) == [MISS] * 4  # it forgot everything
-        assert await bench.put(keys, range(4)) == [STORED] * 4
-        assert await bench.get(keys, range(8, 12)) == [HIT] * 4
-
-
-@pytest.mark.asyncio
-async def test_a_server_that_stands_still_costs_the_deadline(fragile: S3Server, tmp_path: Path) -> None:
-    async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=0, timeout_seconds=0.4)) as bench:
-        keys = bench.keys(*range(4))
-        await bench.put(keys, range(4))
-        fragile.pause()
-
-        assert await bench.get(keys, range(8, 12)) == [FAILED] * 4
-
-        fragile.resume()
-        assert await bench.get(keys, range(8, 12)) == [HIT] * 4
-
-
-@pytest.mark.asyncio
-async def test_a_cancelled_call_ends_when_nothing_uses_its_slots(fragile: S3Server, tmp_path: Path) -> None:
-    async with bench_at(fragile.options(f"p/{tmp_path.name}", retries=0, timeout_seconds=0.4)) as bench:
-        keys = bench.keys(1, 2)
-        fragile.pause()
-        call = asyncio.create_task(bench.put(keys, [0, 1]))
-        await asyncio.sleep(0)
-        while not bench.engine._running:  # noqa: ASYNC110 - until its requests are out
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.wait([call])
-
-        assert call.cancelled()
-        assert not bench.engine._running
-        fragile.resume()
-        assert await bench.get(keys, [2, 3]) == [MISS] * 2
-
-
 @pytest.mark.asyncio
 async def test_a_cancelled_call_starts_no_more_requests(tmp_path: Path) -> None:
     async with bench_at({"url": f"file://{tmp_path}/pages", "requests": 1}) as bench:
@@ -299,7 +143,7 @@ async def test_a_cancelled_call_starts_no_more_requests(tmp_path: Path) -> None:
 ABANDON = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[2])
-from storage.s3_server import bench_at
+from storage.object_servers import bench_at
 
 CONFIG = {"region": "x", "access_key_id": "x", "secret_access_key": "x", "endpoint": sys.argv[1]}
 
@@ -359,42 +203,6 @@ async def test_what_is_missing_is_said_at_open(
         monkeypatch.delenv(name, raising=False)
     async with backend_at(options) as backend:
         with pytest.raises(StorageError, match=message):
-            await open_bench(backend)
-
-
-@pytest.mark.asyncio
-async def test_a_bucket_that_is_not_there_is_said_at_open(server: S3Server) -> None:
-    async with backend_at({**server.options("p"), "url": "s3://nobody/p"}) as backend:
-        with pytest.raises(StorageError, match="s3://nobody/p cannot be used: there is no such bucket"):
-            await open_bench(backend)
-
-
-@pytest.mark.asyncio
-async def test_a_server_that_never_answers_is_said_at_open(fragile: S3Server, tmp_path: Path) -> None:
-    fragile.pause()
-    async with backend_at(fragile.options(f"p/{tmp_path.name}", retries=0, timeout_seconds=0.3)) as backend:
-        with pytest.raises(StorageError, match=r"s3://pages/p/.* (does not answer|cannot be used)"):
-            await open_bench(backend)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("FORMAT", b"asynchicache object store 2\n", "format 2; this version reads format 1: update"),
-        ("FORMAT", b"somebody's", "is not empty and holds no pages: give an empty or new prefix"),
-        ("FORMAT", b"x" * 1000, "is not empty and holds no pages"),
-        ("FORMAT", b"\xff\xfe", "is not empty and holds no pages"),
-        ("photo.jpg", b"x", "is not empty and holds no pages"),
-        ("photos/1.jpg", b"x", "is not empty and holds no pages"),
-    ],
-)
-async def test_foreign_or_newer_data_is_refused(
-    server: S3Server, tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    server.ask("PUT", f"/{BUCKET}/{tmp_path.name}/{name}", content)
-    async with backend_at(server.options(tmp_path.name)) as backend:
-        with pytest.raises(StorageFormatError, match=message):
             await open_bench(backend)
 
 

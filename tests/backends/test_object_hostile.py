@@ -1,4 +1,4 @@
-"""A store that lies over HTTP: never other bytes, never a hang, and served again once it is honest."""
+"""Stores that lie over HTTP, or are busy: never other bytes, never a hang, and served again once honest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import pytest
 from asynchicache.errors import StorageError
 from asynchicache.testing.backends import Bench
 from asynchicache.types import Outcome
-from storage.s3_server import FRAME_BYTES, bench_at
+from storage.object_servers import FRAME_BYTES, bench_at
 
-pytestmark = [pytest.mark.engine("object"), pytest.mark.asyncio]
+pytestmark = [
+    pytest.mark.engine("object"),
+    pytest.mark.asyncio,
+    pytest.mark.parametrize("scheme", ["s3", "gs", "az"]),
+]
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, FAILED = Outcome.CORRUPT, Outcome.FAILED
@@ -26,23 +30,38 @@ def response(status: str, body: bytes = b"", *, length: int | None = None, head:
     return f"HTTP/1.1 {status}\r\n{fields}\r\n".encode() + (b"" if head else body)
 
 
-class HostileStore:
-    """Objects by path, as S3 serves them; `lies` has, by method, what is said of pages instead."""
+ADDRESS = "http://127.0.0.1:PORT"
+CONFIGS = {
+    "s3": {"endpoint": ADDRESS, "region": "x", "access_key_id": "x", "secret_access_key": "x"},
+    "gs": {"base_url": ADDRESS, "bearer_token": "x"},
+    "az": {"endpoint": ADDRESS, "account_name": "x", "account_key": "eA=="},
+}
 
-    def __init__(self) -> None:
+
+EMPTY = {
+    "s3": b"<ListBucketResult></ListBucketResult>",
+    "gs": b"<ListBucketResult></ListBucketResult>",
+    "az": b"<EnumerationResults><Blobs></Blobs></EnumerationResults>",
+}
+
+
+class HostileStore:
+    """Objects by path, as all three clouds serve them; `lies` has, by method, what is said of pages instead,
+    `patience` how often.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
         self.objects: dict[str, bytes] = {}
         self.lies: dict[str, bytes] = {}
+        self.patience = 10**9
         self.port = 0
 
     @property
     def options(self) -> dict[str, object]:
-        config = {
-            "endpoint": f"http://127.0.0.1:{self.port}",
-            "region": "us-east-1",
-            "access_key_id": "tests",
-            "secret_access_key": "tests",
-        }
-        return {"url": "s3://bucket/p", "config": config, "retries": 1, "timeout_seconds": 2}
+        address = str(self.port)
+        config = {name: text.replace("PORT", address) for name, text in CONFIGS[self.scheme].items()}
+        return {"url": f"{self.scheme}://bucket/p", "config": config, "retries": 1, "timeout_seconds": 2}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -51,7 +70,8 @@ class HostileStore:
                 method, path, _ = head.split(" ", 2)
                 sizes = [line for line in head.lower().split("\r\n") if line.startswith("content-length:")]
                 body = await reader.readexactly(int(sizes[0].split(":")[1]) if sizes else 0)
-                if method in self.lies and "FORMAT" not in path:
+                if method in self.lies and "FORMAT" not in path and self.patience:
+                    self.patience -= 1
                     writer.write(self.lies[method])
                     await writer.drain()
                     break
@@ -64,7 +84,7 @@ class HostileStore:
         elif method == "DELETE":
             self.objects.pop(path, None)
         elif path == "/bucket":  # a list of what lies below the prefix, asked for once, when it is empty
-            return response("200 OK", b"<ListBucketResult></ListBucketResult>")
+            return response("200 OK", EMPTY[self.scheme])
         elif path not in self.objects:
             return response("404 Not Found")
         else:
@@ -73,9 +93,9 @@ class HostileStore:
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[tuple[HostileStore, Bench]]:
+async def scene(scheme: str) -> AsyncIterator[tuple[HostileStore, Bench]]:
     """A store that is honest so far and holds pages 0 and 1, and one pool over it."""
-    store = HostileStore()
+    store = HostileStore(scheme)
     clients: list[tuple[asyncio.StreamWriter, asyncio.Task[None]]] = []
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,14 +137,15 @@ async def recovers(store: HostileStore, bench: Bench) -> None:
         (response("403 Forbidden"), FAILED),
         (response("500 Internal Server Error"), FAILED),
         (response("503 Slow Down"), FAILED),
+        (response("429 Too Many Requests"), FAILED),
         (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n", FAILED),
         (b"HTTP/1.1 200 OK\r\n\r\n", FAILED),
         (b"$9096\r\nno HTTP at all\r\n", FAILED),
         (b"", FAILED),
     ],
 )
-async def test_what_a_get_may_be_answered(answer: bytes, outcome: Outcome) -> None:
-    async with scene() as (store, bench):
+async def test_what_a_get_may_be_answered(scheme: str, answer: bytes, outcome: Outcome) -> None:
+    async with scene(scheme) as (store, bench):
         store.lies["GET"] = answer
 
         assert await bench.get(bench.keys(0, 1), [5, 6]) == [outcome] * 2
@@ -133,8 +154,8 @@ async def test_what_a_get_may_be_answered(answer: bytes, outcome: Outcome) -> No
 
 
 @pytest.mark.parametrize("answer", [response("403 Forbidden"), response("500 Oops"), b"no HTTP\r\n", b""])
-async def test_a_put_that_fails(answer: bytes) -> None:
-    async with scene() as (store, bench):
+async def test_a_put_that_fails(scheme: str, answer: bytes) -> None:
+    async with scene(scheme) as (store, bench):
         store.lies["PUT"] = answer
 
         assert await bench.put(bench.keys(0, 7), [0, 5]) == [EXISTS, FAILED]
@@ -142,8 +163,34 @@ async def test_a_put_that_fails(answer: bytes) -> None:
         await recovers(store, bench)
 
 
-async def test_heads_that_lie_cost_a_miss() -> None:
-    async with scene() as (store, bench):
+@pytest.mark.parametrize("status", ["503 Slow Down", "429 Too Many Requests"])
+@pytest.mark.parametrize("method", ["HEAD", "GET", "PUT"])
+async def test_a_store_that_is_busy_is_asked_again(scheme: str, method: str, status: str) -> None:
+    async with scene(scheme) as (store, bench):
+        store.lies[method], store.patience = response(status, head=method == "HEAD"), 1
+
+        assert await bench.put(bench.keys(7), [5]) == [STORED]
+        assert await bench.get(bench.keys(7), [6]) == [HIT]
+        assert store.patience == 0
+
+
+@pytest.mark.parametrize("status", ["503 Slow Down", "429 Too Many Requests"])
+async def test_a_store_that_stays_busy_refuses(scheme: str, status: str) -> None:
+    async with scene(scheme) as (store, bench):
+        for method in ("HEAD", "GET", "PUT"):
+            store.lies[method] = response(status, head=method == "HEAD")
+
+        assert await bench.put(bench.keys(7), [5]) == [FAILED]
+        assert await bench.get(bench.keys(0), [6]) == [FAILED]
+        with pytest.raises(StorageError, match=status[:3]):
+            await bench.engine.exists(bench.keys(0))
+        assert 10**9 - store.patience == 3 * 2  # each once more, and no oftener
+
+        await recovers(store, bench)
+
+
+async def test_heads_that_lie_cost_a_miss(scheme: str) -> None:
+    async with scene(scheme) as (store, bench):
         store.lies["HEAD"] = response("200 OK", bytes(FRAME_BYTES), head=True)
         assert await bench.engine.exists(bench.keys(0, 9)) == bytes([1, 1])
         assert await bench.get(bench.keys(0, 9), [5, 6]) == [HIT, MISS]
@@ -152,7 +199,7 @@ async def test_heads_that_lie_cost_a_miss() -> None:
         assert await bench.engine.exists(bench.keys(0)) == bytes([0])
 
         store.lies["HEAD"] = response("500 Oops", head=True)
-        with pytest.raises(StorageError, match="s3://bucket/p: "):
+        with pytest.raises(StorageError, match=f"{scheme}://bucket/p: "):
             await bench.engine.exists(bench.keys(0))
         assert await bench.put(bench.keys(7), [5]) == [FAILED]
         assert await bench.engine.delete(bench.keys(0)) == [FAILED]

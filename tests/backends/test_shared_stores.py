@@ -8,8 +8,8 @@ import pytest
 
 from asynchicache import HybridCache, MissReason, Tier
 from cache.engine import SPEC, Engine, config
+from storage.object_servers import S3Server
 from storage.redis_servers import RedisServer
-from storage.s3_server import S3Server
 
 PROMPT = list(range(100, 120))
 
