@@ -12,6 +12,7 @@ from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.engine import FileEngine
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
+from asynchicache.backends.file.recovery import Identify
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.options import Options
@@ -134,16 +135,17 @@ class FileBackend:
         manifest = Manifest.of(binding)
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
-        store = await self._port.run_blocking(partial(self._store, path, manifest))
+        store = await self._port.run_blocking(partial(self._store, path, manifest, binding.identify))
         return FileEngine(binding, self._port, store)
 
-    def _store(self, path: Path, manifest: Manifest) -> PageStore:
+    def _store(self, path: Path, manifest: Manifest, identify: Identify) -> PageStore:
         options = self._options
         try:
             return PageStore(
                 path,
-                manifest.frame_bytes,
+                manifest,
                 self._budget,
+                identify,
                 limit=options.limit_of(manifest.pool),
                 read_only=options.read_only,
                 direct=options.direct,

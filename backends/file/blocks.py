@@ -54,6 +54,10 @@ class BlockFile:
         """Make everything that was written until now durable."""
         os.fdatasync(self._fileno)
 
+    def expect_random_reads(self) -> None:
+        """Keep the kernel from reading ahead, into what others read and write around its cache."""
+        os.posix_fadvise(self._fileno, 0, 0, os.POSIX_FADV_RANDOM)
+
     def grow(self, size: int) -> bool:
         """Preallocate up to `size` bytes; False, and as before, if the disk refuses."""
         start = self.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from asynchicache.backends.file.folder import MANIFEST, NAMES, StoreFolder, sync_folder
+from asynchicache.backends.file.folder import MANIFEST, StoreFolder, sync_folder
 from asynchicache.backends.file.manifest import parse
 from asynchicache.errors import StorageError
 
@@ -60,7 +60,7 @@ def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
 
 def _remove(folder: Path) -> int:
     """Remove a pool's files; how many bytes they had. The manifest goes last: a crash leaves a pool."""
-    ours = [folder / NAMES, *sorted(folder.glob("*.pages")), folder / MANIFEST]
+    ours = [*sorted(folder.glob("*.pages")), folder / MANIFEST]
     there = [file for file in ours if file.is_file()]
     size = sum(file.stat().st_size for file in there)
     for file in there:

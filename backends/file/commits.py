@@ -5,73 +5,90 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from asynchicache.backends.file.names import Entry, NameFile
+from asynchicache.backends.file import entries
+from asynchicache.backends.file.entries import Entry
 from asynchicache.backends.file.segments import Segments
 
 logger = logging.getLogger(__name__)
 
 
-class Change(NamedTuple):
-    """A slot holds a page from now on, or, without a digest, nothing."""
-
-    slot: int
-    digest: bytes | None = None
-
-
 class Commits:
-    """Two barriers: pages are durable before the entries that name them are written.
+    """One barrier makes pages durable together with the entries that name them.
 
-    So an entry on disk always names a whole page, and whoever gives a slot away commits an empty entry
-    before the slot is written again. Commits run side by side: each waits for its own pages only,
-    and the kernel merges what they ask of the disk.
+    Within it the disk may do an entry and lose its page. So each entry says up to which stamp all pages
+    were durable when it was written, and after a crash those with higher stamps are looked at. Whoever
+    gives a slot away erases its entry, durably, before the slot is written again. Commits run side by
+    side, and the kernel merges what they ask of the disk.
 
     Args:
-        segments: the pages.
-        names: the entries.
-        stamp: of the next page; stamps only go up.
+        segments: the files.
+        stamp: of the next page; stamps only go up. All that is stored has lower ones, and is durable.
     """
 
-    def __init__(self, segments: Segments, names: NameFile, stamp: int) -> None:
+    def __init__(self, segments: Segments, stamp: int) -> None:
         self.broken = False
         """The disk has refused a commit; nothing is written any more until the pool is reopened."""
         self._segments = segments
-        self._names = names
         self._stamp = stamp
+        self._pending: set[int] = set()  # the first stamps of commits that have not ended well
         self._lock = threading.Lock()
 
-    def commit(self, changes: Sequence[Change]) -> None:
-        """Return when `changes` are durable.
+    def name(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        """Return when pages, by digest and slot, and their entries are durable.
 
         Raises:
             OSError: they may not be, and no later commit will be.
         """
-        if not changes:
+        if not pages:
             return
-        if self.broken:
-            raise OSError(errno.EIO, "a commit has failed before")
-        try:
-            self._segments.sync(change.slot for change in changes if change.digest is not None)
-            self._write(changes)
-        except OSError:
-            # The kernel reports lost writes once; the next fdatasync may succeed without them.
-            logger.exception("nothing is written any more until the pool is reopened")
-            self.broken = True
-            raise
+        with self._lock:
+            first, self._stamp = self._stamp, self._stamp + len(pages)
+            self._pending.add(first)
+            mark = min(self._pending)
+        self._commit([slot for _, slot in pages], partial(self._write, pages, first, mark))
+        with self._lock:
+            self._pending.remove(first)
 
-    def save_order(self, pages: Sequence[tuple[bytes, int]]) -> None:
-        """Write how recently each page was used, the oldest first; nobody commits meanwhile.
+    def erase(self, slots: Sequence[int]) -> None:
+        """Return when these slots hold nothing, durably.
 
         Raises:
-            OSError: it may not be durable.
+            OSError: they may hold what they held, and no later commit will be durable.
         """
-        self._write([Change(slot, digest) for digest, slot in pages])
+        if slots:
+            self._commit(slots, partial(entries.erase, self._segments, slots))
 
-    def _write(self, changes: Sequence[Change]) -> None:
-        with self._lock:
-            first, self._stamp = self._stamp, self._stamp + len(changes)
-        entries = [Entry(first + age, slot, digest) for age, (slot, digest) in enumerate(changes)]
-        self._names.write(entries)
-        self._names.sync()
+    def vouch(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        """Name pages anew, the least recently used first, and say that all are durable.
+
+        Nobody else commits meanwhile, and every page that has an entry is durable.
+
+        Raises:
+            OSError: the entries may not be.
+        """
+        first, self._stamp = self._stamp, self._stamp + len(pages)
+        self._write(pages, first, self._stamp)
+        self._segments.sync(slot for _, slot in pages)
+
+    def _commit(self, slots: Sequence[int], write: Callable[[], None]) -> None:
+        self._check()
+        try:
+            write()
+            self._segments.sync(slots)
+        except OSError:
+            # The kernel reports lost writes once; the next fdatasync may succeed without them.
+            self.broken = True
+            logger.exception("nothing is written any more until the pool is reopened")
+            raise
+        self._check()
+
+    def _check(self) -> None:
+        if self.broken:
+            raise OSError(errno.EIO, "a commit has failed before")
+
+    def _write(self, pages: Sequence[tuple[bytes, int]], first: int, mark: int) -> None:
+        named = [Entry(stamp, slot, digest, mark) for stamp, (digest, slot) in enumerate(pages, first)]
+        entries.write(self._segments, named)

@@ -2,7 +2,7 @@
 
     FORMAT                                 magic and version
     LOCK                                   flock: one writer, or any number of readers
-    <pool>[-<shard>]-<fingerprint>/        one pool: pool.json, names.bin, 00000.pages, ...
+    <pool>[-<shard>]-<fingerprint>/        one pool: pool.json, 00000.pages, ...
 
 Anything else that lies there is left alone.
 """
@@ -19,14 +19,12 @@ from asynchicache.errors import StorageError, StorageFormatError, StorageLockedE
 from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
-_VERSION = 2
+_VERSION = 3
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
 MANIFEST = "pool.json"
 """What a folder of a pool holds, in the folder; written before anything else in it."""
-NAMES = "names.bin"
-"""Which page each slot holds; see `names`."""
 _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
 
 _POOL = re.compile(r"[a-z0-9_]+")
@@ -87,10 +85,8 @@ class StoreFolder:
 
     def pools(self) -> list[Path]:
         """The folders of pools that are there, also where a repair has taken a damaged manifest away."""
-        names = MANIFEST, NAMES
-        return sorted(
-            entry for entry in self.path.iterdir() if any((entry / name).is_file() for name in names)
-        )
+        folders = filter(Path.is_dir, self.path.iterdir())
+        return sorted(folder for folder in folders if _is_pool(folder))
 
     def close(self) -> None:
         """Unlock; twice is harmless."""
@@ -169,6 +165,10 @@ class StoreFolder:
             return f"{self.path} cannot be read: {error.strerror}"
         advice = "make it writable, or open it with read_only=true"
         return f"{self.path} cannot be written: {error.strerror}; {advice}"
+
+
+def _is_pool(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or any(map(Path.is_file, folder.glob("*.pages")))
 
 
 def sync_folder(path: Path) -> None:

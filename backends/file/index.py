@@ -122,6 +122,7 @@ class PageIndex:
         if digest in self._pages:
             return False
         self._pages[digest] = slot
+        self.used = True
         return True
 
     def release(self, slot: int) -> None:

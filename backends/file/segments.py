@@ -6,30 +6,23 @@ or `pwritev` moves a run of slots without a copy by the kernel.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.folder import sync_folder
-from asynchicache.layouts import round_up
+from asynchicache.backends.file.segment import Segment
+from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.errors import StorageFormatError
 
 _MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
 _MOST_BYTES = 64 << 20  # longer calls gain nothing, and Linux moves 2 GiB at most
 _LONG_BYTES = 8 << 20  # a call of the kernel that keeps a disk busy by itself
 _LONG_READS = 2
-_SEGMENT_BYTES = 4 << 30
-_FEWEST_SLOTS, _MOST_SLOTS = 64, 4096
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
-
-
-def segment_slots(frame_bytes: int) -> int:
-    """Slots of a segment: about 4 GiB, from 64 to 4,096; follows from the size of a slot alone."""
-    wanted = round_up(_SEGMENT_BYTES // frame_bytes, _FEWEST_SLOTS)
-    return min(max(wanted, _FEWEST_SLOTS), _MOST_SLOTS)
+_MOST_MISSING = 64  # files that were lost, not a name that a stranger chose
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -50,18 +43,18 @@ class Segments:
         direct: go around the kernel's cache where the file system lets us.
 
     Raises:
+        StorageFormatError: the name of a file stands far behind all others.
         StorageError: a file cannot be opened.
     """
 
     def __init__(self, folder: Path, frame_bytes: int, *, read_only: bool, direct: bool) -> None:
-        self.frame_bytes = frame_bytes
+        self.shape = SegmentShape.of(frame_bytes)
         self.most_frames = max(1, min(_MOST_VIEWS // 2, _MOST_BYTES // frame_bytes))
-        self.segment_slots = segment_slots(frame_bytes)
         self._folder = folder
         self._read_only = read_only
         self._direct = direct
         self._full = False
-        self._files: list[BlockFile] = []
+        self._files: list[Segment] = []
         self._write_turn = threading.Lock()
         self._read_turns = threading.Semaphore(_LONG_READS)
         try:
@@ -70,19 +63,19 @@ class Segments:
         except OSError:
             self.close()
             raise
-        self.slots = sum(self._frames(number) for number in range(len(self._files)))
+        self.slots = 0
         if self._files:  # a file that was cut has holes where slots were
-            self.slots = (len(self._files) - 1) * self.segment_slots + self._frames(-1)
+            self.slots = (len(self._files) - 1) * self.shape.slots + self._files[-1].slots
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.size for file in self._files)
+        return sum(file.nbytes for file in self._files)
 
     def holds(self, slot: int) -> bool:
         """Whether the slot lies within its file, which may have been cut."""
-        number, place = divmod(slot, self.segment_slots)
-        return number < len(self._files) and place < self._frames(number)
+        number, place = divmod(slot, self.shape.slots)
+        return number < len(self._files) and place < self._files[number].slots
 
     def mend(self) -> None:
         """Files that were cut get their length back, without what was in them.
@@ -90,9 +83,9 @@ class Segments:
         Raises:
             OSError: the disk refuses.
         """
-        for number in range(len(self._files) - 1):
-            if self._frames(number) < self.segment_slots:
-                self._files[number].truncate(self.segment_slots * self.frame_bytes)
+        for file in self._files[:-1]:
+            if file.slots < self.shape.slots:
+                file.resize(self.shape.slots)
 
     def read(self, slot: int, views: Sequence[memoryview]) -> int:
         """Read slots from `slot` on into `views`: header, page, header, page.
@@ -103,12 +96,9 @@ class Segments:
         Raises:
             OSError: none was; ENODATA if the file ends before.
         """
-        file, offset, frames = self._place(slot, len(views) // 2)
+        file, place, frames = self._place(slot, len(views) // 2)
         with self._turn(self._read_turns, frames):
-            done = file.read(views[: 2 * frames], offset) // self.frame_bytes
-        if done == 0:
-            raise OSError(errno.ENODATA, "the file ends before the page", str(file.path))
-        return done
+            return file.read(place, views[: 2 * frames])
 
     def write(self, slot: int, views: Sequence[memoryview]) -> int:
         """Write slots from `slot` on from `views`: header, page, header, page; durable after `sync`.
@@ -119,17 +109,44 @@ class Segments:
         Raises:
             OSError: none was; ENOSPC if the disk is full.
         """
-        file, offset, frames = self._place(slot, len(views) // 2)
+        file, place, frames = self._place(slot, len(views) // 2)
         with self._turn(self._write_turn, frames):
-            done = file.write(views[: 2 * frames], offset) // self.frame_bytes
-        if done == 0:
-            raise OSError(errno.ENOSPC, "the page was written in part", str(file.path))
-        return done
+            return file.write(place, views[: 2 * frames])
+
+    def read_entries(self) -> list[memoryview]:
+        """The entries of each file.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        return [file.read_entries() for file in self._files]
+
+    def write_entries(self, slot: int, data: bytes) -> None:
+        """Overwrite entries from that of `slot` on, all of one file; durable after `sync`.
+
+        Raises:
+            OSError: some may not be written.
+        """
+        number, place = divmod(slot, self.shape.slots)
+        self._files[number].write_entries(place, data)
 
     def sync(self, slots: Iterable[int]) -> None:
-        """Make everything durable that was written to these slots."""
-        for number in sorted({slot // self.segment_slots for slot in slots}):
+        """Make everything durable that was written to these slots, and to their entries.
+
+        Raises:
+            OSError: it may not be.
+        """
+        for number in sorted({slot // self.shape.slots for slot in slots}):
             self._files[number].sync()
+
+    def sync_all(self) -> None:
+        """Make everything durable that was written, by those before us too.
+
+        Raises:
+            OSError: it may not be.
+        """
+        for file in self._files:
+            file.sync()
 
     def grow(self, wanted: int, allowed: int) -> int:
         """Preallocate `wanted` more slots, and some ahead, as far as the disk lets us.
@@ -144,7 +161,7 @@ class Segments:
         Returns:
             How many slots there are more.
         """
-        ahead = min(max(self.nbytes // 2, _FIRST_BYTES), _LARGEST_BYTES) // self.frame_bytes
+        ahead = min(max(self.nbytes // 2, _FIRST_BYTES), _LARGEST_BYTES) // self.shape.frame_bytes
         gained = 0
         for count in (max(wanted, ahead), wanted, 1):
             while not self._full and gained < min(count, allowed):
@@ -163,13 +180,12 @@ class Segments:
         Raises:
             OSError: a file cannot be cut.
         """
-        keep = -(-slots // self.segment_slots)
+        keep = -(-slots // self.shape.slots)
         for number in reversed(range(keep, len(self._files))):
             segment_path(self._folder, number).unlink()
             self._files.pop().close()
         if self._files:
-            last = slots - (keep - 1) * self.segment_slots
-            self._files[-1].truncate(last * self.frame_bytes)
+            self._files[-1].resize(slots - (keep - 1) * self.shape.slots)
         self.slots = slots
         self._full = False
 
@@ -178,29 +194,27 @@ class Segments:
         for file in self._files:
             file.close()
 
-    def _place(self, slot: int, frames: int) -> tuple[BlockFile, int, int]:
-        """The file of a slot, the slot's offset, and how many of `frames` lie in that file."""
-        number, place = divmod(slot, self.segment_slots)
-        return self._files[number], place * self.frame_bytes, min(frames, self.segment_slots - place)
+    def _place(self, slot: int, frames: int) -> tuple[Segment, int, int]:
+        """The file of a slot, the slot's number there, and how many of `frames` lie in that file."""
+        number, place = divmod(slot, self.shape.slots)
+        return self._files[number], place, min(frames, self.shape.slots - place)
 
     def _turn(self, turns: AbstractContextManager[bool], frames: int) -> AbstractContextManager[bool | None]:
         """Held while a call of the kernel moves so many frames."""
-        return turns if frames * self.frame_bytes >= _LONG_BYTES else nullcontext()
+        return turns if frames * self.shape.frame_bytes >= _LONG_BYTES else nullcontext()
 
-    def _frames(self, number: int) -> int:
-        return min(self._files[number].size // self.frame_bytes, self.segment_slots)
-
-    def _file(self, number: int) -> BlockFile:
-        return BlockFile(segment_path(self._folder, number), read_only=self._read_only, direct=self._direct)
+    def _file(self, number: int) -> Segment:
+        path = segment_path(self._folder, number)
+        return Segment(path, self.shape, read_only=self._read_only, direct=self._direct)
 
     def _extend(self, count: int) -> int:
         """Up to `count` slots more in the last file, or in a new one."""
-        number, place = divmod(self.slots, self.segment_slots)
+        number, place = divmod(self.slots, self.shape.slots)
         if number == len(self._files):
             self._files.append(self._file(number))
             sync_folder(self._folder)
-        more = min(count, self.segment_slots - place)
-        if not self._files[number].grow((place + more) * self.frame_bytes):
+        more = min(count, self.shape.slots - place)
+        if not self._files[number].grow(place + more):
             return 0
         self.slots += more
         return more
@@ -209,4 +223,9 @@ class Segments:
 def _count(folder: Path) -> int:
     """Segments up to the last one that is there; a missing one before it is as if it were empty."""
     numbers = [int(path.stem) for path in folder.glob("[0-9][0-9][0-9][0-9][0-9].pages")]
-    return max(numbers, default=-1) + 1
+    count = max(numbers, default=-1) + 1
+    missing = count - len(numbers)
+    if missing > _MOST_MISSING:
+        last = segment_path(folder, count - 1)
+        raise StorageFormatError(f"{last} is no file of ours: {missing} before it are missing; remove it")
+    return count

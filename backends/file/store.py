@@ -11,14 +11,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.budget import Budget
-from asynchicache.backends.file.commits import Change, Commits
-from asynchicache.backends.file.folder import NAMES
+from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.index import PageIndex
-from asynchicache.backends.file.names import ENTRY_BYTES, NameFile
+from asynchicache.backends.file.manifest import Manifest
+from asynchicache.backends.file.recovery import Identify, PageReader, recover
 from asynchicache.backends.file.segments import Segments
-from asynchicache.layouts import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -31,48 +29,48 @@ class PageStore:
 
     Args:
         folder: of the pool.
-        frame_bytes: of a slot, header and page.
+        manifest: the sizes of a slot.
         budget: what the folder of all pools may take.
+        identify: what lies in a slot; for pages of the last writes before a crash.
         limit: most bytes of this pool's files; None for no limit of its own.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
 
     Raises:
+        StorageFormatError: the files cannot be those of a pool.
         OSError: a file cannot be opened or read.
     """
 
     def __init__(
         self,
         folder: Path,
-        frame_bytes: int,
+        manifest: Manifest,
         budget: Budget,
+        identify: Identify,
         *,
         limit: int | None = None,
         read_only: bool = False,
         direct: bool = True,
     ) -> None:
         self.read_only = read_only
+        self.unfinished = 0
+        """Pages of the last writes before a crash that were found in part, and forgotten."""
         self._folder = folder
         self._budget = budget
         self._limit = limit
         self._lock = threading.Lock()
-        self._names = NameFile(BlockFile(folder / NAMES, read_only=read_only, direct=False))
-        try:
-            self.segments = Segments(folder, frame_bytes, read_only=read_only, direct=direct)
-        except OSError:
-            self._names.close()
-            raise
+        self.segments = Segments(folder, manifest.frame_bytes, read_only=read_only, direct=direct)
         self.index = PageIndex()
         try:
-            self._load()
+            self._load(PageReader(self.segments, manifest, identify))
         except OSError:
-            self._close_files()
+            self.segments.close()
             raise
         budget.join(folder, self)
 
     @property
     def nbytes(self) -> int:
-        return self.segments.nbytes + self._names.nbytes
+        return self.segments.nbytes
 
     @property
     def broken(self) -> bool:
@@ -121,7 +119,7 @@ class PageStore:
         with self._lock:
             evicted = self.index.evict(count - self.index.free)
             taken = sorted(evicted + self.index.take(count - len(evicted)))
-        self._commits.commit([Change(slot) for slot in evicted])
+        self._commits.erase(evicted)
         return taken
 
     def publish(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
@@ -130,7 +128,7 @@ class PageStore:
         Raises:
             OSError: they may not be durable, and are not visible.
         """
-        self._commits.commit([Change(slot, digest) for digest, slot in pages])
+        self._commits.name(pages)
         with self._lock:
             held = [self.index.hold(slot, digest) for digest, slot in pages]
         self._give_up([slot for (_, slot), first in zip(pages, held, strict=True) if not first])
@@ -166,15 +164,14 @@ class PageStore:
 
     def give_back(self, nbytes: int) -> int:
         """Forget the pages at the end of the pool, and cut its files; how many bytes that made free."""
-        slots = max(0, self.segments.slots - -(-nbytes // self.segments.frame_bytes))
+        slots = max(0, self.segments.slots - -(-nbytes // self.segments.shape.frame_bytes))
         before, last = self.nbytes, self.segments.slots
         with self._lock:
             if self.broken or not self.index.cut(slots):
                 return 0
         try:
-            self._commits.commit([Change(slot) for slot in range(slots, last)])
+            self._commits.erase(range(slots, last))
             self.segments.shrink(slots)
-            self._names.shrink(slots)
         except OSError as error:
             logger.warning("%s cannot give up %d slots: %s", self._folder, last - slots, error)
         return before - self.nbytes
@@ -185,68 +182,45 @@ class PageStore:
         try:
             if self.index.used and not (self.read_only or self.broken):
                 self.index.used = False
-                self._commits.save_order(self.index.in_order())
+                self._commits.vouch(self.index.in_order())
         except OSError as error:
             logger.warning("%s: the order of use is lost: %s", self._folder, error)
         finally:
-            self._close_files()
+            self.segments.close()
 
-    def _close_files(self) -> None:
-        self._names.close()
-        self.segments.close()
-
-    def _load(self) -> None:
-        found = self._names.load()
-        stale = found.damaged
-        pages: dict[bytes, int] = {}
-        for digest, slot in found.pages:
-            if not self.segments.holds(slot):
-                stale.append(slot)
-                continue
-            if digest in pages:  # two calls stored the same page, and a crash came
-                stale.append(pages.pop(digest))
-            pages[digest] = slot
-        self._commits = Commits(self.segments, self._names, found.stamp)
+    def _load(self, reader: PageReader) -> None:
         if not self.read_only:
-            self._names.grow(self.segments.slots)
-            self._commits.commit([Change(slot) for slot in stale])
+            self.segments.sync_all()  # a writer that was killed has left its last writes to the kernel
+        found = recover(self.segments, reader)
+        self.unfinished = found.unfinished
+        self._commits = Commits(self.segments, found.stamp)
+        if not self.read_only:
+            self._commits.erase(found.stale)
+            self._commits.vouch(found.checked)
             self.segments.mend()
-        slots = min(self.segments.slots, self._names.slots) if not self.read_only else self.segments.slots
-        self.index.load(pages.items(), slots)
+        self.index.load(found.pages, self.segments.slots)
         if not self.read_only and self._limit is not None and self.nbytes > self._limit:
             self.give_back(self.nbytes - self._limit)
 
     def _grow(self, wanted: int) -> None:
         with self._budget.lock:
-            before = self.segments.slots
             allowed = self._allowed(wanted)
             gained = self.segments.grow(min(wanted, allowed), allowed) if allowed else 0
-            if gained and not self._names.grow(before + gained):
-                self.segments.shrink(before)
-                gained = 0
             with self._lock:
                 self.index.grow(gained)
 
     def _allowed(self, wanted: int) -> int:
         """Slots that the pool may have more."""
-        room = self._budget.room(self, self._cost(wanted))
+        slots, shape = self.segments.slots, self.segments.shape
+        taken = shape.pool_bytes(slots)
+        room = self._budget.room(self, shape.pool_bytes(slots + wanted) - taken)
         if self._limit is not None:
             own = self._limit - self.nbytes
             room = own if room is None else min(room, own)
-        if room is None:
-            return sys.maxsize
-        count = max(0, (room - ALIGNMENT) // (self.segments.frame_bytes + ENTRY_BYTES))
-        while self._cost(count + 1) <= room:  # entries come in blocks, so there may be room for some more
-            count += 1
-        return count
-
-    def _cost(self, count: int) -> int:
-        """Bytes that the files grow by for `count` slots more."""
-        entries = NameFile.size_for(self.segments.slots + count) - self._names.nbytes
-        return count * self.segments.frame_bytes + max(entries, 0)
+        return sys.maxsize if room is None else max(0, shape.pool_slots(taken + room) - slots)
 
     def _empty(self, slots: Sequence[int]) -> None:
-        self._commits.commit([Change(slot) for slot in slots])
+        self._commits.erase(slots)
         self.release(slots)
 
     def _give_up(self, slots: Sequence[int]) -> None:

@@ -16,17 +16,18 @@ import pytest
 
 from asynchicache.backends.file.engine import Move, runs
 from asynchicache.errors import ClosedError, ConfigError, StorageError
-from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.types import Outcome
 from storage.file_stores import (
     FRAME_BYTES,
+    FRAMES_AT,
     PAGE_BYTES,
     backend_at,
     bench_at,
     capacity_for,
     open_bench,
     pages_file,
+    pool_bytes,
 )
 
 HIT, MISS, STORED, CORRUPT, REJECTED, FAILED = (
@@ -75,7 +76,7 @@ async def test_the_folder_is_as_documented(tmp_path: Path) -> None:
         fingerprint = bench.binding.fingerprint.hex()[:32]
 
     pages = f"new/store/kv-{fingerprint}"
-    files = [f"{pages}/{name}" for name in ("00000.pages", "names.bin", "pool.json")]
+    files = [f"{pages}/{name}" for name in ("00000.pages", "pool.json")]
     assert names == ["new", "new/store", "new/store/FORMAT", "new/store/LOCK", pages, *files]
 
 
@@ -107,7 +108,7 @@ async def test_a_byte_flipped_on_disk_is_corrupt_then_a_miss(tmp_path: Path, off
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
-        flip(pages_file(tmp_path), FRAME_BYTES + offset)
+        flip(pages_file(tmp_path), FRAMES_AT + FRAME_BYTES + offset)
 
         assert await bench.get(keys, [3, 4, 5]) == [HIT, CORRUPT, HIT]
         assert await bench.engine.exists(keys) == bytes([1, 0, 1])
@@ -121,21 +122,30 @@ async def test_damage_while_closed(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
-    flip(pages_file(tmp_path), 20)  # the header of the first
-    flip(pages_file(tmp_path), 2 * FRAME_BYTES + HEADER_BYTES + 7)  # the page of the last
+    flip(pages_file(tmp_path), FRAMES_AT + 20)  # the header of the first
+    flip(pages_file(tmp_path), FRAMES_AT + 2 * FRAME_BYTES + HEADER_BYTES + 7)  # the page of the last
     async with bench_at(tmp_path) as bench:
         assert await bench.get(keys, [3, 4, 5]) == [CORRUPT, HIT, CORRUPT]
         assert await bench.engine.exists(keys) == bytes([0, 1, 0])
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("left", [0, 100, FRAME_BYTES, 2 * FRAME_BYTES - 1, 2 * FRAME_BYTES + HEADER_BYTES])
-async def test_a_file_that_was_cut_while_closed(tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize(
+    ("left", "whole"),
+    [
+        (0, 0),
+        (100, 0),
+        (FRAMES_AT, 0),
+        (FRAMES_AT + FRAME_BYTES, 1),
+        (FRAMES_AT + 2 * FRAME_BYTES - 1, 1),
+        (FRAMES_AT + 2 * FRAME_BYTES + HEADER_BYTES, 2),
+    ],
+)
+async def test_a_file_that_was_cut_while_closed(tmp_path: Path, left: int, whole: int) -> None:
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
     os.truncate(pages_file(tmp_path), left)
-    whole = left // FRAME_BYTES
     async with bench_at(tmp_path) as bench:
         assert await bench.get(keys, [3, 4, 5]) == [HIT] * whole + [MISS] * (3 - whole)
         assert await bench.put(keys[2:], [2]) == [STORED]
@@ -147,7 +157,7 @@ async def test_a_file_that_is_cut_while_open(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
-        os.truncate(pages_file(tmp_path), FRAME_BYTES + HEADER_BYTES)
+        os.truncate(pages_file(tmp_path), FRAMES_AT + FRAME_BYTES + HEADER_BYTES)
 
         assert await bench.get(keys, [3, 4, 5]) == [HIT, CORRUPT, CORRUPT]
         assert await bench.get(keys, [3, 4, 5]) == [HIT, MISS, MISS]
@@ -162,7 +172,7 @@ async def test_a_full_file_evicts_what_was_not_used_for_longest(tmp_path: Path) 
 
         assert await bench.engine.exists(bench.keys(1, 2, 3, 4, 5, 6)) == bytes([1, 0, 0, 1, 1, 1])
         assert await bench.get(bench.keys(5, 6, 1, 4), [4, 5, 6, 7]) == [HIT] * 4
-        assert pages_file(tmp_path).stat().st_size == 4 * FRAME_BYTES
+        assert pages_file(tmp_path).stat().st_size == pool_bytes(4)
     async with bench_at(tmp_path) as bench:
         assert await bench.get(bench.keys(1, 2, 3, 4, 5, 6), range(6)) == [HIT, MISS, MISS, HIT, HIT, HIT]
 
@@ -175,7 +185,7 @@ async def test_a_slot_used_again_and_torn_serves_neither_page(
     pwritev = os.pwritev
 
     def torn(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        if len(views) == 1:  # names, not pages
+        if len(views) == 1:  # entries, not pages
             return pwritev(descriptor, views, offset)
         start = offset + (HEADER_BYTES if written.start else 0)
         pwritev(descriptor, views[written], start)
@@ -201,7 +211,7 @@ async def test_a_page_that_is_deleted_while_it_is_read_is_not_called_corrupt(
         keys = bench.keys(1)
         await bench.put(keys, [0])
         if damaged:
-            flip(pages_file(tmp_path), HEADER_BYTES)
+            flip(pages_file(tmp_path), FRAMES_AT + HEADER_BYTES)
         reading, deleted = threading.Event(), threading.Event()
 
         def wait_for_delete(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -222,7 +232,7 @@ async def test_a_page_that_is_deleted_while_it_is_read_is_not_called_corrupt(
 
 @pytest.mark.asyncio
 async def test_a_batch_larger_than_the_file(tmp_path: Path) -> None:
-    async with bench_at(tmp_path, capacity_bytes={"kv": 2 * FRAME_BYTES + ALIGNMENT}) as bench:
+    async with bench_at(tmp_path, capacity_bytes={"kv": pool_bytes(2)}) as bench:
         keys = bench.keys(1, 2, 3)
 
         assert await bench.put(keys, [0, 1, 2]) == [STORED, STORED, REJECTED]
@@ -307,7 +317,7 @@ async def test_one_bad_sector_costs_one_page(tmp_path: Path, monkeypatch: pytest
         preadv = os.preadv
 
         def bad(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-            if offset <= 2 * FRAME_BYTES < offset + sum(map(len, views)):
+            if offset <= FRAMES_AT + 2 * FRAME_BYTES < offset + sum(map(len, views)):
                 raise OSError(errno.EIO, "bad sector")
             return preadv(descriptor, views, offset)
 

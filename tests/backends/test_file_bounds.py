@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.file import segments
+from asynchicache.backends.file import shape
 from asynchicache.backends.file.clear import clear_store
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
-from asynchicache.layouts import ALIGNMENT
 from asynchicache.testing.backends import Bench, fingerprint_of
 from asynchicache.types import Outcome
 from storage.file_stores import (
     FRAME_BYTES,
+    FRAMES_AT,
     backend_at,
     bench_at,
     capacity_for,
     open_bench,
     pages_file,
+    pool_bytes,
     size_of,
 )
 
@@ -33,8 +34,9 @@ HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.F
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of 64 slots, so that a few pages need several."""
-    monkeypatch.setattr(segments, "_MOST_SLOTS", 64)
+    """Segments of 64 slots, so that a few pages need several; their entries are one block."""
+    monkeypatch.setattr(shape, "_MOST_SLOTS", 64)
+    monkeypatch.setattr(shape, "_CACHE_PAGE", 4096)
 
 
 async def fill(bench: Bench, numbers: Sequence[int]) -> None:
@@ -68,7 +70,7 @@ async def test_pages_lie_in_several_segments(tmp_path: Path, small_segments: Non
         assert await bench.get(bench.keys(*numbers), numbers) == [HIT] * 150
         assert await bench.get(bench.keys(*reversed(numbers)), numbers) == [HIT] * 150
 
-    assert names_below(tmp_path) == [f"0000{n}.pages" for n in range(3)] + ["names.bin", "pool.json"]
+    assert names_below(tmp_path) == [f"0000{n}.pages" for n in range(3)] + ["pool.json"]
 
 
 @pytest.mark.asyncio
@@ -105,12 +107,12 @@ async def test_a_deleted_page_stays_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_names_that_cannot_be_written_stop_writing_only(
+async def test_entries_that_cannot_be_written_stop_writing_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwritev = os.pwritev
 
-    def refuse_names(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+    def refuse_entries(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
         if len(views) == 1:
             raise OSError(5, "bad sector")
         return pwritev(descriptor, views, offset)
@@ -118,7 +120,7 @@ async def test_names_that_cannot_be_written_stop_writing_only(
     async with bench_at(tmp_path) as bench:
         await bench.put(bench.keys(1, 2), [0, 1])
         with monkeypatch.context() as broken:
-            broken.setattr(os, "pwritev", refuse_names)
+            broken.setattr(os, "pwritev", refuse_entries)
             assert await bench.put(bench.keys(3), [2]) == [FAILED]
         assert await bench.put(bench.keys(4), [3]) == [FAILED]
         assert await bench.engine.delete(bench.keys(1)) == [FAILED]
@@ -130,7 +132,9 @@ async def test_names_that_cannot_be_written_stop_writing_only(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_files_of_all_pools_stay_within_the_bound(tmp_path: Path, seed: int) -> None:
+async def test_the_files_of_all_pools_stay_within_the_bound(
+    tmp_path: Path, small_segments: None, seed: int
+) -> None:
     chance = random.Random(seed)
     capacity = capacity_for(60)
     for weights in ("w1", "w2"):
@@ -144,7 +148,9 @@ async def test_the_files_of_all_pools_stay_within_the_bound(tmp_path: Path, seed
 
 
 @pytest.mark.asyncio
-async def test_the_first_pool_to_write_does_not_shut_out_the_second(tmp_path: Path) -> None:
+async def test_the_first_pool_to_write_does_not_shut_out_the_second(
+    tmp_path: Path, small_segments: None
+) -> None:
     async with backend_at(tmp_path, capacity_bytes=capacity_for(40)) as backend:
         first, second = await open_bench(backend), await open_bench(backend, "mamba")
         await fill(first, range(60))
@@ -176,11 +182,11 @@ async def test_pools_of_other_weights_give_way(tmp_path: Path) -> None:
 async def test_a_bound_that_was_lowered_holds_after_reopening(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(40))
-    limit = 10 * FRAME_BYTES + ALIGNMENT
+    limit = pool_bytes(10)
     async with bench_at(tmp_path, capacity_bytes={"kv": limit}) as bench:
         kept = await there(bench, range(40))
-        assert kept == [*range(9)]
-        assert await bench.get(bench.keys(*kept), range(9)) == [HIT] * 9
+        assert kept == [*range(10)]
+        assert await bench.get(bench.keys(*kept), range(10)) == [HIT] * 10
         await fill(bench, range(50, 60))
 
     assert pages_file(tmp_path).stat().st_size <= limit
@@ -253,23 +259,22 @@ async def test_a_pool_with_another_manifest_is_refused(tmp_path: Path, text: byt
 async def test_a_folder_where_a_file_should_be(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         await fill(bench, [1])
-    names = file_of(tmp_path, "names.bin")
-    names.unlink()
-    names.mkdir()
-    with pytest.raises(StorageError, match=r"names\.bin cannot be opened: Is a directory"):
+    pages = file_of(tmp_path, "00000.pages")
+    pages.unlink()
+    pages.mkdir()
+    with pytest.raises(StorageError, match=r"00000\.pages cannot be opened: Is a directory"):
         async with bench_at(tmp_path):
             pass
 
 
 @pytest.mark.asyncio
-async def test_names_of_other_slots_and_noise_are_no_names(tmp_path: Path) -> None:
+async def test_entries_of_other_slots_and_noise_are_no_entries(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(4))
-    names = file_of(tmp_path, "names.bin")
-    entries = bytearray(names.read_bytes())
-    entries[64:128], entries[128:192] = entries[128:192], entries[64:128]
-    entries[192 + 5] ^= 1
-    names.write_bytes(entries)
+    data = bytearray(pages_file(tmp_path).read_bytes())
+    data[64:128], data[128:192] = data[128:192], data[64:128]
+    data[192 + 5] ^= 1
+    pages_file(tmp_path).write_bytes(data)
     async with bench_at(tmp_path) as bench:
         assert await there(bench, range(4)) == [0]
         await fill(bench, range(4))
@@ -307,12 +312,11 @@ async def bytes_read_at_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 @pytest.mark.asyncio
-async def test_opening_reads_names_and_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_opening_reads_entries_and_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(200))
 
-    size = file_of(tmp_path, "names.bin").stat().st_size
-    assert await bytes_read_at_open(tmp_path, monkeypatch) == size <= 64 * 512
+    assert await bytes_read_at_open(tmp_path, monkeypatch) == FRAMES_AT
 
 
 @pytest.mark.soak
@@ -323,8 +327,7 @@ async def test_a_hundred_thousand_pages_are_found_again(
     count = 100_000
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(count))
-    size = file_of(tmp_path, "names.bin").stat().st_size
-    assert await bytes_read_at_open(tmp_path, monkeypatch) == size < 80 * count
+    assert await bytes_read_at_open(tmp_path, monkeypatch) < 80 * count
     async with bench_at(tmp_path) as bench:
         assert await there(bench, range(count)) == [*range(count)]
         some = random.Random(0).sample(range(count), 64)

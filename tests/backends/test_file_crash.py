@@ -36,10 +36,10 @@ asyncio.run(main())
 
 FILL = """
 import asyncio, resource, sys
-from storage.file_stores import FRAME_BYTES, bench_at
+from storage.file_stores import bench_at, pool_bytes
 
 async def main():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10 * FRAME_BYTES + 77,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (pool_bytes(10) + 77,) * 2)
     async with bench_at(sys.argv[1]) as bench:
         for first in range(0, 24, 4):
             keys = bench.keys(*range(first, first + 4))

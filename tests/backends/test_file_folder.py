@@ -109,8 +109,8 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"asynchicache file store 3\n", "format 3; this version reads format 2: update asynchicache"),
-        (b"asynchicache file store 1\n", "format 1; this version reads format 2: give another folder"),
+        (b"asynchicache file store 4\n", "format 4; this version reads format 3: update asynchicache"),
+        (b"asynchicache file store 2\n", "format 2; this version reads format 3: give another folder"),
         (b"asynchicache file store x\n", "holds no file store"),
         (b"something else 1\n", "holds no file store"),
         (b"", "holds no file store"),
@@ -133,7 +133,7 @@ async def test_a_crash_between_lock_and_format_does_no_harm(tmp_path: Path) -> N
     async with backend_at(tmp_path):
         pass
 
-    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 2\n"
+    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 3\n"
 
 
 @pytest.mark.asyncio

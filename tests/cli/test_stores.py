@@ -12,7 +12,7 @@ from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.cli.main import main
 from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.types import Outcome
-from storage.file_stores import FRAME_BYTES, backend_at, bench_at, open_bench
+from storage.file_stores import FRAME_BYTES, FRAMES_AT, backend_at, bench_at, open_bench
 
 PAGES = 6
 
@@ -66,17 +66,17 @@ def test_a_whole_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "offset"),
+    ("offset", "named_again"),
     [
-        ("00000.pages", 2 * FRAME_BYTES + HEADER_BYTES + 100),  # the page
-        ("00000.pages", 2 * FRAME_BYTES + 30),  # its header
-        ("names.bin", 2 * 64 + 8),  # its name
+        (FRAMES_AT + 2 * FRAME_BYTES + HEADER_BYTES + 100, False),  # the page
+        (FRAMES_AT + 2 * FRAME_BYTES + 30, False),  # its header
+        (2 * 64 + 8, True),  # its name; the page itself is whole
     ],
 )
 def test_damage_is_found_and_repaired(
-    store: Path, name: str, offset: int, capsys: pytest.CaptureFixture[str]
+    store: Path, offset: int, named_again: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flip(store, name, offset)
+    flip(store, "00000.pages", offset)
     code, result = run(capsys, "verify", str(store))
     assert (code, result["pages"], result["corrupt"], result["repaired"]) == (1, PAGES - 1, 1, 0)
     assert "slot 2" in str(result["problems"])
@@ -85,7 +85,6 @@ def test_damage_is_found_and_repaired(
     assert (code, result["corrupt"], result["repaired"]) == (0, 1, 1)
 
     code, result = run(capsys, "verify", str(store))
-    named_again = name == "names.bin"  # the page itself was whole
     assert (code, result["pages"], result["corrupt"]) == (0, PAGES - 1 + named_again, 0)
     hit = Outcome.HIT
     assert outcomes(store) == [hit, hit, hit if named_again else Outcome.MISS, hit, hit, Outcome.MISS]
@@ -119,15 +118,15 @@ def test_what_a_pool_without_a_manifest_takes_is_counted_and_can_be_cleared(
 
 def test_pages_that_were_cut_off(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (pages,) = store.glob("kv-*/00000.pages")
-    pages.write_bytes(pages.read_bytes()[: 3 * FRAME_BYTES])
+    pages.write_bytes(pages.read_bytes()[: FRAMES_AT + 3 * FRAME_BYTES])
     code, result = run(capsys, "verify", str(store))
     assert (code, result["pages"], result["corrupt"]) == (1, 4, 2)
 
 
 def test_a_store_whose_names_cannot_be_read(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (names,) = store.glob("kv-*/names.bin")
-    names.unlink()
-    names.mkdir()
+    (pages,) = store.glob("kv-*/00000.pages")
+    pages.unlink()
+    pages.mkdir()
     assert main(["verify", str(store)]) == 1
     assert "cannot be verified" in capsys.readouterr().err
 
@@ -174,7 +173,7 @@ def test_clear_must_be_told_what(
 
 
 def test_people_get_a_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(store, "names.bin", 8)
+    flip(store, "00000.pages", 8)
     assert main(["verify", str(store)]) == 1
     assert "the name of slot 0 is damaged" in capsys.readouterr().out
     assert main(["clear", str(store), "--everything"]) == 0

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from asynchicache.backends.file import FileBackend, open_backend
 from asynchicache.backends.file.budget import FIXED_BYTES
-from asynchicache.layouts import ALIGNMENT
+from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 
 PAGE_BYTES = 5000
 FRAME_BYTES = HEADER_BYTES + 8192
+FRAMES_AT = SegmentShape.of(FRAME_BYTES).entries_bytes
+"""Where the first slot lies in a file of pages."""
 
 
 @asynccontextmanager
@@ -52,9 +54,14 @@ def pages_file(path: Path) -> Path:
     return found
 
 
+def pool_bytes(slots: int) -> int:
+    """Bytes of the files of a pool with so many slots."""
+    return SegmentShape.of(FRAME_BYTES).pool_bytes(slots)
+
+
 def capacity_for(slots: int) -> int:
-    """Bytes of a folder that holds so many slots of one pool, and not one more; 64 at most."""
-    return FIXED_BYTES + slots * FRAME_BYTES + ALIGNMENT
+    """Bytes of a folder that holds so many slots of one pool, and not one more."""
+    return FIXED_BYTES + pool_bytes(slots)
 
 
 def size_of(path: Path) -> int:

@@ -113,17 +113,24 @@ class DiskLog:
         return record
 
     def image(self, cut: int, chance: random.Random, target: Path) -> None:
-        """The files as they may be when the power fails before request number `cut`."""
+        """The files as they may be when the power fails before request number `cut`.
+
+        Args:
+            cut: the number.
+            chance: decides what the disk has done.
+            target: a copy of the folder as it was before the first request; gets the files.
+        """
         begun = self.requests[:cut]
         for path in {request.path for request in begun if request.kind != "sync"}:
             sure, loose = self._split(path, cut)
             chance.shuffle(loose)
-            content = bytearray()
+            file = target / path
+            content = bytearray(file.read_bytes() if file.exists() else b"")
             for request in sure:
                 _apply(request, content, None)
             for request in loose[: chance.randint(0, len(loose))]:
                 _apply(request, content, chance)
-            (target / path).write_bytes(content)
+            file.write_bytes(content)
 
     def _split(self, path: Path, cut: int) -> tuple[list[Request], list[Request]]:
         """Requests that a finished sync covers, and those that may have happened, in part or not at all."""

@@ -87,9 +87,13 @@ def read_header(data: bytes | bytearray | memoryview) -> PageHeader | None:
 def sealed_key(header: memoryview, page: memoryview) -> ObjectKey | None:
     """The page that header and page were sealed as, whichever pool it is of; None if one is damaged."""
     found = read_header(header)
-    if found is None or xxh3_64_digest(page[: found.page_bytes]) != found.checksum:
+    if found is None or _checksum(page[: found.page_bytes]) != found.checksum:
         return None
     return found.key
+
+
+def _checksum(page: memoryview) -> bytes:
+    return xxh3_64(page).digest()  # faster here than `xxh3_64_digest`
 
 
 def _text(field: bytes) -> str:
@@ -146,12 +150,17 @@ class SlotBinding:
         logger.debug("slot %d for %s: %s", slot, key.text(), self._problem(slot, key))
         return Outcome.CORRUPT
 
-    def identify(self, header: bytes | bytearray | memoryview) -> ObjectKey | None:
-        """The key that `header` was sealed for; None if it is damaged or not of this pool's pages."""
+    def identify(
+        self, header: bytes | bytearray | memoryview, page: memoryview | None = None
+    ) -> ObjectKey | None:
+        """The key that `header`, and `page` if it is given, were sealed for; None if they are damaged
+        or not of this pool."""
         if header[: _FIXED.size] != self._fixed:  # nearly always a slot that was never written
             return None
         found = read_header(header)
-        return self.key(found.key.digest) if found is not None else None
+        if found is None or (page is not None and _checksum(page[: self.page_bytes]) != found.checksum):
+            return None
+        return self.key(found.key.digest)
 
     def _owns(self, key: ObjectKey) -> bool:
         return (
@@ -163,11 +172,8 @@ class SlotBinding:
 
     def _seal_of(self, slot: int, key: ObjectKey) -> bytes:
         """The header that the page now in `slot` would get; padding after the page is left out."""
-        sealed = self._fixed + key.digest + self._page_checksum(slot)
+        sealed = self._fixed + key.digest + _checksum(self.page(slot)[: self.page_bytes])
         return sealed + xxh3_64_digest(sealed)
-
-    def _page_checksum(self, slot: int) -> bytes:
-        return xxh3_64(self.page(slot)[: self.page_bytes]).digest()  # faster here than `xxh3_64_digest`
 
     def _problem(self, slot: int, key: ObjectKey) -> str:
         found = read_header(self.header(slot))

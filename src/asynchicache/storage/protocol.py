@@ -103,9 +103,11 @@ class PoolBinding(Protocol):
         """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
         ...
 
-    def identify(self, header: bytes | bytearray | memoryview) -> ObjectKey | None:
-        """The key that `header` was sealed for, None if it is damaged or not of this pool's pages;
-        how an engine finds its pages again after a restart.
+    def identify(
+        self, header: bytes | bytearray | memoryview, page: memoryview | None = None
+    ) -> ObjectKey | None:
+        """The key that `header` was sealed for, None if it is damaged or not of this pool's pages, or if
+        `page` is given and damaged; how an engine finds its pages again after a restart.
         """
         ...
 
