@@ -77,19 +77,13 @@ def recover(segments: Segments, reader: PageReader) -> Recovered:
         OSError: the entries cannot be read.
     """
     found = entries.load(segments)
-    there = [entry for entry in found.pages if segments.holds(entry.slot)]
-    doubtful = {entry.slot for entry in there if entry.stamp >= found.trusted}
-    torn = {
-        entry.slot
-        for entry in there
-        if entry.slot in doubtful and reader.digest_in(entry.slot) != entry.digest
-    }
+    doubtful = {entry.slot for entry in found.pages if entry.stamp >= found.trusted}
+    torn = {e.slot for e in found.pages if e.slot in doubtful and reader.digest_in(e.slot) != e.digest}
     if torn:
-        logger.warning(
-            "%d of %d pages of the last writes are not whole, and forgotten", len(torn), len(doubtful)
-        )
-    latest = {entry.digest: entry for entry in there if entry.slot not in torn}
-    pages = sorted(latest.values())  # of two calls that stored the same page when a crash came, the later
+        logger.warning("%d pages of the last writes are not whole, and forgotten", len(torn))
+    whole = (entry for entry in found.pages if entry.slot not in torn and segments.holds(entry.slot))
+    latest = {entry.digest: entry for entry in whole}  # two calls may have stored one page when a crash came
+    pages = sorted(latest.values())
     held = {entry.slot for entry in pages}
     stale = [slot for slot in [*found.damaged, *(e.slot for e in found.pages)] if slot not in held]
     checked = [entry for entry in pages if entry.slot in doubtful]

@@ -15,17 +15,19 @@ BLOCK = 4096
 HEADER = Struct("<8sHH4xQ32s64s32s32s8s")
 
 
-def names(file: Path) -> list[int]:
-    """Slots that hold a page."""
-    data = file.read_bytes()
-    entries = [data[start : start + 64] for start in range(0, len(data), 64)]
+def used(data: bytes, slots: int) -> list[int]:
+    """Slots of the first segment that hold a page."""
+    entries = [data[slot * 64 : slot * 64 + 64] for slot in range(slots)]
     return [slot for slot, entry in enumerate(entries) if entry[56:] == xxh3_64_digest(entry[:56], seed=slot)]
 
 
-def pages(file: Path, slot_bytes: int, used: list[int]) -> int:
-    """Print and count the pages of one segment."""
-    data, count = file.read_bytes(), 0
-    for start in (slot * (BLOCK + slot_bytes) for slot in used):
+def pages(data: bytes, slot_bytes: int) -> int:
+    """Print and count the pages of the first segment."""
+    frame = BLOCK + slot_bytes
+    slots = min(max(-(-((4 << 30) // frame) // 64) * 64, 64), 4096)
+    entries_bytes = -(-slots * 64 // 65536) * 65536
+    count = 0
+    for start in (entries_bytes + slot * frame for slot in used(data, slots)):
         header = data[start : start + HEADER.size]
         seal = data[start + HEADER.size : start + HEADER.size + 8]
         if seal != xxh3_64_digest(header):
@@ -56,8 +58,7 @@ def main() -> None:
         print(sorted(path.name[:8] for path in Path(folder).iterdir()))
         print((Path(folder) / "FORMAT").read_text().strip())
         for file in sorted(Path(folder).glob("*/00000.pages")):
-            used = names(file.with_name("names.bin"))
-            print(pages(file, slot_bytes=BLOCK, used=used), "pages")  # a toy's page fits into one block
+            print(pages(file.read_bytes(), slot_bytes=BLOCK), "pages")  # a toy's page fits into one block
 
 
 main()

@@ -64,6 +64,7 @@ def _report(report: StoreReport) -> RenderableType:
     table.add_row("whole pages", f"{report.pages:,}")
     table.add_row("damaged", f"{report.corrupt:,}")
     table.add_row("repaired", f"{report.repaired:,}")
+    table.add_row("unfinished", f"{report.unfinished:,}")
     table.add_row("whole, but forgotten", f"{report.orphaned:,}")
     table.add_row("bytes", f"{report.bytes:,}")
     for problem in report.problems:

@@ -1,0 +1,185 @@
+"""What a store trusts after a crash, what it looks at, and what it forgets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from struct import Struct
+
+import pytest
+from xxhash import xxh3_64_digest
+
+from asynchicache.backends.file import shape
+from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.verify import StoreReport, verify_store
+from asynchicache.errors import StorageFormatError
+from asynchicache.storage.binding import HEADER_BYTES, sealed_key
+from asynchicache.testing.backends import Bench
+from asynchicache.types import Outcome
+from storage.file_stores import FRAME_BYTES, FRAMES_AT, bench_at, pages_file
+from storage.power_cuts import DiskLog
+
+HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
+
+
+async def crashed(path: Path) -> Path:
+    """A store whose writer never closed it: pages 0 to 3, and 4 and 5 in a last write."""
+    async with bench_at(path / "open") as bench:
+        await bench.put(bench.keys(0, 1, 2, 3), range(4))
+        await bench.put(bench.keys(4, 5), range(2))
+        shutil.copytree(path / "open", path / "crashed")
+    return path / "crashed"
+
+
+def tear(path: Path, slot: int) -> None:
+    """The second half of a slot was never written."""
+    with pages_file(path).open("r+b") as file:
+        file.seek(FRAMES_AT + slot * FRAME_BYTES + FRAME_BYTES // 2)
+        file.write(bytes(FRAME_BYTES // 2))
+
+
+def slots_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slots that are read from now on."""
+    slots: list[int] = []
+    preadv = os.preadv
+
+    def recording(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        slots.extend([(offset - FRAMES_AT) // FRAME_BYTES] if offset >= FRAMES_AT else [])
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", recording)
+    return slots
+
+
+async def hits(bench: Bench, count: int = 6) -> list[bool]:
+    return [outcome is HIT for outcome in await bench.get(bench.keys(*range(count)), range(count))]
+
+
+def verified(path: Path, *, repair: bool = False) -> StoreReport:
+    return verify_store(path, sealed_key, repair=repair)
+
+
+@pytest.mark.asyncio
+async def test_only_the_last_writes_are_looked_at_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await crashed(tmp_path)
+    read = slots_read(monkeypatch)
+    async with bench_at(store):
+        assert sorted(read) == [4, 5]
+        read.clear()
+        shutil.copytree(store, tmp_path / "again")
+    async with bench_at(store), bench_at(tmp_path / "again"):
+        assert read == []
+    async with bench_at(store) as bench:
+        assert await hits(bench) == [True] * 6
+
+
+@pytest.mark.asyncio
+async def test_a_page_of_the_last_writes_that_is_torn_is_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await crashed(tmp_path)
+    tear(store, 4)
+    report = verified(store)
+    assert (report.ok, report.pages, report.unfinished, report.corrupt) == (True, 5, 1, 0)
+    async with bench_at(store, read_only=True) as bench:
+        assert await hits(bench) == [True, True, True, True, False, True]
+    assert verified(store).unfinished == 1  # a reader changes nothing
+    async with bench_at(store) as bench:
+        assert await bench.get(bench.keys(4), [0]) == [MISS]
+        assert await bench.put(bench.keys(4), [4]) == [STORED]
+        assert await hits(bench) == [True] * 6
+    assert "1 pages of the last writes are not whole" in caplog.text
+    assert verified(store).unfinished == 0
+
+
+@pytest.mark.asyncio
+async def test_a_repair_forgets_what_is_unfinished(tmp_path: Path) -> None:
+    store = await crashed(tmp_path)
+    tear(store, 5)
+    assert verified(store, repair=True).unfinished == 1
+    report = verified(store)
+    assert (report.pages, report.unfinished, report.corrupt) == (5, 0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_was_durable_before_is_damaged_not_unfinished(tmp_path: Path) -> None:
+    store = await crashed(tmp_path)
+    tear(store, 2)
+    report = verified(store)
+    assert (report.ok, report.pages, report.unfinished, report.corrupt) == (False, 5, 0, 1)
+    async with bench_at(store) as bench:
+        assert await bench.get(bench.keys(2), [0]) == [CORRUPT]
+
+
+@pytest.mark.asyncio
+async def test_no_mark_vouches_for_what_is_written_later(tmp_path: Path) -> None:
+    """The pages with the highest stamps are gone; the mark that was set at the store's end is not."""
+    store, copy = tmp_path / "open", tmp_path / "crashed"
+    async with bench_at(store) as bench:
+        await bench.put(bench.keys(0, 1, 2, 3), range(4))
+    async with bench_at(store) as bench:
+        await bench.engine.delete(bench.keys(1, 2, 3))
+        shutil.copytree(store, copy)
+    async with bench_at(copy) as bench:
+        await bench.put(bench.keys(4), [4])
+        shutil.copytree(copy, tmp_path / "again")
+    tear(tmp_path / "again", 1)
+    async with bench_at(tmp_path / "again") as bench:
+        assert await hits(bench) == [True] + [False] * 5
+    assert verified(tmp_path / "again").corrupt == 0
+
+
+@pytest.mark.asyncio
+async def test_a_writer_syncs_what_a_killed_one_has_left_to_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(0), [0])
+    log = DiskLog(tmp_path)
+    with log.recording(monkeypatch):
+        async with bench_at(tmp_path):
+            began = [(request.path.name, request.kind) for request in log.requests]
+    assert ("00000.pages", "sync") in began
+    assert "write" not in [kind for _, kind in began]
+
+
+@pytest.mark.asyncio
+async def test_a_stamp_that_no_writer_reaches_is_damage(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(0, 1), range(2))
+    with pages_file(tmp_path).open("r+b") as file:
+        digest = file.read(32)
+        entry = digest + Struct("<QQ8x").pack(2**64 - 1, 0)
+        file.seek(0)
+        file.write(entry + xxh3_64_digest(entry, seed=0))
+    assert verified(tmp_path).problems == ["kv: the name of slot 0 is damaged"]
+    async with bench_at(tmp_path) as bench:
+        assert await hits(bench, 2) == [False, True]
+        assert await bench.put(bench.keys(0), [0]) == [STORED]
+
+
+@pytest.mark.asyncio
+async def test_the_name_of_a_file_far_behind_all_others_is_refused(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(0), [0])
+    pages_file(tmp_path).with_name("99999.pages").touch()
+    with pytest.raises(StorageFormatError, match=r"99999\.pages is no file of ours: 99998 .* remove it"):
+        async with bench_at(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("frame_bytes", [8192, FRAME_BYTES, HEADER_BYTES + (4 << 20), 1 << 33])
+def test_bytes_and_slots_of_a_pool_agree(frame_bytes: int) -> None:
+    sizes = SegmentShape.of(frame_bytes)
+
+    assert sizes.slots % 64 == 0
+    assert sizes.entries_bytes % shape._CACHE_PAGE == 0
+    assert sizes.entries_bytes >= shape.ENTRY_BYTES * sizes.slots
+    for slots in (0, 1, 2, sizes.slots - 1, sizes.slots, sizes.slots + 1, 3 * sizes.slots):
+        nbytes = sizes.pool_bytes(slots)
+        assert sizes.pool_slots(nbytes) == slots
+        assert sizes.pool_slots(nbytes - 1) == max(slots - 1, 0)
