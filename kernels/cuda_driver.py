@@ -34,7 +34,7 @@ class _Attributes(Structure):
 
 
 class CudaDriver:
-    """The driver's library. The calls act on the current context, which torch has made by then."""
+    """The driver's library. Its calls act on the calling thread's context: that of torch's current device."""
 
     def __init__(self, library: Any) -> None:
         """`library`: as `ctypes.CDLL` returns it; another one in tests."""
@@ -62,6 +62,7 @@ class CudaDriver:
         Raises:
             DeviceError: the memory is not pinned, or was not mapped for the GPU.
         """
+        self._enter_context()
         found = c_uint64()
         code = self._library.cuMemHostGetDevicePointer_v2(byref(found), c_void_p(address), c_uint(0))
         if code != 0:
@@ -76,6 +77,7 @@ class CudaDriver:
         """
         if not len(batch.sizes):
             return
+        self._enter_context()
         columns = [
             np.ascontiguousarray(column) for column in (batch.destinations, batch.sources, batch.sizes)
         ]
@@ -93,3 +95,24 @@ class CudaDriver:
             raise DeviceError(
                 f"cuMemcpyBatchAsync of {len(batch.sizes)} runs returned error {code} at run {failed.value}"
             )
+
+    def _enter_context(self) -> None:
+        """Give this thread a context if it has none, as it may be if it has not called torch's runtime yet.
+
+        Raises:
+            DeviceError: the driver refused it.
+        """
+        current = c_void_p()
+        self._call("cuCtxGetCurrent", byref(current))
+        if current.value is not None:
+            return
+        device, primary = c_int(), c_void_p()
+        self._call("cuDeviceGet", byref(device), c_int(torch.cuda.current_device()))
+        # Torch holds on to the primary context until the process ends, so one more hold changes nothing.
+        self._call("cuDevicePrimaryCtxRetain", byref(primary), device)
+        self._call("cuCtxSetCurrent", primary)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            raise DeviceError(f"{name} returned error {code}")

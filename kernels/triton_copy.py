@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asynchicache.errors import UsageError
+from asynchicache.errors import DeviceError, UsageError
 from asynchicache.kernels.items import PoolItems, Row
 from asynchicache.kernels.pointers import HostPointers
 
@@ -79,7 +79,7 @@ class TritonKernels:
             pointers: what the GPU calls an address of the host.
 
         Raises:
-            DeviceError: the GPU cannot reach the host items.
+            DeviceError: the GPU cannot reach the host items, or calls them by other addresses.
         """
         self._items = items
         self._device = items.device[0].device
@@ -141,7 +141,7 @@ class TritonKernels:
 def _entry(items: PoolItems, row: Row, pointers: HostPointers) -> list[int]:
     host, device = items.host[row.tensor][row.local], items.device[row.tensor][row.local]
     return [
-        pointers.device_address(host.data_ptr()) if host.numel() else 0,
+        _shared_address(host.data_ptr(), pointers) if host.numel() else 0,
         device.data_ptr(),
         host.stride(0),
         device.stride(0),
@@ -149,3 +149,11 @@ def _entry(items: PoolItems, row: Row, pointers: HostPointers) -> list[int]:
         device.stride(1),
         *host.shape[1:],
     ]
+
+
+def _shared_address(address: int, pointers: HostPointers) -> int:
+    # Where the two differ, memory that was pinned in several steps need not be one run to the GPU, and a
+    # device should not use both addresses, of which batches use the host's (CUDA: cuMemHostRegister).
+    if pointers.device_address(address) != address:
+        raise DeviceError(f"the GPU calls host memory {address:#x} by another address")
+    return address

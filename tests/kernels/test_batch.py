@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
 
-from asynchicache.errors import DeviceError, UsageError
+from asynchicache.errors import UsageError
 from asynchicache.kernels.batch import (
     MOST_RUNS,
     PieceCount,
@@ -17,7 +15,6 @@ from asynchicache.kernels.batch import (
     expand_runs,
     memmove_batch,
 )
-from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.select import copy_methods
 
@@ -84,66 +81,6 @@ def test_runs_expand_to_their_pages() -> None:
 def test_views_of_different_pools_have_no_runs() -> None:
     with pytest.raises(UsageError, match="no views of one pool"):
         RunGeometry(_items(6, follow=True), _items(6, follow=True, units=2))
-
-
-# The CUDA driver, played by a library of our own.
-
-
-class _Library:
-    """`libcuda` for memory that the GPU calls by another address; refuses when told to."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-        self.batches: list[tuple[list[int], list[int], list[int]]] = []
-
-    def cuMemHostGetDevicePointer_v2(self, found, address, flags) -> int:  # noqa: N802
-        found._obj.value = address.value + 0x1000
-        return self.code
-
-    def cuMemcpyBatchAsync(  # noqa: N802
-        self, destinations, sources, sizes, count, attributes, first, number, failed, stream
-    ) -> int:
-        read = [
-            (ctypes.c_uint64 * count.value).from_address(pointer.value)[:]
-            for pointer in (destinations, sources, sizes)
-        ]
-        self.batches.append((read[0], read[1], read[2]))
-        assert (number.value, first._obj.value, attributes._obj.source_access_order) == (1, 0, 1)
-        failed._obj.value = 1
-        return self.code
-
-
-class _Stream:
-    cuda_stream = 7
-
-
-def test_a_batch_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Stream)
-    library = _Library()
-    driver = CudaDriver(library)
-
-    driver.copy_batch(RunBatch(np.array([1, 2]), np.array([30, 40]), np.array([5, 6]), ()))
-    driver.copy_batch(RunBatch(*(np.empty(0, np.int64) for _ in range(3)), ()))
-
-    assert library.batches == [([30, 40], [1, 2], [5, 6])]
-    assert driver.has_batches
-    assert driver.device_address(1) == 0x1001
-
-
-def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Stream)
-    driver = CudaDriver(_Library(code=1))
-
-    with pytest.raises(DeviceError, match="of 2 runs returned error 1 at run 1"):
-        driver.copy_batch(RunBatch(np.array([1, 2]), np.array([3, 4]), np.array([5, 6]), ()))
-    with pytest.raises(DeviceError, match="cuMemHostGetDevicePointer of 0x5 returned error 1"):
-        driver.device_address(5)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_without_a_driver_the_error_says_so() -> None:
-    with pytest.raises(DeviceError, match=r"libcuda\.so\.1 cannot be loaded"):
-        CudaDriver.load()
 
 
 # What a device has.

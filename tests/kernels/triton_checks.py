@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from asynchicache.errors import UsageError
+from asynchicache.errors import DeviceError, UsageError
 from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import HostPointers, SamePointers
@@ -145,6 +145,17 @@ def test_addresses_beyond_32_bits_are_reached() -> None:
 
 def _sparse(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not INTERPRETED)
+
+
+def test_a_gpu_that_calls_host_memory_otherwise_gets_no_kernel() -> None:
+    class Elsewhere:
+        def device_address(self, address: int) -> int:
+            return address + 4096
+
+    host = torch.zeros(1, 2, 1, 8, dtype=torch.uint8)
+
+    with pytest.raises(DeviceError, match="by another address"):
+        TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), Elsewhere())
 
 
 def test_no_pages_copy_nothing() -> None:

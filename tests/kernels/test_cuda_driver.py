@@ -1,0 +1,156 @@
+"""Calls of the CUDA driver, against a library with `cuda.h`'s prototypes that refuses what the driver does."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+import numpy as np
+import pytest
+import torch
+
+from asynchicache.errors import DeviceError
+from asynchicache.kernels.batch import RunBatch
+from asynchicache.kernels.cuda_driver import CudaDriver, _Attributes
+
+INVALID_VALUE, INVALID_CONTEXT = 1, 201
+STREAM, PRIMARY = 0x51, 0xC0
+PINNED = range(0x1000, 0x3000), range(0x3000, 0x5000)  # two registrations, one behind the other
+DEVICE = range(0x9000, 0xB000)
+
+
+class _Library:
+    """`libcuda` as of CUDA 12.8, with one GPU, whose number is 1.
+
+    A context is a thread's own. A copy must not leave the registration, or the allocation, that it begins in.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[list[int], list[int], list[int]]] = []
+        self._current = threading.local()
+        self.cuCtxGetCurrent = CFUNCTYPE(c_int, POINTER(c_void_p))(self._get_current)
+        self.cuDeviceGet = CFUNCTYPE(c_int, POINTER(c_int), c_int)(self._get_device)
+        self.cuDevicePrimaryCtxRetain = CFUNCTYPE(c_int, POINTER(c_void_p), c_int)(self._retain_primary)
+        self.cuCtxSetCurrent = CFUNCTYPE(c_int, c_void_p)(self._set_current)
+        self.cuMemHostGetDevicePointer_v2 = CFUNCTYPE(c_int, POINTER(c_uint64), c_void_p, c_uint)(
+            self._device_pointer
+        )
+        self.cuMemcpyBatchAsync = CFUNCTYPE(
+            c_int, *(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, POINTER(c_size_t), c_void_p
+        )(self._copy_batch)
+
+    def _get_current(self, context) -> int:
+        context[0] = getattr(self._current, "context", None)
+        return 0
+
+    def _get_device(self, device, ordinal: int) -> int:
+        device[0] = 1
+        return 0 if ordinal == 0 else 101  # CUDA_ERROR_INVALID_DEVICE
+
+    def _retain_primary(self, context, device: int) -> int:
+        context[0] = PRIMARY
+        return 0 if device == 1 else 101
+
+    def _set_current(self, context: int) -> int:
+        self._current.context = context
+        return 0 if context == PRIMARY else INVALID_CONTEXT
+
+    def _has_context(self) -> bool:
+        return getattr(self._current, "context", None) == PRIMARY
+
+    def _device_pointer(self, found, address: int, flags: int) -> int:
+        if not self._has_context():
+            return INVALID_CONTEXT
+        found[0] = address
+        return 0 if flags == 0 and any(address in run for run in PINNED) else INVALID_VALUE
+
+    def _copy_batch(self, to, of, sizes, count, attributes, first, number, failed, stream) -> int:
+        failed[0] = 2**64 - 1
+        if not self._has_context():
+            return INVALID_CONTEXT
+        order, index = (c_uint.from_address(pointer).value for pointer in (attributes, first))
+        if stream != STREAM or not 0 < number <= count or not 1 <= order <= 3 or index != 0:
+            return INVALID_VALUE
+        read = [(c_uint64 * count).from_address(pointer)[:] for pointer in (to, of, sizes)]
+        for failed[0], (*addresses, size) in enumerate(zip(*read, strict=True)):
+            if not all(_within_one(address, size) for address in addresses):
+                return INVALID_VALUE
+        self.batches.append((read[0], read[1], read[2]))
+        return 0
+
+
+def _within_one(address: int, size: int) -> bool:
+    return size > 0 and any(
+        address in memory and address + size - 1 in memory for memory in (*PINNED, DEVICE)
+    )
+
+
+class _Stream:
+    cuda_stream = STREAM
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return _Library()
+
+
+def _batch(*runs: tuple[int, int, int]) -> RunBatch:
+    """Of (source, destination, bytes)."""
+    columns = np.array(runs, np.int64).reshape(-1, 3).T
+    return RunBatch(columns[0], columns[1], columns[2], ())
+
+
+def test_attributes_lie_as_in_the_header() -> None:
+    offsets = [getattr(_Attributes, name).offset for name, _ in _Attributes._fields_]
+    assert (offsets, ctypes.sizeof(_Attributes)) == ([0, 4, 12, 20], 24)
+
+
+def test_a_batch_is_one_call_of_the_driver(library: _Library) -> None:
+    driver = CudaDriver(library)
+
+    driver.copy_batch(_batch((0x1000, 0x9000, 5), (0x2000, 0x9800, 6)))
+    driver.copy_batch(_batch())
+
+    assert library.batches == [([0x9000, 0x9800], [0x1000, 0x2000], [5, 6])]
+    assert driver.has_batches
+    assert driver.device_address(0x1008) == 0x1008
+
+
+def test_a_thread_that_has_made_no_other_call_can_copy(library: _Library) -> None:
+    driver, failures = CudaDriver(library), []
+
+    def copy() -> None:
+        try:
+            driver.copy_batch(_batch((0x1000, 0x9000, 5)))
+        except DeviceError as error:
+            failures.append(error)
+
+    for _ in range(2):
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+
+    assert failures == []
+    assert len(library.batches) == 2
+
+
+def test_what_the_driver_refuses_is_an_error(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CudaDriver(library)
+
+    with pytest.raises(DeviceError, match="of 2 runs returned error 1 at run 1"):
+        driver.copy_batch(_batch((0x1000, 0x9000, 5), (0x2FFF, 0x9800, 2)))
+    with pytest.raises(DeviceError, match="cuMemHostGetDevicePointer of 0x5 returned error 1"):
+        driver.device_address(5)
+    library._current.context = None
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 9)
+    with pytest.raises(DeviceError, match="cuDeviceGet returned error 101"):
+        driver.device_address(0x1000)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_without_a_driver_the_error_says_so() -> None:
+    with pytest.raises(DeviceError, match=r"libcuda\.so\.1 cannot be loaded"):
+        CudaDriver.load()
