@@ -64,7 +64,7 @@ class CudaDevice:
         handle = torch_stream.cuda_stream
         with self._lock:
             if handle not in self._wrapped:
-                self._wrapped[handle] = CudaStream(self, torch_stream, f"wrapped-{handle:#x}")
+                self._wrapped[handle] = CudaStream(self, torch_stream, f"wrapped-{handle:#x}", foreign=True)
             return self._wrapped[handle]
 
     def event(self, *, external: bool = False) -> CudaEvent:
@@ -98,12 +98,16 @@ class CudaDevice:
             raise RequestStateError(f"stream {own.name} is being captured already")
         own.graph = graph = CudaGraph(own)
         try:
-            with torch.cuda.graph(
-                graph.torch_graph, stream=own.torch_stream, capture_error_mode="thread_local"
-            ):
+            # Torch synchronizes the current device first.
+            with torch.cuda.device(self.index), self._torch_capture(graph, own):
                 yield graph
         finally:
             own.graph = None
+
+    @staticmethod
+    def _torch_capture(graph: CudaGraph, stream: CudaStream) -> torch.cuda.graph:
+        mode = "thread_local"
+        return torch.cuda.graph(graph.torch_graph, stream=stream.torch_stream, capture_error_mode=mode)
 
     def notify(self, stream: Stream, reached: Reached) -> None:
         """Call `reached(error)` once, from the stream's waiter thread, when all work now enqueued
@@ -146,10 +150,15 @@ class CudaDevice:
             raise DeviceError(str(self.error)) from self.error
 
     @contextmanager
-    def sticky(self) -> Iterator[None]:
-        """Let the first exception of the body fail the device, and go no further."""
+    def guard(self) -> Iterator[None]:
+        """For calls of the driver: the first exception of the body fails the device, and goes no further.
+
+        The device is the thread's current one meanwhile. Whatever thread asks, an event of GPU 1 must not
+        make a context on GPU 0, some hundreds of MiB of its memory, as a runtime call on a new thread does.
+        """
         try:
-            yield
+            with torch.cuda.device(self.index):
+                yield
         except Exception as error:  # noqa: BLE001 - the boundary of foreign work and of the driver
             failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -169,10 +178,14 @@ class CudaDevice:
 class CudaStream:
     """A `torch.cuda.Stream` of ours or of an engine; made by `CudaDevice`."""
 
-    def __init__(self, device: CudaDevice, torch_stream: torch.cuda.Stream, name: str) -> None:
+    def __init__(
+        self, device: CudaDevice, torch_stream: torch.cuda.Stream, name: str, *, foreign: bool = False
+    ) -> None:
+        """`foreign`: it is an engine's, which may capture it by `torch.cuda.graph`."""
         self.device = device
         self.name = name
         self.torch_stream = torch_stream
+        self._foreign = foreign
         self.graph: CudaGraph | None = None  # while it is captured by us
 
     def launch(self, work: Callable[[], object]) -> None:
@@ -181,7 +194,7 @@ class CudaStream:
         where work runs later: nobody knows which of its copies were enqueued.
         """
         if self.device.error is None:
-            with self.device.sticky(), torch.cuda.stream(self.torch_stream):
+            with self.device.guard(), torch.cuda.stream(self.torch_stream):
                 work()
 
     def record(self, event: Event) -> None:
@@ -191,7 +204,7 @@ class CudaStream:
             UsageError: `event` is of another device.
         """
         own = self._own(event)
-        with self.device.sticky():
+        with self.device.guard():
             own.torch_event.record(self.torch_stream)
         if self.graph is None:
             own.recorded = True
@@ -208,24 +221,32 @@ class CudaStream:
         own = self._own(event)
         if self.graph is not None:
             self.graph.waits.append(own)
-        elif not own.recorded and not (own.external and torch.cuda.is_current_stream_capturing()):
+        elif not own.recorded and not self._captured():
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
-        with self.device.sticky():
+        with self.device.guard():
             # Torch makes it an external wait if the event is external and this thread's current stream
             # is captured, as it is within `capture` and within `torch.cuda.graph`.
             self.torch_stream.wait_event(own.torch_event)
 
     def synchronize(self) -> None:
         """Block this thread until everything enqueued has run; an error fails the device."""
-        with self.device.sticky():
+        with self.device.guard():
             self.torch_stream.synchronize()
 
     def _own(self, event: Event) -> CudaEvent:
         if not isinstance(event, CudaEvent) or event.device is not self.device:
             raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
-        if self.graph is not None and not event.external:
+        if not event.external and self._captured():
             raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
         return event
+
+    def _captured(self) -> bool:
+        """Whether what this thread enqueues here becomes a graph. CUDA would break an engine's capture."""
+        if self.graph is not None or not self._foreign:
+            return self.graph is not None
+        with torch.cuda.device(self.device.index):
+            capturing = torch.cuda.is_current_stream_capturing()
+            return capturing and torch.cuda.current_stream() == self.torch_stream
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.name} of {self.device.name}>"
@@ -248,7 +269,7 @@ class CudaEvent:
         """
         reached = True
         if self.recorded:
-            with self.device.sticky():
+            with self.device.guard():
                 reached = self.torch_event.query()  # type: ignore[no-untyped-call]
         self.device.check()
         return reached
@@ -260,7 +281,7 @@ class CudaEvent:
             DeviceError: the device failed.
         """
         if self.recorded:
-            with self.device.sticky():
+            with self.device.guard():
                 self.torch_event.synchronize()
         self.device.check()
 
