@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver, against a library with `cuda.h`'s prototypes that refuses what the driver does."""
+"""Calls of the CUDA driver; a library with the prototypes of `cuda.h` refuses what the driver does."""
 
 from __future__ import annotations
 
