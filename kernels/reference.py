@@ -95,10 +95,23 @@ def copy_run(source: torch.Tensor, destination: torch.Tensor) -> None:
         source: `[layers, pages, units, words]`.
         destination: the same shape.
     """
-    if source.device == destination.device or (source.is_contiguous() and destination.is_contiguous()):
+    if source.device == destination.device:
         destination.copy_(source, non_blocking=True)
         return
-    # Torch moves a strided tensor between devices through a temporary that it fills at the time of
-    # the call, so earlier work of the stream would not be seen. Some level below is contiguous.
+    # Layer by layer, as those of layout layer_first are pinned one by one: CUDA copies nothing that
+    # lies in two registrations.
+    for source_layer, destination_layer in zip(source, destination, strict=True):
+        _copy_between(source_layer, destination_layer)
+
+
+def _copy_between(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """A copy between devices, in contiguous parts.
+
+    Torch moves a strided tensor between devices through a temporary that it fills at the time of the call,
+    so earlier work of the stream would not be seen.
+    """
+    if source.is_contiguous() and destination.is_contiguous():
+        destination.copy_(source, non_blocking=True)
+        return
     for source_part, destination_part in zip(source, destination, strict=True):
-        copy_run(source_part, destination_part)
+        _copy_between(source_part, destination_part)

@@ -295,6 +295,7 @@ async def _open_rooms(
     kept = stack.enter_context(ExitStack())
     # An emulated device of the caller's is to run the same way each time, whatever the machine does.
     measure = not config.inline if device is None else device.name != "cpu"
+    owned = device is None
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
@@ -306,6 +307,8 @@ async def _open_rooms(
     )
     for memory in memories.values():
         kept.callback(memory.host.close)
+    if owned:  # before the memory: what a failed device was given may still be on its way
+        kept.callback(device.close)
     planner = _planner(spec, slots, config)
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)

@@ -27,7 +27,9 @@ from asynchicache import (
     RequestStateError,
 )
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.pools.host import HostPool
 from asynchicache.storage.limits import PoolLimits
+from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.tree.node import Node
 from asynchicache.types import Tier, WritePolicy
@@ -255,6 +257,23 @@ async def test_closing_does_not_wait_for_a_stream_that_hangs(caplog: pytest.LogC
     finally:
         gate.set()
         cache.device.close()
+
+
+@pytest.mark.asyncio
+async def test_what_a_device_was_given_has_run_before_host_memory_is_unpinned(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A device that failed tells at once of everything, also of copies that still run."""
+    closed: list[type] = []
+    for kind in (EmulatedDevice, HostPool):
+        close = kind.close
+        monkeypatch.setattr(kind, "close", lambda self, close=close: (closed.append(type(self)), close(self)))
+
+    async with HybridCache.open(SPEC, config()):
+        pass
+
+    assert closed[0] is EmulatedDevice
+    assert closed.count(HostPool) == len(SPEC.pools)
 
 
 # What durable promises

@@ -91,6 +91,28 @@ def test_copy_run_copies_between_strided_views() -> None:
     assert not destination[:, :4].any()
 
 
+def test_copies_between_devices_are_contiguous_and_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would stage others too early, and layers may be pinned one by one."""
+    copied: list[tuple[int, ...]] = []
+
+    def copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        assert source.is_contiguous()
+        assert destination.is_contiguous()
+        copied.append(tuple(source.shape))
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    host, device = _bytes(2, 6, 3, 5), torch.empty(2, 6, 3, 5, dtype=torch.uint8, device="meta")
+
+    reference.copy_run(host, device)
+    reference.copy_run(host[:, 1:3], device[:, 4:6])
+    assert copied == [(6, 3, 5)] * 2 + [(2, 3, 5)] * 2
+
+    copied.clear()
+    reference.copy_run(host.transpose(0, 1)[:, :1], device.transpose(0, 1)[:, :1])
+    assert copied == [(1, 3, 5)] * 6
+
+
 @pytest.mark.parametrize(
     ("sizes", "word"),
     [

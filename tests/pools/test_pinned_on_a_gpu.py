@@ -18,7 +18,7 @@ KV = PoolSpec("kv", (TensorSpec("keys", (0, 1), (256,), "float32"),))
 
 @pytest.mark.parametrize("layout", list(HostLayout), ids=lambda layout: layout.value)
 def test_every_slot_of_a_grown_pool_can_be_reached(layout: HostLayout) -> None:
-    pinner = Pinner.of(0)
+    pinner = Pinner.of("cuda:0")
     assert pinner is not None
     pinner.step_bytes = 1 << 20
     pool = HostPool(KV, 64, 40, pin=pinner, layout=layout)

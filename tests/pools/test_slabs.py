@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,28 +21,11 @@ from asynchicache.pools.numa import device_node, prefer_node
 from asynchicache.pools.slabs import HostRegistration, Pinner, PinningWarning, Slab, allocate_slab
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import PoolSpec, TensorSpec
+from pools.cuda_runtime import Code, PlayedRuntime
 
 KV = PoolSpec(
     "kv", (TensorSpec("keys", (0, 1), (256,), "float32"), TensorSpec("scales", (1,), (), "float32"))
 )
-
-
-class _Runtime:
-    """A CUDA runtime that refuses the call number `refuse`."""
-
-    def __init__(self, refuse: int | None = None) -> None:
-        self.pinned: dict[int, int] = {}
-        self._refuse = refuse
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
-        if len(self.pinned) == self._refuse:
-            return 2
-        self.pinned[pointer] = size
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
-        del self.pinned[pointer]
-        return 0
 
 
 def _resident_bytes() -> int:
@@ -92,7 +78,7 @@ def test_without_cuda_nothing_is_pinned_and_nobody_is_warned() -> None:
 
 
 def test_a_slab_is_unpinned_when_it_is_closed() -> None:
-    runtime, slab = _Runtime(), Slab(3 * 4096)
+    runtime, slab = PlayedRuntime(), Slab(3 * 4096)
 
     slab.pin(Pinner(runtime), 4096, 8192)
     assert slab.pinned
@@ -104,12 +90,53 @@ def test_a_slab_is_unpinned_when_it_is_closed() -> None:
 
 def test_a_refused_registration_is_an_error() -> None:
     with pytest.raises(DeviceError, match="cudaHostRegister of 4096 bytes returned error 2"):
-        HostRegistration(_Runtime(refuse=0)).add(4096, 4096)
+        HostRegistration(PlayedRuntime(refuse=0)).add(4096, 4096)
+
+
+def test_memory_that_cannot_be_unpinned_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = PlayedRuntime()
+    registration = HostRegistration(runtime)
+    for address in (0x1000, 0x2000):
+        registration.add(address, 4096)
+    del runtime.pinned[0x2000]  # as after an error that ended the context
+
+    registration.close()
+
+    assert "cudaHostUnregister of 0x2000 returned error 713" in caplog.text
+    assert not runtime.pinned
+
+
+def test_calls_are_made_with_the_pinners_gpu_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread whose current GPU is another one they would make a context there."""
+    current = [-1]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    class Watched(PlayedRuntime):
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Code:  # noqa: N802
+            seen.append(current[-1])
+            return super().cudaHostRegister(pointer, size, flags)
+
+        def cudaHostUnregister(self, pointer: int) -> Code:  # noqa: N802
+            seen.append(current[-1])
+            return super().cudaHostUnregister(pointer)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen: list[int] = []
+    slab = Slab(4096)
+    slab.pin(Pinner(Watched(), index=1), 0, 4096)
+    slab.close()
+
+    assert seen == [1, 1]
 
 
 def test_steps_hold_whole_units() -> None:
-    assert list(Pinner(_Runtime(), step_bytes=7).steps(10, 3)) == [(0, 6), (6, 4)]
-    assert list(Pinner(_Runtime(), step_bytes=7).steps(10, 8)) == [(0, 8), (8, 2)]
+    assert list(Pinner(PlayedRuntime(), step_bytes=7).steps(10, 3)) == [(0, 6), (6, 4)]
+    assert list(Pinner(PlayedRuntime(), step_bytes=7).steps(10, 8)) == [(0, 8), (8, 2)]
 
 
 @pytest.mark.parametrize("advice", [slabs._POPULATE_WRITE, 9999])
@@ -120,7 +147,7 @@ def test_touched_memory_has_pages_with_and_without_the_advice(
     slab = Slab(64 << 20)
     before = _resident_bytes()
 
-    Pinner(_Runtime()).touch(slab.tensor)
+    Pinner(PlayedRuntime()).touch(slab.tensor)
 
     assert _resident_bytes() - before >= 60 << 20
     slab.close()
@@ -132,7 +159,7 @@ def test_touching_more_than_there_is_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(slabs, "_POPULATE_WRITE", 9999)
 
     with pytest.raises(CapacityError, match="no pages for 4096 bytes of host memory: EINVAL"):
-        Pinner(_Runtime()).touch(slab.tensor)
+        Pinner(PlayedRuntime()).touch(slab.tensor)
     slab.close()
 
 
@@ -167,7 +194,7 @@ def test_a_node_that_is_not_there_costs_nothing_but_speed(caplog: pytest.LogCapt
 
     assert not prefer_node(slab.tensor.data_ptr(), 4096, 1000)
     assert "not bound to NUMA node 1000" in caplog.text
-    Pinner(_Runtime(), node=1000).touch(slab.tensor)
+    Pinner(PlayedRuntime(), node=1000).touch(slab.tensor)
     slab.close()
 
 
@@ -175,7 +202,7 @@ def test_a_node_that_is_not_there_costs_nothing_but_speed(caplog: pytest.LogCapt
 
 
 def _pool(
-    runtime: _Runtime, *, slots: int = 5, layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
+    runtime: PlayedRuntime, *, slots: int = 5, layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
 ) -> HostPool:
     """A pool that is pinned two slots at a time."""
     step_bytes = 2 * HostPool(KV, 4, 1, pin=False).layout.slot_bytes
@@ -183,7 +210,7 @@ def _pool(
 
 
 def test_a_pool_starts_with_its_first_step_and_grows() -> None:
-    runtime = _Runtime()
+    runtime = PlayedRuntime()
     pool = _pool(runtime)
     slot_bytes = pool.layout.slot_bytes
 
@@ -197,7 +224,7 @@ def test_a_pool_starts_with_its_first_step_and_grows() -> None:
 
 
 def test_layers_that_come_first_are_pinned_at_once() -> None:
-    runtime = _Runtime()
+    runtime = PlayedRuntime()
     pool = _pool(runtime, layout=HostLayout.LAYER_FIRST)
 
     assert (pool.ready, pool.growing) == (5, False)
@@ -207,7 +234,7 @@ def test_layers_that_come_first_are_pinned_at_once() -> None:
 
 @pytest.mark.parametrize("layout", list(HostLayout))
 def test_a_pool_that_cannot_be_pinned_warns_of_the_slower_path_and_serves(layout: HostLayout) -> None:
-    runtime = _Runtime(refuse=1 if layout is HostLayout.LAYER_FIRST else 0)
+    runtime = PlayedRuntime(refuse=1 if layout is HostLayout.LAYER_FIRST else 0)
 
     with pytest.warns(PinningWarning, match=r"pool 'kv' is not pinned .*error 2.*: copies take path 'plain'"):
         pool = _pool(runtime, layout=layout)
@@ -219,7 +246,7 @@ def test_a_pool_that_cannot_be_pinned_warns_of_the_slower_path_and_serves(layout
 
 
 def test_a_pool_that_cannot_grow_stays_as_large_as_it_is() -> None:
-    runtime = _Runtime(refuse=1)
+    runtime = PlayedRuntime(refuse=1)
     pool = _pool(runtime)
 
     with pytest.warns(PinningWarning, match="pool 'kv' has 2 of 5 host slots: cudaHostRegister"):
@@ -232,7 +259,7 @@ def test_a_pool_that_cannot_grow_stays_as_large_as_it_is() -> None:
 
 
 def test_a_closed_pool_does_not_grow() -> None:
-    runtime = _Runtime()
+    runtime = PlayedRuntime()
     pool = _pool(runtime)
 
     pool.close()
@@ -244,8 +271,8 @@ def test_a_closed_pool_does_not_grow() -> None:
 def test_closing_waits_for_a_step_under_way() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    class Slow(_Runtime):
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+    class Slow(PlayedRuntime):
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Code:  # noqa: N802
             if self.pinned:  # the first step is pinned by the constructor
                 begun.set()
                 assert go_on.wait(30)
@@ -268,9 +295,24 @@ def test_closing_waits_for_a_step_under_way() -> None:
         pool.page(0)
 
 
+def test_steps_share_no_page_of_a_system_with_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 1 << 16)  # as on many an Arm server
+    runtime = PlayedRuntime()
+
+    pool = _pool(runtime, slots=100)
+    while pool.growing:
+        pool.grow()
+
+    assert pool.ready == 100
+    starts = [address - min(runtime.pinned) for address in runtime.pinned]
+    assert len(starts) > 1
+    assert not any(start % mmap.PAGESIZE for start in starts)
+    pool.close()
+
+
 @pytest.mark.asyncio
 async def test_a_pool_grows_off_the_loop_and_tells() -> None:
-    port, pool, told = AsyncioPort(threads=1), _pool(_Runtime()), []
+    port, pool, told = AsyncioPort(threads=1), _pool(PlayedRuntime()), []
 
     await grow_pool(port, pool, told.append)
 

@@ -7,18 +7,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asynchicache.errors import ConfigError
+from asynchicache.kernels.batch import expand_runs
 from asynchicache.kernels.select import CopyMethods
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
+from asynchicache.pools.slabs import Pinner
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces
+from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces, split_runs
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
 from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, merge
+from pools.cuda_runtime import PlayedRuntime
 
 KV = PoolSpec(
     "kv", (TensorSpec("keys", (0, 1, 2), (3,), "bfloat16"), TensorSpec("scales", (1,), (), "uint8"))
@@ -96,6 +101,48 @@ def test_every_path_moves_what_copies_of_single_pages_move(
 
     moved = 0 if direction is Direction.FORK else plan.nbytes
     assert results == [{other: moved * (other is path) for other in CopyPath} for path in CopyPath]
+
+
+@given(st.data())
+def test_runs_are_split_at_the_borders_of_one_side(data: st.DataObject) -> None:
+    step, side = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 1))
+    rows = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 30))
+    runs = np.array(data.draw(st.lists(rows, max_size=5)), np.int64).reshape(-1, 3)
+    before = runs.copy()
+
+    found = split_runs(runs, side, step)
+
+    assert list(zip(*expand_runs(found), strict=True)) == list(zip(*expand_runs(runs), strict=True))
+    assert (found[:, side] // step == (found[:, side] + found[:, 2] - 1) // step).all()
+    assert len(found) == sum((row[side] + row[2] - 1) // step - row[side] // step + 1 for row in runs)
+    assert (runs == before).all()
+
+
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_no_run_lies_in_two_registrations(
+    operation: Callable[..., CacheOperation], direction: Direction, layout: HostLayout
+) -> None:
+    """CUDA refuses such a copy. Slots of a pool with one layer, and without padding, follow one another."""
+    spec = PoolSpec("kv", (TensorSpec("keys", (0,), (256,), "float32"),))
+    runtime = PlayedRuntime()
+    host = HostPool(spec, 4, 10, pin=Pinner(runtime, step_bytes=3 * 4096), layout=layout)
+    while host.growing:
+        host.grow()
+    memory = PoolMemory(DevicePool(spec, 4, 10), host)
+    wish = operation(direction, kv=(range(10), range(10)))
+    plan = merge([wish], {"kv": memory.extent}, 1, None)
+    copier, copied = PageCopier({"kv": memory}, force=CopyPath.BATCH), []
+    copier._pools["kv"].methods = CopyMethods(batch=copied.append)
+
+    copier.prepare(plan).enqueue(EmulatedDevice(InlineDriver()).stream("copies"), plan.groups[0])
+
+    (batch,) = copied
+    addresses = batch.sources if direction is Direction.LOAD else batch.destinations
+    assert batch.nbytes == plan.nbytes
+    assert len(batch.sizes) == (1 if layout is HostLayout.LAYER_FIRST else 4)
+    assert all(map(runtime.within_one, addresses.tolist(), batch.sizes.tolist()))
+    host.close()
 
 
 def _contents(memory: PoolMemory) -> dict[tuple[str, str], torch.Tensor]:

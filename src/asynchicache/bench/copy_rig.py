@@ -17,6 +17,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
+from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import PoolSpec
 from asynchicache.streams.base import Device, Stream
@@ -131,7 +132,7 @@ async def open_rig(
     """
     port = AsyncioPort(threads=2)
     opened = EmulatedDevice(OwnCores(cores)) if device == "cpu" else open_device(CacheConfig(device=device))
-    host = HostPool(spec, page_size, slots, pin=opened.name != "cpu", layout=layout)
+    host = HostPool(spec, page_size, slots, pin=Pinner.of(opened.name) or False, layout=layout)
     while host.growing:
         host.grow()
     memory = PoolMemory(DevicePool(spec, page_size, slots, opened.name), host)

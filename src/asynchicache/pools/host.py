@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from math import lcm
 
 import torch
 
@@ -34,6 +36,8 @@ class HostPool:
         slots: how many there are.
         layout: where what lies in a slot.
         ready: how many of them may be used, the first ones.
+        step_slots: whole slots of one registration; slots 0, `step_slots`, ... begin one. All of them where
+            slots are in pieces, or not pinned. CUDA copies nothing that lies in two.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._pinner = (Pinner.of() if pin else None) if isinstance(pin, bool) else pin
         self._steps: Iterator[tuple[int, int]] = iter(())
-        self.ready = slots
+        self.ready = self.step_slots = slots
         if self._pinner is not None and slots:
             self._begin(self._pinner)
 
@@ -87,25 +91,27 @@ class HostPool:
 
     def _begin(self, pinner: Pinner) -> None:
         """Pin the first step, or all of it where no slot is whole before that."""
-        whole = self.layout.kind.whole_slots
-        steps = (
-            pinner.steps(self._pages.nbytes, self.layout.slot_bytes)
-            if whole
-            else self.layout.layer_arrays(self.slots)
-        )
         self.ready = 0
-        self._steps = iter(steps)
         try:
-            for offset, nbytes in self._steps:
+            if self.layout.kind.whole_slots:
+                # Where the system's pages are larger than ours, two registrations must not share one.
+                unit = lcm(self.layout.slot_bytes, mmap.PAGESIZE)
+                self._steps = pinner.steps(self._pages.nbytes, unit)
+                self.ready = self.step_slots = self._pin_next(pinner)
+                return
+            for offset, nbytes in self.layout.layer_arrays(self.slots):
                 self._pages.pin(pinner, offset, nbytes)
-                if whole:
-                    self.ready = nbytes // self.layout.slot_bytes
-                    return
         except DeviceError as error:
             self._pages.unpin()
             self._pinner = None
             warn_unpinned(f"host memory of pool {self.spec.name!r}", error)
         self.ready = self.slots
+
+    def _pin_next(self, pinner: Pinner) -> int:
+        """Pin the next step; how many slots it holds."""
+        offset, nbytes = next(self._steps)
+        self._pages.pin(pinner, offset, nbytes)
+        return nbytes // self.layout.slot_bytes
 
     def grow(self) -> int:
         """Pin the next step; blocks for as long as that takes, so not on the loop.
@@ -118,10 +124,8 @@ class HostPool:
         with self._lock:  # `close` waits for a step under way
             if not self.growing or self._pinner is None:
                 return self.ready
-            offset, nbytes = next(self._steps)
             try:
-                self._pages.pin(self._pinner, offset, nbytes)
-                self.ready += nbytes // self.layout.slot_bytes
+                self.ready += self._pin_next(self._pinner)
             except (DeviceError, CapacityError) as error:
                 self._pinner = None
                 text = f"pool {self.spec.name!r} has {self.ready} of {self.slots} host slots: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ TOUCH_THREADS = 4
 _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every context; cudaHostRegisterMapped, for kernels
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _UNKNOWN_ADVICE = {errno.EINVAL, errno.ENOSYS}
+
+logger = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -102,7 +105,7 @@ class Slab:
             ClosedError: the slab is closed.
         """
         pinner.touch(self.tensor[offset : offset + nbytes])
-        registration = self._registration or HostRegistration(pinner.runtime)
+        registration = self._registration or HostRegistration(pinner.runtime, pinner.index)
         registration.add(self.tensor.data_ptr() + offset, nbytes)
         self._registration = registration
 
@@ -129,8 +132,14 @@ class CudaRuntime(Protocol):
 class HostRegistration:
     """Runs of host memory that are pinned until `close`."""
 
-    def __init__(self, runtime: CudaRuntime) -> None:
+    def __init__(self, runtime: CudaRuntime, index: int = -1) -> None:
+        """
+        Args:
+            runtime: `torch.cuda.cudart()`.
+            index: of the GPU whose context the calls are made in; -1 is the thread's current one.
+        """
         self._runtime = runtime
+        self._index = index
         self._addresses: list[int] = []
 
     def add(self, address: int, nbytes: int) -> None:
@@ -138,20 +147,26 @@ class HostRegistration:
         Raises:
             DeviceError: CUDA refused.
         """
-        code = int(self._runtime.cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
-        if code != 0:
-            _forget_cuda_error()
-            raise DeviceError(f"cudaHostRegister of {nbytes} bytes returned error {code}")
+        with torch.cuda.device(self._index):
+            code = int(self._runtime.cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
+            if code != 0:
+                _forget_cuda_error()
+                raise DeviceError(f"cudaHostRegister of {nbytes} bytes returned error {code}")
         self._addresses.append(address)
 
     def close(self) -> None:
-        """Unpin; twice is harmless."""
-        while self._addresses:
-            self._runtime.cudaHostUnregister(self._addresses.pop())
+        """Unpin; twice is harmless. What the system refuses to unpin is logged, and stays pinned."""
+        with torch.cuda.device(self._index):
+            while self._addresses:
+                address = self._addresses.pop()
+                code = int(self._runtime.cudaHostUnregister(address))
+                if code != 0:
+                    _forget_cuda_error()
+                    logger.warning("cudaHostUnregister of %#x returned error %d", address, code)
 
 
 def _forget_cuda_error() -> None:
-    """A refused registration is reported again by the next kernel launch; let it be this one."""
+    """A call that was refused is reported again by the next kernel launch; let it be this one."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
@@ -162,6 +177,7 @@ class Pinner:
 
     Attributes:
         runtime: `torch.cuda.cudart()`.
+        index: of the GPU; -1 is the thread's current one.
         step_bytes: most bytes of one call, as far as what is copied as a whole allows.
     """
 
@@ -169,6 +185,7 @@ class Pinner:
         self,
         runtime: CudaRuntime,
         *,
+        index: int = -1,
         node: int | None = None,
         step_bytes: int = STEP_BYTES,
         threads: int = TOUCH_THREADS,
@@ -176,21 +193,29 @@ class Pinner:
         """
         Args:
             runtime: `torch.cuda.cudart()`.
+            index: see above.
             node: the NUMA node that memory shall lie on; None lets the system decide.
             step_bytes: see above.
             threads: how many have the system find pages at once.
         """
         self.runtime = runtime
+        self.index = index
         self.step_bytes = step_bytes
         self._node = node
         self._threads = threads
 
     @classmethod
-    def of(cls, index: int = 0) -> Pinner | None:
-        """For GPU `index`, on the node that it hangs on; None if this process can use no CUDA."""
-        if not torch.cuda.is_available():
+    def of(cls, device: str = "cuda:0") -> Pinner | None:
+        """For a GPU, on the node that it hangs on; None if this process can use no CUDA.
+
+        Args:
+            device: as torch names it; a CPU needs nothing pinned, so it has None too.
+        """
+        index = torch.device(device).index or 0
+        if not device.startswith("cuda") or not torch.cuda.is_available():
             return None
-        return cls(torch.cuda.cudart(), node=device_node(pci_address(index)))  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return cls(runtime, index=index, node=device_node(pci_address(index)))
 
     def touch(self, memory: torch.Tensor) -> None:
         """Have the system find pages for fresh memory, on the node, in several threads.

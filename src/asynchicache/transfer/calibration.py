@@ -11,6 +11,7 @@ from asynchicache.errors import CacheError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
+from asynchicache.pools.slabs import Pinner
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.cuda import CudaDevice
@@ -28,6 +29,7 @@ counts, and longer ones go like the longest."""
 
 _LEAST_BYTES, _MOST_BYTES, _GPU_BYTES = 1 << 20, 16 << 20, 32 << 20
 _CPU_RUNS = 1024  # little enough of short runs, and of long ones more than a CPU's caches hold
+_GPU_RUNS = 4096  # a plain copy of each takes microseconds of the host, whatever its length
 _ROUNDS = 3  # the first one warms up and compiles
 _TOKENS = 16
 _BOTH = (Direction.LOAD, Direction.BACKUP)
@@ -58,12 +60,11 @@ def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:
     page_size = _TOKENS if tokens else 1
     layers = (0, 1) if tokens else (0,)
     spec = PoolSpec("scratch", (TensorSpec("bytes", layers, (run_bytes,), "uint8"),))
-    nbytes = _GPU_BYTES
-    if device_name == "cpu":
-        nbytes = min(max(_CPU_RUNS * run_bytes, _LEAST_BYTES), _MOST_BYTES)
+    runs, most = (_CPU_RUNS, _MOST_BYTES) if device_name == "cpu" else (_GPU_RUNS, _GPU_BYTES)
+    nbytes = min(max(runs * run_bytes, _LEAST_BYTES), most)
     slots = max(2, nbytes // spec.slot_bytes(page_size))
     layout = HostLayout.PAGE_FIRST if tokens else HostLayout.PAGE_FIRST_DIRECT
-    host = HostPool(spec, page_size, slots, pin=device_name != "cpu", layout=layout)
+    host = HostPool(spec, page_size, slots, pin=Pinner.of(device_name) or False, layout=layout)
     while host.growing:
         host.grow()
     host.items("bytes").fill_(1)  # untouched memory would be one page of zeros

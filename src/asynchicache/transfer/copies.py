@@ -204,6 +204,7 @@ class _Pool:
         self._geometry: dict[tuple[Direction, int], RunGeometry] = {}
         self.tokens = any(items.shape[2] > 1 for items in host)
         self.pieces = PieceCount.of(self.ends[Direction.LOAD])
+        self._host = memory.host
         self.methods = CopyMethods()
         if memory.host.slots:  # else nothing is ever copied between the tiers
             self.methods = copy_methods(self.items, pinned=memory.host.pinned)
@@ -218,6 +219,13 @@ class _Pool:
         if (direction, tensor) not in self._geometry:
             self._geometry[direction, tensor] = RunGeometry(*self.ends[direction][tensor])
         return self._geometry[direction, tensor]
+
+    def within_registrations(self, direction: Direction, runs: Slots) -> Slots:
+        """The same pages in runs that CUDA can copy: none lies in two registrations of host memory."""
+        step = self._host.step_slots
+        if direction is Direction.FORK or step >= self._host.slots or not self.pieces.of_runs:
+            return runs
+        return split_runs(runs, 0 if direction is Direction.LOAD else 1, step)
 
     @property
     def available(self) -> list[CopyPath]:
@@ -240,7 +248,7 @@ class _PoolCopies:
     def __init__(self, pool: _Pool, direction: Direction, runs: Slots, table: PathTable) -> None:
         self._pool = pool
         self._direction = direction
-        self._runs = runs
+        self._runs = runs = pool.within_registrations(direction, runs)
         self._ends = pool.ends[direction]
         self._sides: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layers: dict[int, LayerRuns] = {}
@@ -351,6 +359,29 @@ def cut_runs(runs: Slots, most: int) -> Slots:
     cut[:, :2] += offsets[:, None]
     cut[:, 2] = np.minimum(most, cut[:, 2] - offsets)
     return cut
+
+
+def split_runs(runs: Slots, side: int, step: int) -> Slots:
+    """The same pages in runs of which none has slots `n * step - 1` and `n * step` of one side.
+
+    Args:
+        runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
+        side: 0 for sources, 1 for destinations.
+        step: slots between two borders.
+    """
+    first, counts = runs[:, side], runs[:, 2]
+    parts = (first + counts - 1) // step - first // step + 1
+    if parts.max(initial=1) == 1:
+        return runs
+    split = np.repeat(runs, parts, axis=0)
+    index = np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts, ends = split[:, side], split[:, side] + split[:, 2]
+    borders = (starts // step + index) * step
+    offsets = np.maximum(borders - starts, 0)
+    stops = np.minimum(borders + step, ends)
+    split[:, 2] = stops - starts - offsets
+    split[:, :2] += offsets[:, None]
+    return split
 
 
 def _batches(runs: Slots, most: int) -> Iterator[Slots]:

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool, grow_pool
@@ -58,7 +56,7 @@ def allocate_memories(
     Raises:
         CapacityError: the device or the system has no room.
     """
-    pinner = None if device == "cpu" else Pinner.of(torch.device(device).index or 0)
+    pinner = Pinner.of(device)
     memories = {}
     for pool in spec.pools:
         on_device, on_host = slots[pool.slots_of or pool.name]
