@@ -5,8 +5,19 @@ set -euo pipefail
 
 packages=(
     libibverbs1 libnuma1 libcurl4  # Mooncake's client, master and nodes link to them
-    redis-server
+    redis-server valkey-server
 )
+
+backports=/etc/apt/sources.list.d/bookworm-backports.sources
+
+# Debian 12 is older than Valkey and has it in its backports, from which apt takes only what is nowhere else.
+add_backports() {
+    grep --quiet '^VERSION_CODENAME=bookworm$' /etc/os-release || return 0
+    if apt-cache policy valkey-server | grep --quiet 'Candidate: [^(]'; then return 0; fi
+    echo "engines: adding $backports, for valkey-server"
+    printf '%s\n' 'Types: deb' 'URIs: http://deb.debian.org/debian' 'Suites: bookworm-backports' \
+        'Components: main' 'Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg' >"$backports"
+}
 
 installed() {
     dpkg-query --show --showformat '${db:Status-Status}' "$1" 2>/dev/null | grep --quiet '^installed$'
@@ -26,6 +37,7 @@ if [ ${#missing[@]} -eq 0 ]; then
 elif [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
     echo "engines: installing ${missing[*]}"
     export DEBIAN_FRONTEND=noninteractive
+    add_backports
     apt-get -o DPkg::Lock::Timeout=120 update --quiet --quiet
     apt-get -o DPkg::Lock::Timeout=120 install --yes --quiet --quiet --no-install-recommends "${missing[@]}"
 else

@@ -25,3 +25,13 @@ def mooncake_store(mooncake: Cluster) -> Iterator[Store]:
     store = join(MooncakeOptions.of(mooncake.options()))
     yield store
     store.close()
+
+
+@pytest.fixture(
+    scope="session",
+    params=["redis-server", pytest.param("valkey-server", marks=pytest.mark.engine("valkey"))],
+)
+def redis_program(request: pytest.FixtureRequest) -> str:
+    """A server that speaks RESP; a test that asks for it meets each."""
+    program: str = request.param
+    return program

@@ -1,4 +1,6 @@
-"""The redis engine against a real server: conformance, bare and behind wrappers; options; clearing."""
+"""The redis engine against real servers, Redis and Valkey: conformance, bare and behind wrappers; options;
+clearing.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+def server(tmp_path_factory: pytest.TempPathFactory, redis_program: str) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), program=redis_program) as running:
         yield running
 
 
@@ -240,8 +242,8 @@ async def test_a_host_that_nobody_knows_is_a_clear_error() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_failed_open_may_be_tried_again(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
+async def test_a_failed_open_may_be_tried_again(tmp_path: Path, redis_program: str) -> None:
+    server = RedisServer(tmp_path, program=redis_program)
     async with backend_at(server.url) as backend:
         with pytest.raises(StorageError, match="cannot be reached"):
             await open_bench(backend)
@@ -251,10 +253,9 @@ async def test_a_failed_open_may_be_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_passwords_and_users(tmp_path: Path) -> None:
-    with RedisServer(
-        tmp_path, "--requirepass", "s3cret", *["--user", "kv", "on", ">k&y", "~*", "+@all"]
-    ) as server:
+async def test_passwords_and_users(tmp_path: Path, redis_program: str) -> None:
+    users = ["--requirepass", "s3cret", "--user", "kv", "on", ">k&y", "~*", "+@all"]
+    with RedisServer(tmp_path, *users, program=redis_program) as server:
         address = f"127.0.0.1:{server.port}"
         for url, message in [
             (server.url, "NOAUTH"),
@@ -336,11 +337,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def tls_server(
-    tmp_path_factory: pytest.TempPathFactory, certificate: tuple[Path, Path]
+    tmp_path_factory: pytest.TempPathFactory, certificate: tuple[Path, Path], redis_program: str
 ) -> Iterator[RedisServer]:
     key, made = map(str, certificate)
     files = ["--tls-cert-file", made, "--tls-key-file", key, "--tls-ca-cert-file", made]
-    server = RedisServer(tmp_path_factory.mktemp("redis-tls"))
+    server = RedisServer(tmp_path_factory.mktemp("redis-tls"), program=redis_program)
     server.command += ["--port", "0", "--tls-port", str(server.port), "--tls-auth-clients", "no", *files]
     with server:
         yield server

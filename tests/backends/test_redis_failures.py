@@ -1,5 +1,5 @@
-"""A real server that is killed, stopped, full, a replica, or holds damaged pages: a miss with the right
-reason, and service again without a new client.
+"""A real server, Redis or Valkey, that is killed, stopped, full, a replica, or holds damaged pages: a miss
+with the right reason, and service again without a new client.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
+def server(tmp_path: Path, redis_program: str) -> Iterator[RedisServer]:
     """A server that the test may kill."""
-    with RedisServer(tmp_path) as running:
+    with RedisServer(tmp_path, program=redis_program) as running:
         yield running
 
 
@@ -153,8 +153,9 @@ async def test_the_cores_deadline_holds_slots_until_the_call_ends(server: RedisS
 
 
 @pytest.mark.asyncio
-async def test_a_full_server_refuses(tmp_path: Path) -> None:
-    with RedisServer(tmp_path, "--maxmemory", "5mb", "--maxmemory-policy", "noeviction") as server:
+async def test_a_full_server_refuses(tmp_path: Path, redis_program: str) -> None:
+    limits = ["--maxmemory", "5mb", "--maxmemory-policy", "noeviction"]
+    with RedisServer(tmp_path, *limits, program=redis_program) as server:
         async with bench_at(server.url, page_bytes=300_000, slots=32) as bench:
             keys = bench.keys(*range(32))
             outcomes = await bench.put(keys, range(32))
@@ -165,8 +166,9 @@ async def test_a_full_server_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_full_server_that_evicts_goes_on(tmp_path: Path) -> None:
-    with RedisServer(tmp_path, "--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru") as server:
+async def test_a_full_server_that_evicts_goes_on(tmp_path: Path, redis_program: str) -> None:
+    limits = ["--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru"]
+    with RedisServer(tmp_path, *limits, program=redis_program) as server:
         async with bench_at(server.url, page_bytes=300_000, slots=32) as bench:
             keys = bench.keys(*range(32))
 
@@ -175,8 +177,9 @@ async def test_a_full_server_that_evicts_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_server_without_any_room_opens_and_refuses(tmp_path: Path) -> None:
-    with RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction") as server:
+async def test_a_server_without_any_room_opens_and_refuses(tmp_path: Path, redis_program: str) -> None:
+    limits = ["--maxmemory", "1", "--maxmemory-policy", "noeviction"]
+    with RedisServer(tmp_path, *limits, program=redis_program) as server:
         async with bench_at(server.url) as bench:
             assert await bench.put(bench.keys(1), [0]) == [REJECTED]
             assert await bench.get(bench.keys(1), [0]) == [MISS]

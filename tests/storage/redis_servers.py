@@ -22,12 +22,13 @@ class RedisServer(Server):
     Args:
         folder: where its socket lies.
         arguments: more of its options, e.g. `--requirepass secret`.
+        program: `redis-server`, or `valkey-server`, which takes the same options.
     """
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, program: str = "redis-server") -> None:
         self.port = free_port()
         self.socket = folder / "redis.sock"
-        command = [executable("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+        command = [executable(program), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
         command += ["--appendonly", "no", "--dir", str(folder), "--unixsocket", str(self.socket)]
         super().__init__([*command, *arguments], ready="Ready to accept connections")
 
