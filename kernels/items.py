@@ -67,9 +67,11 @@ class PoolItems:
             layers: by tensor, the model's layer of each of its own. Default: 0, 1, 2, ...
 
         Raises:
-            UsageError: another dtype, shapes that differ, units that are not contiguous, host memory
-                that is not the host's, or tensors on several devices.
+            UsageError: another number of tensors, another dtype, shapes that differ, units that are not
+                contiguous, host memory that is not the host's, or tensors on several devices.
         """
+        if len(host) != len(device):
+            raise UsageError(f"{len(host)} tensors on the host, {len(device)} on the device")
         for index, (ours, theirs) in enumerate(zip(host, device, strict=True)):
             _check_pair(index, ours, theirs)
         if len({items.device for items in device}) != 1:

@@ -156,8 +156,11 @@ def test_views_that_kernels_cannot_use_are_refused(
         PoolItems.of([host], [device])
 
 
-def test_device_items_must_be_on_one_device() -> None:
+def test_device_items_must_be_as_many_and_on_one_device() -> None:
     host = _bytes(1, 2, 1, 4)
+
+    with pytest.raises(UsageError, match="2 tensors on the host, 1 on the device"):
+        PoolItems.of([host, host], [host])
 
     with pytest.raises(UsageError, match=r"cpu.*meta.*; one device"):
         PoolItems.of([host, host], [host, host.to("meta")])

@@ -88,6 +88,29 @@ def test_a_slab_is_unpinned_when_it_is_closed() -> None:
     assert not runtime.pinned
 
 
+def test_a_fork_does_not_copy_pinned_memory() -> None:
+    slab = Slab(2 * 4096)
+    slab.pin(Pinner(PlayedRuntime()), 4096, 4096)
+
+    flags = [_flags(slab.tensor.data_ptr() + offset) for offset in (0, 4096)]
+
+    assert ["dc" in some for some in flags] == [False, True]
+    slab.close()
+
+
+def _flags(address: int) -> list[str]:
+    """Of the mapping that an address lies in, see `man proc_pid_smaps`."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name and not name.endswith(":"):
+            start, stop = (int(number, 16) for number in name.split("-"))
+            found = start <= address < stop
+        elif found and name == "VmFlags:":
+            return values
+    return []
+
+
 def test_a_refused_registration_is_an_error() -> None:
     with pytest.raises(DeviceError, match="cudaHostRegister of 4096 bytes returned error 2"):
         HostRegistration(PlayedRuntime(refuse=0)).add(4096, 4096)

@@ -53,8 +53,9 @@ def test_pools_of_broken_sizes(slots: int) -> None:
 
 
 def test_pools_in_places_and_layouts_that_do_not_exist() -> None:
-    with pytest.raises(ConfigError, match="device 'gpu' must be cpu, cuda or cuda:N"):
-        DevicePool(POOL, 4, 4, "gpu")
+    for device in ("gpu", "meta"):
+        with pytest.raises(ConfigError, match=f"device '{device}' must be cpu, cuda or cuda:N"):
+            DevicePool(POOL, 4, 4, device)
     with pytest.raises(ConfigError, match="layout 'page_first' must be a HostLayout"):
         HostPool(POOL, 4, 4, pin=False, layout="page_first")  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="no room for a slab"):

@@ -48,6 +48,12 @@ def test_operations_that_mean_nothing_are_refused(
         CacheOperation(Direction.LOAD, (PoolTransfer("kv", sources, destinations),))
 
 
+@pytest.mark.parametrize("transfer", [5, "kv", ("kv", [1]), None])
+def test_transfers_of_another_form_are_refused(transfer: object) -> None:
+    with pytest.raises(UsageError, match="must be a PoolTransfer"):
+        CacheOperation(Direction.LOAD, (transfer,))
+
+
 @pytest.mark.parametrize(("direction", "priority"), [("load", 0), (Direction.LOAD, "high"), (None, 0)])
 def test_directions_and_priorities_are_checked(direction: object, priority: object) -> None:
     with pytest.raises(UsageError, match=r"must be a Direction, priority .* an int"):

@@ -112,10 +112,14 @@ class DevicePool:
 
 
 def _torch_device(device: torch.device | str) -> torch.device:
+    """The device; without a number it is the first GPU, as a pool's and its streams' must be the same."""
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device {device!r} must be cpu, cuda or cuda:N") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} must be cpu, cuda or cuda:N")
+    return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
 
 
 def check_size(spec: PoolSpec, page_size: int, slots: int, *, least: int = 1) -> None:

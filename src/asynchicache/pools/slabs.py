@@ -104,7 +104,9 @@ class Slab:
             CapacityError: the system has no pages left.
             ClosedError: the slab is closed.
         """
-        pinner.touch(self.tensor[offset : offset + nbytes])
+        memory = self.tensor[offset : offset + nbytes]
+        pinner.touch(memory)
+        _keep_from_children(memory)
         registration = self._registration or HostRegistration(pinner.runtime, pinner.index)
         registration.add(self.tensor.data_ptr() + offset, nbytes)
         self._registration = registration
@@ -247,6 +249,11 @@ def _populate(memory: torch.Tensor) -> None:
         name = errno.errorcode.get(code, str(code))
         raise CapacityError(f"no pages for {memory.numel()} bytes of host memory: {name}")
     memory[::ALIGNMENT].zero_()  # it is fresh, so nothing is lost
+
+
+def _keep_from_children(memory: torch.Tensor) -> None:
+    """A fork would copy pinned pages at once, all of them; and a child can use neither them nor CUDA."""
+    _libc.madvise(memory.data_ptr(), memory.numel(), mmap.MADV_DONTFORK)  # a refusal costs speed only
 
 
 def pci_address(index: int) -> str:

@@ -228,7 +228,10 @@ def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
 
 
 def _as_arrays(transfer: PoolTransfer) -> PoolTransfer:
-    pool, sources, destinations = transfer
+    try:
+        pool, sources, destinations = transfer
+    except (TypeError, ValueError):
+        raise UsageError(f"{transfer!r} must be a PoolTransfer") from None
     sources, destinations = slot_array(sources), slot_array(destinations)
     if len(sources) != len(destinations):
         raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
