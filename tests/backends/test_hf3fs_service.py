@@ -6,6 +6,7 @@ More than 400 lines: one process that is killed and started again serves all of 
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -366,6 +367,20 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"no database" * 100)
 
     with pytest.raises(StorageFormatError, match="no metadata of hf3fs"):
+        MetadataStore(tmp_path)
+
+
+@pytest.mark.parametrize("page", range(1, 8))
+def test_a_damaged_database_is_said_to_be_so_when_the_service_starts(tmp_path: Path, page: int) -> None:
+    """Some pages were found out by the first call that met them, others by a traceback."""
+    store = MetadataStore(tmp_path)
+    store.open("kv", 100, 4096)
+    store.close()
+    with (tmp_path / FILE).open("r+b") as file:
+        file.seek(page * 4096)
+        file.write(random.Random(page).randbytes(4096))
+
+    with pytest.raises(StorageFormatError, match=r"is damaged: .*start anew"):
         MetadataStore(tmp_path)
 
 

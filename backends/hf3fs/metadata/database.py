@@ -49,7 +49,7 @@ def open_database(folder: Path) -> sqlite3.Connection:
 
     Raises:
         StorageLockedError: another service has it open.
-        StorageFormatError: it is no such database, or one of another format.
+        StorageFormatError: it is no such database, one of another format, or damaged.
         StorageError: the folder cannot be written.
     """
     try:
@@ -58,11 +58,29 @@ def open_database(folder: Path) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         raise StorageError(f"{folder} cannot hold the metadata: {error}") from error
     try:
-        _prepare(database, folder / FILE)
+        with undamaged(folder / FILE):
+            _prepare(database, folder / FILE)
+            _check_whole(database)
     except BaseException:
         database.close()
         raise
     return database
+
+
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """Let what SQLite says of a file that was changed behind its back say what to do.
+
+    Raises:
+        StorageFormatError: the file is damaged.
+    """
+    try:
+        yield
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter in words of its own, of junk
+        raise StorageFormatError(
+            f"{path} is damaged: {error}; nobody knows any more which page lies where: remove its folder and "
+            "the files of the pages, and start anew"
+        ) from error
 
 
 @contextmanager
@@ -111,6 +129,13 @@ def _check_format(database: sqlite3.Connection, path: Path) -> None:
         raise StorageFormatError(
             f"{path} has format {version}; this version reads format {FORMAT}: update asynchicache"
         )
+
+
+def _check_whole(database: sqlite3.Connection) -> None:
+    """Now, and not at some call in the midst of a day."""
+    words = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
+    if words != "ok":
+        raise sqlite3.DatabaseError(" ".join(words.split()))  # it is several lines
 
 
 def _number(database: sqlite3.Connection, pragma: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asynchicache.backends.hf3fs.metadata.database import open_database, transaction
+from asynchicache.backends.hf3fs.metadata.database import FILE, open_database, transaction, undamaged
 from asynchicache.backends.hf3fs.metadata.leases import Slot, SlotLeases
 from asynchicache.backends.hf3fs.metadata.messages import (
     Claim,
@@ -62,10 +62,11 @@ class MetadataStore:
         self._database = open_database(folder)
         self._leases = SlotLeases(lease_seconds, now)
         self._touched: dict[Slot, int] = {}
-        self.id: str = self._one("SELECT id FROM store")
-        self._clock: int = self._one("SELECT coalesce(max(used), 0) FROM slots")
-        found = self._database.execute("SELECT namespace, slot FROM slots WHERE state = ?", (_RESERVED,))
-        self._leases.write([Slot(*row) for row in found])
+        with undamaged(folder / FILE):
+            self.id: str = self._one("SELECT id FROM store")
+            self._clock: int = self._one("SELECT coalesce(max(used), 0) FROM slots")
+            found = self._database.execute("SELECT namespace, slot FROM slots WHERE state = ?", (_RESERVED,))
+            self._leases.write([Slot(*row) for row in found])
 
     def open(self, name: str, slots: int, frame_bytes: int) -> Opened:
         """Make a namespace known. It grows if it has fewer slots, and never shrinks: its other users
