@@ -4,13 +4,16 @@ to prove that those tests can fail.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from asynchicache.backends import file, memory
+from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
@@ -27,6 +30,8 @@ class TestMemory(BackendConformance):
 
 @pytest.mark.asyncio
 class TestMemoryUnsealed(BackendConformance):
+    sealed = False
+
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return memory.open_backend({"checksum": False}, port)
 
@@ -123,6 +128,9 @@ class BrokenEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self.engine.delete(keys)
 
+    async def clear(self) -> int:
+        return await self.engine.clear()
+
     async def aclose(self) -> None:
         await self.engine.aclose()
 
@@ -181,6 +189,45 @@ class AliasesSlots(BrokenEngine):
         return [Outcome.HIT] * len(keys)
 
 
+class Unsealed(BrokenEngine):
+    """Keeps bytes, and no header."""
+
+    def __init__(self, engine: PoolEngine, binding: PoolBinding) -> None:
+        super().__init__(engine, binding)
+        self.pages: dict[ObjectKey, bytes] = {}
+        self.capabilities = replace(engine.capabilities, checks=False, immediate=False)
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        for key, slot in zip(keys, slots, strict=True):
+            self.pages[key] = bytes(self.binding.page(slot))
+        return [Outcome.STORED] * len(keys)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        for key, slot in zip(keys, slots, strict=True):
+            self.binding.page(slot)[:] = self.pages[key]
+        return [Outcome.HIT] * len(keys)
+
+
+class SaysThatItChecks(Unsealed):
+    """Keeps headers, and does not look at them."""
+
+    def __init__(self, engine: PoolEngine, binding: PoolBinding) -> None:
+        super().__init__(engine, binding)
+        self.capabilities = replace(engine.capabilities, immediate=False)
+
+
+class SaysThatItIsImmediate(BrokenEngine):
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        await asyncio.sleep(0)
+        return await self.engine.exists(keys)
+
+
+class Hangs(BrokenEngine):
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        await asyncio.Event().wait()
+        return []
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("wrong", "test"),
@@ -193,12 +240,27 @@ class AliasesSlots(BrokenEngine):
         (SaysStoredOnly, "test_a_page_comes_back_into_any_slot"),
         (SaysStoredOnly, "test_closing_twice_and_opening_again"),
         (AliasesSlots, "test_the_slot_is_the_callers_again_after_put"),
+        (Unsealed, "test_a_page_comes_back_into_any_slot"),
+        (SaysThatItChecks, "test_a_page_that_is_not_what_was_sealed_is_no_hit"),
+        (Hangs, "test_a_page_comes_back_into_any_slot"),
     ],
 )
 async def test_the_tests_find_what_is_wrong(wrong: type[BrokenEngine], test: str, tmp_path: Path) -> None:
     class Suite(BackendConformance):
+        seconds = 0.02 if wrong is Hangs else 300
+
         async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
             return BrokenBackend(port, wrong)
 
     with pytest.raises(AssertionError):
         await getattr(Suite(), test)(tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_they_find_an_engine_that_is_not_as_immediate_as_it_says(tmp_path: Path) -> None:
+    class Suite(BackendConformance):
+        async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+            return BrokenBackend(port, SaysThatItIsImmediate)
+
+    with pytest.raises(StorageError, match="immediate"):
+        await Suite().test_an_immediate_engine_never_suspends(tmp_path)

@@ -5,7 +5,8 @@
         async def make_backend(self, port, tmp_path):
             return MyBackend(tmp_path, port)
 
-Nothing here needs pytest itself: the methods are coroutines that take a folder and assert.
+Nothing here needs pytest itself: the methods are coroutines that take a folder and assert. More than
+400 lines: what a backend must do is said in one place.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
 from asynchicache.storage.protocol import PoolEngine, StorageBackend
+from asynchicache.storage.strangers import at_once
 from asynchicache.types import Outcome
 
 _POISON = b"\xa5"
@@ -72,12 +74,34 @@ def pattern(key: ObjectKey, size: int) -> bytes:
     )
 
 
+class TearingBinding(SlotBinding):
+    """A binding that damages, as it seals them, the pages that it is told to.
+
+    Attributes:
+        torn: their digests; none at first.
+    """
+
+    def __init__(self, memory: SlotSlab, fingerprint: bytes, shard: str = "") -> None:
+        super().__init__(memory, fingerprint, shard)
+        self.torn: set[bytes] = set()
+
+    def seal(self, slot: int, key: ObjectKey) -> None:
+        super().seal(slot, key)
+        if key.digest in self.torn:
+            self.header(slot)[0] ^= 0xFF
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """One open pool and the slots to use it with."""
 
     engine: PoolEngine
     binding: SlotBinding
+
+    def tear(self, keys: Sequence[ObjectKey]) -> None:
+        """Damage these pages when they are sealed next."""
+        assert isinstance(self.binding, TearingBinding), f"{self.binding!r} damages nothing"
+        self.binding.torn.update(key.digest for key in keys)
 
     def keys(self, *names: int) -> list[ObjectKey]:
         """A key for each number."""
@@ -103,16 +127,22 @@ class Bench:
         return await self.engine.put(keys, slots)
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """Outcomes after the bytes of every HIT were compared."""
+        """Outcomes after the bytes of every HIT were compared, and its seal, if that is left to the core."""
         self.poison(slots)
         outcomes = await self.engine.get(keys, slots)
-        assert len(outcomes) == len(keys)
+        assert len(outcomes) == len(keys), f"{len(outcomes)} outcomes for {len(keys)} keys"
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
-            assert outcome is not Outcome.HIT or self.holds(key, slot), f"other bytes for {key.text()}"
+            if outcome is not Outcome.HIT:
+                continue
+            assert self.holds(key, slot), f"other bytes for {key.text()}"
+            assert self.engine.capabilities.checks or self.binding.check(slot, key) is Outcome.HIT, (
+                f"{key.text()} came without its header: `put` must call binding.seal and store the header too"
+            )
         return outcomes
 
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+CORRUPT = Outcome.CORRUPT
 
 
 class BackendConformance:
@@ -121,10 +151,14 @@ class BackendConformance:
     Attributes:
         page_bytes: of the pages that are stored; not a multiple of 4,096, to have padding.
         slots: host slots of a pool.
+        sealed: False for an engine that trusts its medium, memory of this process say, and seals nothing.
+        seconds: how long one test may take.
     """
 
     page_bytes = 5000
     slots = 64
+    sealed = True
+    seconds = 300.0
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         """Open the backend; the same folder again finds the same pages, if they are durable."""
@@ -133,19 +167,24 @@ class BackendConformance:
     @asynccontextmanager
     async def backend(self, tmp_path: Path) -> AsyncIterator[StorageBackend]:
         """The backend, open; closed in the end, with the threads that it used."""
-        async with AsyncExitStack() as stack:
-            port = AsyncioPort(threads=4, seed=0)
-            stack.push_async_callback(port.aclose)
-            backend = await self.make_backend(port, tmp_path)
-            stack.push_async_callback(backend.aclose)
-            yield backend
+        limit = asyncio.timeout(self.seconds)
+        try:
+            async with limit, AsyncExitStack() as stack:
+                port = AsyncioPort(threads=4, seed=0)
+                stack.push_async_callback(port.aclose)
+                backend = await self.make_backend(port, tmp_path)
+                stack.push_async_callback(backend.aclose)
+                yield backend
+        except TimeoutError:
+            assert not limit.expired(), f"not done in {self.seconds} s: a call of the backend hangs"
+            raise
 
     async def open(
         self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
     ) -> Bench:
         """A pool of the backend, with slots."""
         slab = slab_of(pool, self.page_bytes, self.slots)
-        binding = SlotBinding(slab, fingerprint_of(weights), shard)
+        binding = TearingBinding(slab, fingerprint_of(weights), shard)
         return Bench(await backend.open_pool(binding), binding)
 
     async def test_a_page_comes_back_into_any_slot(self, tmp_path: Path) -> None:
@@ -244,6 +283,38 @@ class BackendConformance:
             assert await bench.put(keys, [0, 1]) == [STORED] * 2
             bench.poison([0, 1])
             assert await bench.get(keys, [1, 0]) == [HIT] * 2
+
+    async def test_a_page_that_is_not_what_was_sealed_is_no_hit(self, tmp_path: Path) -> None:
+        """An engine whose capabilities say that it checks finds that; else the core does, by the seal."""
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys = bench.keys(1, 2)
+            bench.tear(keys[:1])
+            await bench.put(keys, [0, 1])
+            if not self.sealed:
+                return
+
+            outcomes = await bench.engine.get(keys, [2, 3])
+
+            checks = bench.engine.capabilities.checks
+            seen = outcomes[0] if checks else bench.binding.check(2, keys[0])
+            assert seen in (CORRUPT, MISS), (
+                f"checks={checks}, and a damaged page is {seen}: call binding.check"
+            )
+            assert outcomes[1] is HIT
+
+    async def test_an_immediate_engine_never_suspends(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            if not bench.engine.capabilities.immediate:
+                return
+            keys = bench.keys(1)
+            bench.fill(keys, [0])
+
+            assert at_once(bench.engine.put(keys, [0])) == [STORED]
+            assert at_once(bench.engine.exists(keys)) == b"\1"
+            assert at_once(bench.engine.get(keys, [1])) == [HIT]
+            assert at_once(bench.engine.delete(keys)) == [HIT]
 
     async def test_pools_shards_and_weights_are_apart(self, tmp_path: Path) -> None:
         async with self.backend(tmp_path) as backend:
