@@ -48,10 +48,20 @@ class CudaDevice:
         return f"cuda:{self.index}"
 
     def stream(self, name: str) -> CudaStream:
-        stream = CudaStream(self, torch.cuda.Stream(self.index), name)  # type: ignore[no-untyped-call]
+        """
+        Raises:
+            DeviceError: the driver makes none, as after an error.
+        """
+        stream = CudaStream(self, self._torch_stream(), name)
         with self._lock:
             self._streams.append(stream)
         return stream
+
+    def _torch_stream(self) -> torch.cuda.Stream:
+        try:
+            return torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise DeviceError(f"{self.name} makes no stream: {error}") from error
 
     def wrap(self, torch_stream: torch.cuda.Stream) -> CudaStream:
         """The stream of someone else, an engine's compute stream say; the same one each time.
@@ -70,13 +80,16 @@ class CudaDevice:
     def event(self, *, external: bool = False) -> CudaEvent:
         """
         Raises:
-            DeviceError: `external`, and torch has no such events.
+            DeviceError: `external`, and torch has no such events, or the device failed.
         """
         event = CudaEvent(self, external)
         if external:
             # Torch creates an event with its first record, and skips waits for events that are not
             # created: a capture would silently hold no wait.
-            event.torch_event.record(torch.cuda.Stream(self.index))  # type: ignore[no-untyped-call]
+            stream = self._torch_stream()
+            with self.guard():
+                event.torch_event.record(stream)
+            self.check()
         return event
 
     def owns(self, event: Event) -> bool:

@@ -1,0 +1,93 @@
+"""The engine over the CUDA driver of streams, whose runtime fails at each of its calls in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asynchicache.errors import CacheError, TransferError
+from asynchicache.ports import AsyncioPort
+from asynchicache.streams.cuda import CudaDevice
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.ticket import Ticket
+from streams.played_cuda import PlayedCuda
+from transfer.conftest import LAYERS, make_memories
+
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    made = PlayedCuda()
+    made.install(monkeypatch)
+    monkeypatch.setattr(CudaDevice, "name", "cpu")  # where the bytes are
+    return made
+
+
+class _Run:
+    """An engine that moves two pages to the host and back, with so many calls of the runtime that succeed.
+
+    Attributes:
+        outcomes: what `done` was told, of the backup and of the load.
+        right: whether the pages that came back are those that left.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, list[BaseException | None]] = {"backup": [], "load": []}
+        self.right = False
+
+    async def run(self, operation: Callable[..., CacheOperation], runtime: PlayedCuda, calls: int) -> None:
+        runtime.calls_left = sys.maxsize
+        port, device, memories = AsyncioPort(threads=1), CudaDevice(0), make_memories()
+        keys = memories["kv"].device.items("keys")
+        keys.copy_(torch.arange(keys.numel()).view(keys.shape))
+        reactor = CompletionReactor(port, sweep_seconds=0.01)
+        engine = TransferEngine(device, memories, LAYERS, port, reactor, group_bytes=1)
+        compute = device.stream("compute")
+        runtime.calls_left = calls
+        backup = operation(Direction.BACKUP, kv=([0, 1], [2, 3]))
+        load = operation(Direction.LOAD, kv=([2, 3], [5, 6]))
+        for name, wish in (("backup", backup), ("load", load)):
+            await _use(engine.submit(wish, done=self.outcomes[name].append), compute)
+        assert await engine.aclose(PATIENCE) == 0
+        assert await reactor.aclose(PATIENCE) == 0
+        device.close()
+        await port.aclose()
+        self.right = torch.equal(keys[:, [0, 1]], keys[:, [5, 6]])
+
+
+async def _use(ticket: Ticket, compute: object) -> None:
+    try:
+        await ticket.submitted()
+        ticket.fence(LAYERS - 1).wait_on(compute)
+        await ticket
+    except TransferError as error:
+        failure = error
+        assert isinstance(failure.__cause__, CacheError)
+        assert not ticket.ok
+    assert ticket.done
+
+
+@pytest.mark.asyncio
+async def test_whichever_call_fails_everybody_is_told_once_and_nothing_hangs(
+    runtime: PlayedCuda, operation: Callable[..., CacheOperation]
+) -> None:
+    whole = _Run()
+    await whole.run(operation, runtime, sys.maxsize)
+    assert (whole.outcomes, whole.right) == ({"backup": [None], "load": [None]}, True)
+
+    failed = 0
+    for calls in range(sys.maxsize - runtime.calls_left):
+        run = _Run()
+        async with asyncio.timeout(PATIENCE):
+            await run.run(operation, runtime, calls)
+        assert [len(told) for told in run.outcomes.values()] == [1, 1]
+        failed += run.outcomes != whole.outcomes
+        assert run.right or run.outcomes["load"] != [None]
+    assert failed > 10
