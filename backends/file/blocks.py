@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from asynchicache.errors import StorageError
@@ -56,7 +57,8 @@ class BlockFile:
 
     def expect_random_reads(self) -> None:
         """Keep the kernel from reading ahead, into what others read and write around its cache."""
-        os.posix_fadvise(self._fileno, 0, 0, os.POSIX_FADV_RANDOM)
+        with suppress(OSError):  # only advice
+            os.posix_fadvise(self._fileno, 0, 0, os.POSIX_FADV_RANDOM)
 
     def grow(self, size: int) -> bool:
         """Preallocate up to `size` bytes; False, and as before, if the disk refuses."""

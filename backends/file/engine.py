@@ -70,8 +70,8 @@ def runs(moves: Sequence[Move], most: int) -> Iterator[list[Move]]:
 class FileEngine:
     """One pool in one `PageStore`.
 
-    A put is acknowledged, and visible, after `fdatasync` has returned for its pages, and then for the
-    entries that name them.
+    A put is acknowledged, and visible, after `fdatasync` has returned for its pages and the entries that
+    name them.
 
     Args:
         binding: the pool's slots in host memory.

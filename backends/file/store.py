@@ -25,7 +25,7 @@ class PageStore:
     """The pages of one folder of a pool.
 
     A slot is free, holds a page, or is taken by a call; it is free only when its entry on disk is
-    empty. So whatever a crash leaves in a slot that is written, no entry names it.
+    empty. So whatever a crash leaves in a slot that is written, no entry names it that `recover` trusts.
 
     Args:
         folder: of the pool.

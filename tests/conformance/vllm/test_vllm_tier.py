@@ -253,7 +253,7 @@ def test_the_configuration_of_the_page_turns_it_on(tmp_path: Path) -> None:
     (block,) = [text for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "kv_connector" in text]
     extra = json.loads(block)["kv_connector_extra_config"]
     (tier,) = extra.pop("secondary_tiers")
-    tier["storage_options"] = {"path": f"{tmp_path}/{{replica}}", "capacity_bytes": 1 << 20}
+    tier["storage_options"] = {"path": f"{tmp_path}/{{replica}}", "capacity_bytes": 1 << 22}
     assert extra == {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10 << 30}
 
     rigs = [Rig(tier, replica=replica) for replica in (0, 1)]  # side by side
