@@ -36,6 +36,10 @@ class Request:
     data: bytes = b""
     ended: int | None = None
 
+    def ended_by(self, number: int) -> bool:
+        """Whether it had ended when so many requests had begun."""
+        return self.ended is not None and self.ended <= number
+
 
 class Promise(NamedTuple):
     """What the store has told its users after `at` requests.
@@ -136,12 +140,12 @@ class DiskLog:
         """Requests that a finished sync covers, and those that may have happened, in part or not at all."""
         begun = [request for request in self.requests[:cut] if request.path == path]
         synced = max(
-            (r.began for r in begun if r.kind == "sync" and r.ended is not None and r.ended <= cut),
+            (request.began for request in begun if request.kind == "sync" and request.ended_by(cut)),
             default=-1,
         )
         changes = [request for request in begun if request.kind != "sync"]
-        sure = [r for r in changes if r.ended is not None and r.ended <= synced]
-        return sure, [r for r in changes if r not in sure]
+        sure = [request for request in changes if request.ended_by(synced)]
+        return sure, [request for request in changes if not request.ended_by(synced)]
 
 
 def _describe(request: Request, name: str, arguments: Sequence[object]) -> None:
