@@ -35,7 +35,7 @@ SUITES = {
 """Rooms whose tests of a GPU are run, by what they are for."""
 
 BENCHES: dict[str, tuple[str, dict[str, object]]] = {
-    "transfer": ("transfer", {"device": "cuda", "row_mib": 128}),
+    "transfer": ("transfer", {"device": "cuda", "row_mib": 256}),
     "transfer by single copies": (
         "transfer",
         {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},

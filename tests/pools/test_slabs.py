@@ -130,7 +130,7 @@ def test_memory_that_cannot_be_unpinned_is_logged(caplog: pytest.LogCaptureFixtu
 
 
 def test_calls_are_made_with_the_pinners_gpu_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a thread whose current GPU is another one they would make a context there."""
+    """They make no context on the GPU that is current here, and break no capture."""
     current = [-1]
 
     @contextmanager
@@ -148,13 +148,20 @@ def test_calls_are_made_with_the_pinners_gpu_current(monkeypatch: pytest.MonkeyP
             seen.append(current[-1])
             return super().cudaHostUnregister(pointer)
 
+    @contextmanager
+    def beside_captures() -> Iterator[None]:
+        current.append(current[-1] + 10)
+        yield
+        current.pop()
+
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(slabs, "beside_captures", beside_captures)
     seen: list[int] = []
     slab = Slab(4096)
     slab.pin(Pinner(Watched(), index=1), 0, 4096)
     slab.close()
 
-    assert seen == [1, 1]
+    assert seen == [11, 11]
 
 
 def test_steps_hold_whole_units() -> None:

@@ -7,11 +7,13 @@ import threading
 import pytest
 import torch
 
+from asynchicache import captures
 from asynchicache.errors import DeviceError, RequestStateError, UsageError
 from asynchicache.streams.cuda import CudaDevice
-from streams.played_cuda import PlayedCuda, PlayedStream
+from streams.played_cuda import PlayedCuda, PlayedEvent, PlayedStream
 
 PATIENCE = 30.0
+GLOBAL, RELAXED = 0, 2
 
 
 @pytest.fixture
@@ -73,6 +75,35 @@ def test_an_engines_capture_takes_external_events_only_and_survives_others(runti
     stream.wait_event(event)
 
     assert device.error is None
+    device.close()
+
+
+def test_threads_that_wait_break_no_capture_of_others(
+    runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = threading.local()
+
+    def exchange(mode) -> None:
+        mode._obj.value, modes.now = getattr(modes, "now", GLOBAL), mode._obj.value
+
+    def query(event: object) -> bool:
+        seen.append(getattr(modes, "now", GLOBAL))
+        return False
+
+    seen: list[int] = []
+    monkeypatch.setattr(captures, "_exchange", lambda: exchange)
+    monkeypatch.setattr(PlayedEvent, "query", query)
+    monkeypatch.setattr(PlayedEvent, "synchronize", query)
+    device = CudaDevice(0)
+    stream, event = device.stream("a"), device.event()
+    stream.record(event)
+
+    assert not event.query()
+    event.synchronize()
+    assert _notified(device, stream) is None
+
+    assert seen == [RELAXED] * 4  # here twice, on the waiter's thread twice
+    assert modes.now == GLOBAL
     device.close()
 
 

@@ -14,6 +14,7 @@ from typing import Protocol, SupportsInt
 
 import torch
 
+from asynchicache.captures import beside_captures
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, DeviceError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.numa import device_node, prefer_node
@@ -149,7 +150,7 @@ class HostRegistration:
         Raises:
             DeviceError: CUDA refused.
         """
-        with torch.cuda.device(self._index):
+        with torch.cuda.device(self._index), beside_captures():
             code = int(self._runtime.cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
             if code != 0:
                 _forget_cuda_error()
@@ -158,7 +159,7 @@ class HostRegistration:
 
     def close(self) -> None:
         """Unpin; twice is harmless. What the system refuses to unpin is logged, and stays pinned."""
-        with torch.cuda.device(self._index):
+        with torch.cuda.device(self._index), beside_captures():
             while self._addresses:
                 address = self._addresses.pop()
                 code = int(self._runtime.cudaHostUnregister(address))

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
+from asynchicache.captures import beside_captures
 from asynchicache.errors import ClosedError, ConfigError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.base import Event, Stream
 
@@ -99,8 +100,8 @@ class CudaDevice:
     def capture(self, stream: Stream) -> Iterator[CudaGraph]:
         """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.
 
-        Captured in CUDA's thread-local mode: in the global one, which is torch's default, the queries of
-        our waiter threads would break the capture. Whoever captures by torch alone should do the same.
+        Captured in CUDA's thread-local mode: in the global one, which is torch's default, what other
+        threads do can break the capture. Whoever captures by torch alone should do the same.
 
         Raises:
             RequestStateError: `stream` is being captured already.
@@ -243,7 +244,7 @@ class CudaStream:
 
     def synchronize(self) -> None:
         """Block this thread until everything enqueued has run; an error fails the device."""
-        with self.device.guard():
+        with self.device.guard(), beside_captures():
             self.torch_stream.synchronize()
 
     def _own(self, event: Event) -> CudaEvent:
@@ -282,7 +283,7 @@ class CudaEvent:
         """
         reached = True
         if self.recorded:
-            with self.device.guard():
+            with self.device.guard(), beside_captures():
                 reached = self.torch_event.query()  # type: ignore[no-untyped-call]
         self.device.check()
         return reached
@@ -294,7 +295,7 @@ class CudaEvent:
             DeviceError: the device failed.
         """
         if self.recorded:
-            with self.device.guard():
+            with self.device.guard(), beside_captures():
                 self.torch_event.synchronize()
         self.device.check()
 
