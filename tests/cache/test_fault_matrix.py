@@ -133,7 +133,14 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(world: SeededWorld, *, spec=SPEC, request_seconds: float = 1.0, call_seconds: float = 0.25):
+async def scene(
+    world: SeededWorld,
+    *,
+    spec=SPEC,
+    request_seconds: float = 1.0,
+    call_seconds: float = 0.25,
+    store_bytes: int = 1 << 20,
+):
     store = MemoryStore()
     faults = Faulty(MemoryBackend(store), FaultRates(), world.random, late_seconds=LATE)
     options = config(
@@ -142,6 +149,7 @@ async def scene(world: SeededWorld, *, spec=SPEC, request_seconds: float = 1.0, 
             policy=PrefetchPolicy.TIMEOUT, base_seconds=request_seconds, seconds_per_ki_token=0
         ),
         storage_limits=PoolLimits(deadline=call_seconds, closing=0.5, clearing=0.5),
+        store_bytes=store_bytes,
     )
     async with world.open_cache(spec, options, storage=faults) as cache:
         yield Scene(world, cache, store, faults)
@@ -330,6 +338,28 @@ async def part_of_a_read(world: SeededWorld) -> int:
 
 def test_a_read_that_succeeds_in_part_gives_the_prefix_that_came():
     assert len({run_seeded(seed, part_of_a_read) for seed in range(12)}) > 3
+
+
+async def one_hanging_pool(world: SeededWorld, pool: str) -> None:
+    """What each prompt writes fits into the limit once, and not twice."""
+    async with scene(world, store_bytes=100_000) as s:
+        s.break_calls("put", "hang", pool)
+        for first in range(100, 700, 100):
+            await s.ask(list(range(first, first + 20)))
+            await s.settle()
+        shed = s.cache.statistics().traffic.shed
+        assert ShedReason.BUDGET not in shed
+        assert shed[ShedReason.TIMEOUT] > 0
+        others = {key.pool for key in s.store}
+        assert others == set(POOLS) - {pool}
+        await served_after(s)
+        assert s.cache._controller.storer.storing_bytes == 0
+
+
+@each_order
+@pytest.mark.parametrize("pool", ["swa", "mamba"])
+def test_a_pool_that_hangs_takes_no_others_share_of_the_writes(seeds: range, pool: str):
+    run(seeds, one_hanging_pool, pool)
 
 
 async def part_of_a_write(world: SeededWorld) -> int:

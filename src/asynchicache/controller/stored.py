@@ -150,13 +150,10 @@ class StoredPools:
     def statistics(self) -> dict[str, PoolStatistics]:
         return {name: pool.guard.statistics() for name, pool in self._pools.items()}
 
-    def size(self, work: Store) -> int:
-        """Bytes that a write moves."""
-        return sum(
-            len(slots) * self._pools[name].binding.slot_bytes
-            for name, (_, slots) in work.pages.items()
-            if name in self._pools and self._pools[name].writes
-        )
+    def page_sizes(self, work: Store) -> list[int]:
+        """Bytes that a write moves for each page, by pool; none where another rank writes them."""
+        pools = [self._pools.get(name) for name in work.pages]
+        return [pool.binding.slot_bytes if pool is not None and pool.writes else 0 for pool in pools]
 
     async def clear(self) -> int:
         """Forget every page of every pool; how many there were. One that fails does not keep the others'.

@@ -90,28 +90,30 @@ class Storer:
         work = self._writer.store(node) if self._stored else None
         if work is None:
             return
-        size = self._stored.size(work)
+        sizes = self._stored.page_sizes(work)
+        size = sum(len(slots) * each for (_, slots), each in zip(work.pages.values(), sizes, strict=True))
         if self.storing_bytes and self.storing_bytes + size > self._limit:
             self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
             self._writer.wrote(work, stored=False)
             return
         self.storing_bytes += size
-        self._spawn(self._write(work, size))
+        self._spawn(self._write(work, size, sizes))
 
-    async def _write(self, work: Store, size: int) -> None:
-        stored, late = False, False
+    async def _write(self, work: Store, size: int, page_sizes: Sequence[int]) -> None:
+        stored, late, left = False, False, 0
         span = self.tracer.storing(work) if self.tracer is not None else None
         try:
             batches = await self._stored.put(work)
             stored = self._count(batches)
             late = any(batch.lingering is not None for batch in batches)
+            left = _late_bytes(batches, page_sizes)
         finally:
             self._writer.wrote(work, stored=stored, late=late)
-            self.storing_bytes -= 0 if late else size
+            self.storing_bytes -= size - left
             if span is not None:
                 span.finish(bytes=size, stored=stored)
         if late:
-            self._spawn_late(self._finish_late(work, size, batches))
+            self._spawn_late(self._finish_late(work, left, batches))
 
     async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
         safe = False
@@ -170,3 +172,12 @@ class Storer:
             self.clearing -= 1
             self._writer.forget_stored()  # also after a failure: nobody knows how far it got
             self._moved()
+
+
+def _late_bytes(batches: Sequence[Batch], page_sizes: Sequence[int]) -> int:
+    """Bytes of the pages that engines may still read; those that hang do not count for the others."""
+    return sum(
+        batch.outcomes.count(Outcome.TIMEOUT) * each
+        for batch, each in zip(batches, page_sizes, strict=True)
+        if batch.lingering is not None
+    )
