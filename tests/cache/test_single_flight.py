@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine import SPEC, Engine, config
 
 from asynchicache import Hit, HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import Outcome
@@ -80,6 +83,21 @@ async def one_goes_further(world: SeededWorld) -> None:
 def test_of_two_that_overlap_the_second_reads_the_rest() -> None:
     for seed in SEEDS:
         run_seeded(seed, one_goes_further)
+
+
+@pytest.mark.asyncio
+async def test_turns_of_one_conversation_that_come_in_order_all_find_what_is_stored() -> None:
+    """Each waited for the one before it, and from the fifth on they gave up."""
+    store, turns = MemoryStore(), range(4, 49, 4)
+    spec = synthetic_spec(4, ("kv",))
+    options = config(device_slots={"kv": 64}, host_slots={"kv": 64})
+    async with HybridCache.open(spec, options, storage=MemoryBackend(store)) as cache:
+        await Engine(cache).serve(list(range(48)))
+    async with HybridCache.open(spec, options, storage=Latency(MemoryBackend(store), 0.001)) as cache:
+        engine = Engine(cache)
+        hits = await asyncio.gather(*(read(engine, [*range(turn), 999]) for turn in turns))
+        assert [hit.tokens for hit in hits] == list(turns)
+        assert calls(cache) == (12, 12), "the longest that waits goes first, and reads for the others"
 
 
 async def reader_fails(world: SeededWorld) -> None:

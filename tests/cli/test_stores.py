@@ -160,7 +160,12 @@ def test_clear_removes_one_pool(store: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [([], "say what to clear"), (["--everything", "--pool", "kv"], "more")]
+    ("flags", "words"),
+    [
+        ([], "say what to clear"),
+        (["--everything", "--pool", "kv"], "more"),
+        (["--fingerprint", "kv"], "must be hexadecimal"),
+    ],
 )
 def test_clear_must_be_told_what(
     store: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from string import hexdigits
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -42,6 +43,8 @@ class ClearOptions:
     def __post_init__(self) -> None:
         if not (self.pool or self.fingerprint or self.everything):
             raise ConfigError("say what to clear: --pool, --fingerprint or --everything")
+        if set(self.fingerprint) - set(hexdigits):
+            raise ConfigError(f"--fingerprint {self.fingerprint!r} must be hexadecimal digits")
         if self.everything and (self.pool or self.fingerprint):
             raise ConfigError("--everything is more than --pool or --fingerprint: say one of them")
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from operator import itemgetter
 
 from asynchicache.controller.actions import Copy
 from asynchicache.controller.planner import Planner
@@ -21,7 +22,7 @@ from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
-"""Times that a read looks again after it waited for another one's."""
+"""Times that a read looks again, after it waited for another one's, though that brought it nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,24 @@ class PrefetchOptions:
         return min(self.base_seconds + self.seconds_per_ki_token * tokens / 1024, self.max_seconds)
 
 
+class _UnderWay:
+    """A read, and those who wait for it because it covers some of what they want."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    async def wait(self, query: Query) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((query.pages, done))
+        await done
+
+    def end(self) -> None:
+        """Let those go on who wait: the longest first, so that its read covers the others'."""
+        for _, done in sorted(self._waiting, key=itemgetter(0), reverse=True):
+            if not done.done():
+                done.set_result(None)
+
+
 class Fetcher:
     """Runs the reads of one cache; each belongs to the cache, not to the request that asked.
 
@@ -81,7 +100,7 @@ class Fetcher:
         self._carry_out = carry_out
         self._spawn = spawn
         self._spawn_late = spawn_late
-        self._reading: dict[bytes, asyncio.Future[None]] = {}
+        self._reading: dict[bytes, _UnderWay] = {}
         self.pages_read = 0
         self.waits = Histogram()
 
@@ -129,22 +148,26 @@ class Fetcher:
                 done.set_result(reason)
 
     async def _read_or_wait(self, first: Query) -> MissReason:
-        """Read for `first`; where another read covers some of it, wait for that and look again."""
+        """Read for `first`; where another read covers some of it, wait for that and look again, for as long
+        as that brings something."""
         query: Query | None = first
-        for _ in range(_ATTEMPTS):
-            if query is None:
-                return MissReason.NONE
+        best, left = (first.here, first.base), _ATTEMPTS
+        while query is not None:
             other = self._covered_by(query)
             if other is None:
                 return await self._read(query)
             self._reader.drop(query)
-            await asyncio.wait([other])
+            if not left:
+                return MissReason.DEADLINE
+            await other.wait(query)
             query = self._reader.ask(first.tokens, first.seed)
-        if query is not None:
-            self._reader.drop(query)
-        return MissReason.DEADLINE
+            if query is not None and (query.here, query.base) > best:
+                best, left = (query.here, query.base), _ATTEMPTS
+            else:
+                left -= 1
+        return MissReason.NONE
 
-    def _covered_by(self, query: Query) -> asyncio.Future[None] | None:
+    def _covered_by(self, query: Query) -> _UnderWay | None:
         if not self._reading:
             return None
         wanted = query.digests[query.base :]
@@ -153,8 +176,8 @@ class Fetcher:
     async def _read(self, query: Query) -> MissReason:
         """Ask, choose, read and commit, while nobody else reads the same pages."""
         wanted = query.digests[query.base :]
-        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reading.update(dict.fromkeys(wanted, finished))
+        under_way = _UnderWay()
+        self._reading.update(dict.fromkeys(wanted, under_way))
         read: Read | None = None
         try:
             present, trouble = await self._present(query)
@@ -169,7 +192,7 @@ class Fetcher:
                 self._reader.drop(query)
             for digest in wanted:
                 del self._reading[digest]
-            finished.set_result(None)
+            under_way.end()
 
     async def _present(self, query: Query) -> tuple[dict[int, int], MissReason]:
         """By component, which pages storage has: the full one's first, then states as far as it reaches."""
