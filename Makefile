@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-engines:  ## install servers that tests of storage engines run (apt, as root); they skip without
+engines:  ## install servers that tests of storage engines run (apt as root, pip, npm); they skip without
 	scripts/install_engines.sh
 
 demo: $(STAMP)  ## a hybrid model served with and without the cache, and a report

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests of storage engines need beside `make setup`: servers, and libraries that clients
-# link to. Needs root and apt; elsewhere it says what to install. Doing it twice is harmless.
+# link to. Needs root and apt; elsewhere it says what to install. What pip and npm install goes into the
+# environment of `make setup`. Doing it twice is harmless.
 set -euo pipefail
 
 packages=(

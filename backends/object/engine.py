@@ -84,9 +84,7 @@ class ObjectEngine:
         folder = _folder(ObjectKey(mine.fingerprint, bytes(32), mine.pool, mine.shard))
         async for found in obstore.list(self._store, prefix=folder, chunk_size=1000):
             for entry in found:
-                name = entry["path"].removeprefix(
-                    f"{folder}/"
-                )  # with a slash left it is deeper, and not ours
+                name = entry["path"].removeprefix(f"{folder}/")  # deeper names keep a slash: not ours
                 if entry["size"] == self._frame_bytes and _is_digest(name):
                     yield bytes.fromhex(name)
 

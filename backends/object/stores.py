@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +21,12 @@ from asynchicache.errors import ConfigError, StorageError
 FAILURES = (BaseError, OSError)
 """What a request raises; `FileNotFoundError`, an OSError, where there is no such object."""
 
-_NO_CREDENTIALS = ("credential", "token request", "latest/api/token", "computemetadata")
-"""Without credentials obstore asks the machine's metadata service, which only clouds have."""
+_METADATA = ("169.254.169.254", "latest/api/token", "computemetadata", "metadata/identity", "&resource=")
+"""Of the machine's metadata service, which obstore asks for want of credentials, and only clouds have."""
 _REFUSED = ("401 unauthorized", "403 forbidden")
 """Of a listing; that of another request has a class of its own."""
 _NO_BUCKET = ("nosuchbucket", "containernotfound")
+_NO_CREDENTIALS = ("credential", "token request")
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 """Where all three clouds say in one word what is wrong."""
 _ADDRESSES = ("endpoint", "base_url")
@@ -88,11 +89,15 @@ def summary(error: Exception) -> str:
 def advice(error: Exception) -> str:
     """What to do about a failure at the first request."""
     text, everything = summary(error), str(error).lower()
-    refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
-    if refused or any(sign in everything for sign in _REFUSED):
+
+    def says(signs: Iterable[str]) -> bool:
+        return any(sign in everything for sign in signs)
+
+    missing = f"no credentials were found: name them in option config, or as the cloud's tools do ({text})"
+    if says(_METADATA):  # first, since some networks refuse requests to it
+        return missing
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or says(_REFUSED):
         return f"the credentials are wrong, or may not do this ({text})"
-    if isinstance(error, FileNotFoundError) or any(sign in everything for sign in _NO_BUCKET):
+    if isinstance(error, FileNotFoundError) or says(_NO_BUCKET):
         return f"there is no such bucket or container ({text})"
-    if any(sign in everything for sign in _NO_CREDENTIALS):
-        return f"no credentials were found: name them in option config, or as the cloud's tools do ({text})"
-    return text
+    return missing if says(_NO_CREDENTIALS) else text

@@ -5,14 +5,17 @@ refused when it is opened.
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 
 from asynchicache.backends.object import open_backend
 from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.backends.object.stores import advice
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
@@ -237,6 +240,24 @@ async def test_options_that_are_refused(options: dict[str, object], message: str
     with pytest.raises(ConfigError, match=message):
         async with backend_at(options):
             pass
+
+
+TOKENS = "Generic GCS error: Error performing token request: Error performing"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{TOKENS} GET http://169.254.169.254/x - 403 Forbidden: denied", "no credentials were found"),
+        (f"{TOKENS} POST https://login.example/token - 401 Unauthorized", "the credentials are wrong"),
+        (f"{TOKENS} POST https://login.example/token - error sending request", "no credentials were found"),
+        ("Generic S3 error: list request - 403 Forbidden: <?xml?>", "the credentials are wrong"),
+        ("Generic S3 error: GET http://host/metadata/FORMAT - error sending request", "Generic S3 error"),
+        ("404 Not Found: <?xml?>\n<Code>NoSuchBucket</Code>", r"there is no such .*Found: NoSuchBucket\)"),
+    ],
+)
+def test_what_to_do_is_said_for_each_failure_at_open(text: str, words: str) -> None:
+    assert re.match(words, advice(GenericError(text)))
 
 
 @pytest.mark.asyncio

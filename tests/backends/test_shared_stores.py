@@ -8,7 +8,7 @@ import pytest
 
 from asynchicache import HybridCache, MissReason, Tier
 from cache.engine import SPEC, Engine, config
-from storage.object_servers import S3Server
+from storage.object_servers import SERVERS, ObjectServer
 from storage.redis_servers import RedisServer
 
 PROMPT = list(range(100, 120))
@@ -16,8 +16,9 @@ PROMPT = list(range(100, 120))
 
 @pytest.mark.asyncio
 @pytest.mark.engine("object")
-async def test_pages_in_s3_survive_a_restart_of_the_cache() -> None:
-    with S3Server() as server:
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_pages_in_a_bucket_survive_a_restart_of_the_cache(kind: type[ObjectServer]) -> None:
+    with kind() as server:
         options = config(storage="object", storage_options=server.options("cache"))
         async with HybridCache.open(SPEC, options) as cache:
             await Engine(cache).serve(PROMPT)

@@ -33,12 +33,14 @@ class ObjectServer(Server):
         scheme: of its URLs.
         complaint: what its client's errors begin with.
         config: the engine's option of that name.
+        listed: most objects in one answer to a listing.
     """
 
     scheme: str
     complaint: str
     port: int
     config: dict[str, str]
+    listed = 1000
 
     def start(self) -> None:
         super().start()
@@ -119,6 +121,7 @@ class AzureServer(ObjectServer):
     """Azurite, Microsoft's own emulator. It checks signatures, against a key that is public."""
 
     scheme, complaint = "az", "Generic MicrosoftAzure error"
+    listed = 5000
     account = "devstoreaccount1"
     key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
