@@ -384,3 +384,16 @@ async def test_replicated_pages_are_written_by_one_rank_and_states_by_each():
     for rank in (0, 1):
         async with HybridCache.open(MLA, config(rank=rank, ranks=2), storage=MemoryBackend(store)) as cache:
             assert (await Engine(cache).serve([*PROMPT, 1])).by_tier == {Tier.STORAGE: 20}
+
+
+@pytest.mark.parametrize("rest", [(), (TensorSpec("conv", (1,), (8,), "uint8"),)], ids=["pool", "tensor"])
+async def test_states_of_no_bytes_are_neither_stored_nor_missed(rest: tuple[TensorSpec, ...]):
+    nothing = TensorSpec("recurrent", (1,), (0,), "uint8")
+    states = PoolSpec("mamba", (*rest, nothing), coverage=trailing_pages(1), per_token=False)
+    spec = ModelSpec("partly-empty", PAGE, 2, (LATENT, states))
+    store = MemoryStore()
+    for tail, hit in (([], 0), ([1], 20)):
+        options = config(device_slots={"kv": 32})
+        async with HybridCache.open(spec, options, storage=MemoryBackend(store)) as cache:
+            assert (await Engine(cache).serve([*PROMPT, *tail])).tokens == hit
+    assert len(store) == 5 + len(rest)

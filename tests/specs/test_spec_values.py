@@ -9,6 +9,7 @@ from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.types import trailing_pages
 
 KEYS = TensorSpec("keys", (0, 1), (2,), "uint8")
 POOL = PoolSpec("kv", (KEYS,))
@@ -28,6 +29,24 @@ def test_tensors_of_broken_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=f"tensor 'keys': {words}"):
         TensorSpec("keys", layers, shape, "uint8", sections)
+
+
+def states(**widths: int) -> PoolSpec:
+    tensors = tuple(TensorSpec(name, (1,), (width,), "uint8") for name, width in widths.items())
+    return PoolSpec("mamba", tensors, coverage=trailing_pages(1), per_token=False)
+
+
+def test_states_without_bytes_are_left_out() -> None:
+    """A linear attention without a convolution has one of shape (0,)."""
+    assert states(recurrent=8, conv=0) == states(recurrent=8)
+    assert ModelSpec("m", 4, 2, (POOL, states(conv=0))) == ModelSpec("m", 4, 2, (POOL,))
+
+
+def test_pages_without_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor 'keys': shape \(0,\) has an empty dimension"):
+        PoolSpec("kv", (TensorSpec("keys", (0,), (0,), "uint8"),))
+    with pytest.raises(ConfigError, match=r"shape \(-1,\) has a negative dimension"):
+        TensorSpec("keys", (0,), (-1,), "uint8")
 
 
 @pytest.mark.parametrize("name", ["", "KV", "../kv", "k v", "kv\n", "é", "²", "a" * 65])

@@ -22,7 +22,7 @@ class ModelSpec:
         model: a name for people and for the fingerprint, e.g. `qwen3_5`.
         page_size: tokens of a page.
         layers: layers of the model, those without a cache included.
-        pools: the first covers all pages; the others follow it.
+        pools: the first covers all pages; the others follow it. Those without bytes are left out.
         identity: whatever else makes cached bytes differ (head counts, rope, ...), for the fingerprint.
     """
 
@@ -36,6 +36,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _check_page_size(self.page_size)
         check_number(f"model {self.model!r}: layers", self.layers)
+        object.__setattr__(self, "pools", tuple(pool for pool in self.pools if pool.tensors))
         if not self.pools or self.pools[0].coverage.trailing:
             raise ConfigError(f"model {self.model!r}: the first pool must cover every page")
         by_name = {pool.name: pool for pool in self.pools}
