@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -35,25 +35,13 @@ from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, s
 from asynchicache.transfer.record import Done, GroupState, Submission, TransferRecord, call_done
 from asynchicache.transfer.statistics import Landed, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.ticks import Reads, Tick, Untold, Wish
 from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 8 << 20
 """Bytes of layers that are worth a launch of their own: some 150 microseconds of a PCIe 5 bus."""
-
-
-@dataclass(slots=True, eq=False)
-class _Tick:
-    """What is submitted between two turns of the loop; `planned` once it is known what becomes of it."""
-
-    started: float
-    submissions: list[Submission] = field(default_factory=list)
-    planned: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def settle(self, record: TransferRecord) -> None:
-        self.planned.set()
-        record.settled.set()
 
 
 class TransferEngine:
@@ -115,13 +103,11 @@ class TransferEngine:
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
         self.audit = audit
         self._auditor = None if submit_inline else port.worker("asynchicache-audit")
-        self._tick: _Tick | None = None
-        self._untold: dict[Submission, None] = {}  # a set that keeps its order
+        self._tick: Tick | None = None
+        self._untold = Untold()
         self._spare: deque[Event] = deque()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closed = False
-        self._operations = self._launches = self._failed = 0
+        self._launches = self._failed = 0
         self._landed = Landed()
 
     def submit(
@@ -129,7 +115,7 @@ class TransferEngine:
         operation: CacheOperation,
         *,
         after: Sequence[Event] = (),
-        reads: Sequence[tuple[str, Sequence[int]]] = (),
+        reads: Reads = (),
         done: Done,
     ) -> Ticket:
         """Start moving; merged with what else of its direction is submitted in this loop tick.
@@ -153,28 +139,27 @@ class TransferEngine:
         """
         if self._closed:
             raise ClosedError("the transfer engine is closed")
-        self._check(operation)
+        for pool, device, host in operation.reach:
+            slots = self._capacities.get(pool)
+            if slots is None or device >= slots[0] or host >= slots[1]:
+                self._refuse(operation)
         if after or reads:
             # The submit thread looks at them later, and whoever owns these lists may change them.
             after, reads = tuple(after), [(pool, slot_array(slots)) for pool, slots in reads]
             self._check_surroundings(after, reads)
         if operation.empty:
             call_done(done, None)
-            if not (reads and self._untold):
+            if not (reads and (self._untold or self._tick)):
                 return Ticket(self._layers)
         tick = self._tick or self._open_tick()
         ticket = Ticket(self._layers, tick.planned)
-        submission = Submission(operation, after, reads, done, ticket, tick.started)
-        tick.submissions.append(submission)
-        if not operation.empty:
-            self._operations += 1
-            self._untold[submission] = None
-            self._idle.clear()
+        tick.wishes.append((operation, after, reads, done, ticket))
         return ticket
 
     def statistics(self) -> TransferStatistics:
+        self._write_down()
         return TransferStatistics(
-            self._operations,
+            self._untold.written,
             self._launches,
             self._failed,
             len(self._untold),
@@ -187,7 +172,8 @@ class TransferEngine:
 
     def live(self) -> list[CacheOperation]:
         """Operations whose end was not told yet."""
-        return [submission.operation for submission in self._untold]
+        self._write_down()
+        return self._untold.operations()
 
     async def aclose(self, deadline_seconds: float) -> int:
         """Refuse new operations and wait for those in flight, for `deadline_seconds` at most.
@@ -200,7 +186,7 @@ class TransferEngine:
         if self._tick is not None:
             self._flush(self._tick)
         with anyio.move_on_after(deadline_seconds):
-            await self._idle.wait()
+            await self._untold.idle.wait()
         given_up = len(self._untold)
         self._give_up(TransferError(f"given up after {deadline_seconds} s: the engine closed"))
         if self._submitter is not None and given_up:
@@ -213,19 +199,13 @@ class TransferEngine:
 
     # Before the copies, on the loop.
 
-    def _check(self, operation: CacheOperation) -> None:
-        for pool, device, host in operation.reach:
-            device_slots, host_slots = self._capacities.get(pool, (-1, -1))
-            if device >= device_slots or host >= host_slots:
-                self._refuse(operation)
-
     def _refuse(self, operation: CacheOperation) -> None:
         """Say what is wrong with an operation that is known to be."""
         for pool, sources, destinations in operation.transfers:
             check_slots(pool, operation.direction.source, sources, self._extents)
             check_slots(pool, operation.direction.destination, destinations, self._extents)
 
-    def _check_surroundings(self, after: Sequence[Event], reads: Sequence[tuple[str, Sequence[int]]]) -> None:
+    def _check_surroundings(self, after: Sequence[Event], reads: Reads) -> None:
         for pool, slots in reads:
             check_slots(pool, Tier.DEVICE, slots, self._extents)
         for event in after:
@@ -234,14 +214,19 @@ class TransferEngine:
             if not event.recorded:
                 raise RequestStateError("an operation is to start after an event that was never recorded")
 
-    def _open_tick(self) -> _Tick:
-        self._tick = tick = _Tick(self._port.now())
+    def _open_tick(self) -> Tick:
+        self._tick = tick = Tick(self._port.now())
         asyncio.get_running_loop().call_soon(self._flush, tick)
         return tick
 
-    def _flush(self, tick: _Tick) -> None:
+    def _write_down(self) -> None:
+        if self._tick is not None:
+            self._untold.write_down(self._tick)
+
+    def _flush(self, tick: Tick) -> None:
         if self._tick is not tick:
             return  # it was flushed ahead of its time
+        self._write_down()
         self._tick = None
         if self._submitter is None:
             self._carry_out(tick)
@@ -250,10 +235,10 @@ class TransferEngine:
 
     # The copies, on the submit thread.
 
-    def _carry_out(self, tick: _Tick) -> None:
+    def _carry_out(self, tick: Tick) -> None:
         """Enqueue what one tick submitted, whatever happens: a failure is told, so nobody waits for ever."""
         try:
-            records = self._batcher.batch(tick.submissions)
+            records = self._batcher.batch(tick.submissions())
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
             self._tell(partial(self._fail_tick, tick, error))
             return
@@ -371,30 +356,28 @@ class TransferEngine:
             self._failed += 1
             self._end(record.fail(error))
 
-    def _fail_tick(self, tick: _Tick, error: BaseException) -> None:
+    def _fail_tick(self, tick: Tick, error: BaseException) -> None:
         """Nothing became of what a tick submitted."""
         tick.planned.set()
-        for submission in tick.submissions:
-            for view in submission.ticket.views or ():
+        for wish in tick.wishes:
+            for view in wish[-1].views or ():
                 if view.position is not None:  # its own transfer, not what others bring
                     self._fail(view.record, error)
-            self._disappoint(submission, error)
+            self._disappoint(wish, error)
 
     def _give_up(self, error: BaseException) -> None:
-        for submission in list(self._untold):
-            for view in submission.ticket.views or ():
+        for wish in self._untold.wishes():
+            for view in wish[-1].views or ():
                 self._fail(view.record, error)
-            self._disappoint(submission, error)
+            self._disappoint(wish, error)
 
-    def _disappoint(self, submission: Submission, error: BaseException) -> None:
-        """Fail a submission of which no transfer will tell."""
-        submission.ticket.give_up(error)
-        if submission in self._untold:
-            call_done(submission.done, error)
-            self._end([submission])
+    def _disappoint(self, wish: Wish, error: BaseException) -> None:
+        """Fail an operation of which no transfer will tell."""
+        *_, done, ticket = wish
+        ticket.give_up(error)
+        if self._untold.take(ticket):
+            call_done(done, error)
 
     def _end(self, submissions: Sequence[Submission]) -> None:
         for submission in submissions:
-            self._untold.pop(submission, None)
-        if not self._untold:
-            self._idle.set()
+            self._untold.take(submission.ticket)
