@@ -234,9 +234,64 @@ def memmove_batch(batch: RunBatch) -> None:
     """Copy one run after the other on this thread."""
     runs = list(zip(*(c.tolist() for c in (batch.destinations, batch.sources, batch.sizes)), strict=True))
     mean = batch.nbytes // max(1, len(runs))
+    if mean >= HELD_BYTES:
+        _copy_long(runs)
+        return
     # Every so many bytes one run gives up the GIL. Not `sleep(0)`, which gives up the processor as well.
-    turn = max(1, TURN_BYTES // max(1, mean)) if mean < HELD_BYTES else 1
+    turn = max(1, TURN_BYTES // max(1, mean))
     for start in range(0, len(runs), turn):
         *most, last = runs[start : start + turn]
         deque(starmap(_held, most), maxlen=0)
         _freed(*last)
+
+
+Run: TypeAlias = tuple[int, int, int]
+"""Destination, source, bytes."""
+
+
+def _copy_long(runs: Sequence[Run]) -> None:
+    """Copy runs of which each is worth giving up the GIL; those at equal distances give it up once, since
+    who takes it again may have to wait for it, and to be woken."""
+    start = 0
+    while start < len(runs):
+        stop = _end_of_rows(runs, start)
+        if stop > start + 1:
+            _copy_rows(runs[start], runs[start + 1], stop - start)
+        else:
+            _freed(*runs[start])
+        start = stop
+
+
+def _end_of_rows(runs: Sequence[Run], start: int) -> int:
+    """One behind the last run that is as long as, and as far from the one before as, those from `start`."""
+    if start + 1 == len(runs) or runs[start][2] != runs[start + 1][2]:
+        return start + 1
+    (to, source, size), (next_to, next_source, _) = runs[start : start + 2]
+    to_step, source_step = next_to - to, next_source - source
+    stop = start + 2
+    while stop < len(runs) and runs[stop] == (next_to + to_step, next_source + source_step, size):
+        next_to, next_source, _ = runs[stop]
+        stop += 1
+    return stop
+
+
+def _copy_rows(first: Run, second: Run, count: int) -> None:
+    destination, source, size = first
+    to, by = (
+        np.asarray(_Rows(start, count, step, size))
+        for start, step in ((destination, second[0] - destination), (source, second[1] - source))
+    )
+    np.copyto(to, by)
+
+
+class _Rows:
+    """Memory as numpy sees it: rows of bytes at equal distances, which may be negative."""
+
+    def __init__(self, start: int, count: int, step: int, size: int) -> None:
+        self.__array_interface__ = {
+            "data": (start, False),
+            "shape": (count, size),
+            "strides": (step, 1),
+            "typestr": "|u1",
+            "version": 3,
+        }

@@ -53,6 +53,54 @@ def test_one_layer_leaves_the_others_alone() -> None:
     assert not destination[0].any()
 
 
+PATTERNS = {
+    "backwards": list(range(9))[::-1],
+    "every second one, then the others": [0, 2, 4, 6, 8, 1, 3, 5, 7],
+    "in no order": [4, 0, 7, 1, 8, 2],
+    "alone": [3],
+}
+
+
+def _rows(slots: list[int], sizes: list[int]) -> tuple[RunBatch, torch.Tensor, torch.Tensor]:
+    """Runs from rows 0, 1, ... to rows `slots`, and what the destination has to be."""
+    source = torch.arange(9 * 16, dtype=torch.uint8).reshape(9, 16) + 1
+    destination, expected = torch.zeros_like(source), torch.zeros_like(source)
+    for row, (slot, size) in enumerate(zip(slots, sizes, strict=True)):
+        expected[slot, :size] = source[row, :size]
+    starts = np.arange(len(slots)) * 16 + source.data_ptr()
+    ends = np.array(slots) * 16 + destination.data_ptr()
+    batch = RunBatch(starts, ends, np.array(sizes, np.int64), (source, destination))
+    return batch, destination, expected
+
+
+@pytest.mark.parametrize("slots", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("sizes", [[16], [16, 16, 16, 5], [7, 9]])
+def test_long_runs_get_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch, slots: list[int], sizes: list[int]
+) -> None:
+    monkeypatch.setattr("asynchicache.kernels.batch.HELD_BYTES", 1)
+    cycle = (sizes * len(slots))[: len(slots)]
+    batch, destination, expected = _rows(slots, cycle)
+
+    memmove_batch(batch)
+
+    assert torch.equal(destination, expected)
+
+
+def test_long_runs_at_equal_distances_give_up_the_interpreter_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynchicache.kernels.batch.HELD_BYTES", 1)
+    monkeypatch.setattr("asynchicache.kernels.batch._freed", None)
+    calls = []
+    copyto = np.copyto
+    monkeypatch.setattr(np, "copyto", lambda to, by: (calls.append(to.shape), copyto(to, by)))
+    batch, destination, expected = _rows(PATTERNS["every second one, then the others"], [16] * 9)
+
+    memmove_batch(batch)
+
+    assert torch.equal(destination, expected)
+    assert calls == [(5, 16), (4, 16)]
+
+
 def test_batches_are_cut_by_bytes_and_by_runs() -> None:
     sizes = np.array([4, 4, 9, 1, 1], np.int64)
     batch = RunBatch(np.arange(5), np.arange(5) + 10, sizes, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 import weakref
 
@@ -36,6 +37,25 @@ def frozen_loop():
 
 
 # Threads.
+
+
+def test_who_gives_way_lets_a_stream_begin() -> None:
+    device, order = EmulatedDevice(ThreadDriver()), []
+    stream, event = device.stream("load"), device.event()
+    stream.record(event)
+    event.synchronize()  # its thread is there, and asleep
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(PATIENCE)  # as long as nothing blocks, this thread keeps the interpreter
+    try:
+        stream.launch(lambda: order.append("copy"))
+        for _ in range(20_000):
+            if not order:
+                device.give_way()
+        order.append("next")
+    finally:
+        sys.setswitchinterval(interval)
+        device.close()
+    assert order == ["copy", "next"]
 
 
 def test_threads_let_streams_overlap() -> None:

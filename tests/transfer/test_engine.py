@@ -10,8 +10,9 @@ import torch
 
 from asynchicache.errors import ConfigError, RequestStateError, UsageError
 from asynchicache.ports import AsyncioPort
-from asynchicache.streams.drivers import InlineDriver
+from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.transfer.copies import PlanCopies
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
@@ -96,6 +97,46 @@ def memory_bytes(pool: str, rig) -> list[int]:
     """Bytes of one slot, by tensor."""
     layout = rig.memories[pool].host.layout
     return [len(tensor.spec.layers) * tensor.item_bytes for tensor in layout.tensors.values()]
+
+
+@pytest.mark.asyncio
+async def test_what_is_submitted_counts_before_the_tick_ends(open_rig, operation: Build) -> None:
+    wishes = [operation(Direction.LOAD, kv=([slot], [slot])) for slot in range(3)]
+    async with open_rig() as rig:
+        assert (rig.engine.live(), rig.engine.statistics().in_flight) == ([], 0)
+        tickets = [rig.engine.submit(wish, done=rig.done) for wish in wishes[:2]]
+        assert rig.engine.live() == wishes[:2]
+        tickets.append(rig.engine.submit(wishes[2], done=rig.done))
+        statistics = rig.engine.statistics()
+        assert (statistics.operations, statistics.in_flight) == (3, 3)
+        for ticket in tickets:
+            await ticket
+        statistics = rig.engine.statistics()
+        assert (statistics.operations, statistics.in_flight, rig.engine.live()) == (3, 0, [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("driver", "group_bytes", "expected"),
+    [
+        ("thread", 1, ["group", "give way", "group", "group"]),
+        ("thread", 1 << 30, ["group", "give way", "group"]),  # the first group closes at the first bytes
+        ("inline", 1, ["group", "group", "group"]),
+    ],
+)
+async def test_the_first_group_may_begin_before_the_others_are_enqueued(
+    open_rig, operation: Build, monkeypatch, driver: str, group_bytes: int, expected: list[str]
+) -> None:
+    steps: list[str] = []
+    enqueue, give_way = PlanCopies.enqueue, ThreadDriver.give_way
+    monkeypatch.setattr(PlanCopies, "enqueue", lambda *args: (steps.append("group"), enqueue(*args)))
+    monkeypatch.setattr(ThreadDriver, "give_way", lambda one: (steps.append("give way"), give_way(one)))
+    async with open_rig(driver, group_bytes=group_bytes) as rig:
+        await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        assert steps == expected
+        await rig.engine.submit(operation(Direction.BACKUP, kv=([0], [0])), done=rig.done)
+
+    assert steps == [*expected, "group"]  # of one group, nobody waits for a part
 
 
 @pytest.mark.asyncio

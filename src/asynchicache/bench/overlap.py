@@ -173,8 +173,9 @@ class _Runner:
         await self._submit()
 
     async def _forward(self, repeats: int) -> None:
-        for _ in range(self._layers):
-            self._compute.launch(partial(self._multiply, repeats))
+        seen: list[torch.Tensor] = []
+        for layer in range(self._layers):
+            self._launch(layer, seen, repeats)
         await self._end()
 
     async def _serial(self, repeats: int) -> None:
@@ -196,10 +197,14 @@ class _Runner:
         seen: list[torch.Tensor] = []
         for layer in range(self._layers):
             ticket.fence(layer).wait_on(self._compute)
-            self._compute.launch(partial(self._see, seen, layer))
-            self._compute.launch(partial(self._multiply, repeats))
+            self._launch(layer, seen, repeats)
         await self._end()
         self.wrong_layers += sum(not bool((first == 1).all()) for first in seen)
+
+    def _launch(self, layer: int, seen: list[torch.Tensor], repeats: int) -> None:
+        """One layer's compute, the same in every order: it reads of every page, and multiplies."""
+        self._compute.launch(partial(self._see, seen, layer))
+        self._compute.launch(partial(self._multiply, repeats))
 
     def _see(self, seen: list[torch.Tensor], layer: int) -> None:
         seen.append(self._pages[layer, :, 0].clone())

@@ -115,6 +115,12 @@ class Device(Protocol):
         """While the context is open, what is enqueued on `stream` does not run: it becomes the graph."""
         ...
 
+    def give_way(self) -> None:
+        """Let what was enqueued begin before this thread enqueues more: for a moment, and never on the
+        loop. Where the device does not share the processor's interpreter with us, nothing happens.
+        """
+        ...
+
     def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
         """Call `reached(error)` from any thread, once, when all work now enqueued has run.
 

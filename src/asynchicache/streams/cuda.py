@@ -123,6 +123,9 @@ class CudaDevice:
         mode = "thread_local"
         return torch.cuda.graph(graph.torch_graph, stream=stream.torch_stream, capture_error_mode=mode)
 
+    def give_way(self) -> None:
+        """A GPU begins by itself."""
+
     def notify(self, stream: Stream, reached: Reached) -> None:
         """Call `reached(error)` once, from the stream's waiter thread, when all work now enqueued
         has run. `reached` must be short and must not raise.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
@@ -12,6 +13,9 @@ from typing import Protocol
 
 from asynchicache.errors import ConfigError, InternalError
 from asynchicache.ports import ThreadWorker
+
+_MOMENT = 20e-6
+"""Seconds; with the timer's slack some 75 microseconds, in which a thread wakes and takes the interpreter."""
 
 Run = Callable[[], None]
 """One piece of work, with what it starts next; a driver calls it once and never holds a lock then."""
@@ -26,6 +30,10 @@ class Driver(Protocol):
 
     def wait(self, reached: threading.Event) -> None:
         """Block this thread until `reached` is set by work that was handed over."""
+        ...
+
+    def give_way(self) -> None:
+        """Let what was handed over begin, before this thread hands over more."""
         ...
 
     def close(self) -> None:
@@ -49,6 +57,11 @@ class ThreadDriver:
 
     def wait(self, reached: threading.Event) -> None:
         reached.wait()
+
+    def give_way(self) -> None:
+        """A thread that enqueues keeps the interpreter for 5 ms (`sys.getswitchinterval`) if it does not
+        block; a stream's thread that was woken for the first copy would wait for all the others."""
+        time.sleep(_MOMENT)
 
     def close(self) -> None:
         for thread in self._threads:
@@ -81,6 +94,9 @@ class InlineDriver:
 
     def wait(self, reached: threading.Event) -> None:
         reached.wait()
+
+    def give_way(self) -> None:
+        """What may run has run."""
 
     def close(self) -> None:
         """Nothing to join."""
@@ -142,6 +158,9 @@ class SeededDriver:
             if not due:
                 raise InternalError("the loop waits for work that only the loop could run")
             self._fire(min(due)[1])
+
+    def give_way(self) -> None:
+        """The seed decides when work begins."""
 
     def close(self) -> None:
         """Nothing to join."""

@@ -99,6 +99,9 @@ class _Machine:
             mark.callbacks.append(lambda _: reached.set())
         self._driver.wait(reached)
 
+    def give_way(self) -> None:
+        self._driver.give_way()
+
     def close(self) -> None:
         with self._lock:
             lanes = [] if self._closed else list(self._lanes)
@@ -343,6 +346,10 @@ class EmulatedDevice:
             yield graph
         finally:
             own.graph = None
+
+    def give_way(self) -> None:
+        """Let a stream's thread begin, where streams have threads; see `ThreadDriver.give_way`."""
+        self._machine.give_way()
 
     def notify(self, stream: Stream, reached: Reached) -> None:
         """Call `reached(error)` once when all work now enqueued has run, or was skipped; at once

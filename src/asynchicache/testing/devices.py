@@ -49,6 +49,9 @@ class LossyDevice:
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(stream)
 
+    def give_way(self) -> None:
+        self._inner.give_way()
+
     def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
         if self._lost():
             self.withheld.append(partial(reached, None))

@@ -93,8 +93,9 @@ class Batcher:
         since = self._oldest
         self._number += 1
         record = TransferRecord(self._number, direction, submissions)
-        record.needs = self._records(self._hazards.writers_of_sources(direction, columns, since))
-        record.follows = self._records(self._hazards.users_of_destinations(direction, columns, since))
+        if self._live:
+            record.needs = self._records(self._hazards.writers_of_sources(direction, columns, since))
+            record.follows = self._records(self._hazards.users_of_destinations(direction, columns, since))
         self._hazards.mark(direction, columns, record.number)
         self._live[record.number] = record
         group_bytes = self._group_bytes if direction is Direction.LOAD else None

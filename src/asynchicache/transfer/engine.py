@@ -287,6 +287,8 @@ class TransferEngine:
             state.submitted = True
             reached = partial(self._reached, record, index, sample if state is record.groups[-1] else None)
             self._reactor.track(self._device, stream, reached, urgent=record.urgency(index))
+            if index == 0 and len(plan.groups) > 1 and self._submitter is not None:
+                self._device.give_way()  # the first layers are what a forward waits for
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""

@@ -136,6 +136,9 @@ class ChaosDevice:
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(_bare(stream))
 
+    def give_way(self) -> None:
+        self._inner.give_way()
+
     def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
         if self._luck.strikes("notification.lost", self._faults.lost):
             return
