@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -170,10 +171,37 @@ def test_redis_is_measured_beside_redis_py(tmp_path: Path, capsys: pytest.Captur
 
     result = json.loads(capsys.readouterr().out)
     assert (code, result["wrong_pages"], left) == (0, 0, 0)
-    assert result["limit"]["title"] == "redis-py with hiredis"
-    assert min(result["put_ratio"], result["get_ratio"]) > 0
+    assert result["limit"]["title"] == "redis-py with hiredis, one pipeline a batch"
+    assert [other["title"] for other in result["beside"]] == [
+        "redis-py with hiredis, one MSET or MGET a batch",
+        "redis-py with hiredis, a SET or GET a page, gathered",
+    ]
+    for other in (*result["beside"], {**result, "title": ""}):
+        assert min(other[f"{name}_{unit}"] for name in ("put", "get") for unit in ("ratio", "mb_s")) > 0
     assert result["server_us_per_page"].keys() == {"put", "get"}
     assert None not in result["server_us_per_page"].values()
+
+
+@pytest.mark.asyncio
+@pytest.mark.engine("redis")
+@pytest.mark.parametrize(("policy", "evicts"), [("allkeys-lru", True), ("noeviction", False)])
+async def test_a_full_server_that_evicts_is_left_to_it(tmp_path: Path, policy: str, evicts: bool) -> None:
+    redis, port = module("redis"), AsyncioPort(threads=1)
+    memory = BenchPages(8192, 1, seed=0).memory
+
+    async def is_left_to_it() -> bool:
+        limit = await LIMITS["redis"].open(Setup(8192, 1, memory, {"url": server.url}, tmp_path, port))
+        await limit.aclose()
+        return limit.evicts
+
+    limits = ["--maxmemory", "8mb", "--maxmemory-policy", policy]
+    with RedisServer(tmp_path, *limits) as server, redis.Redis.from_url(server.url) as filler:
+        assert not await is_left_to_it()
+        for number in range(500):
+            with suppress(redis.exceptions.OutOfMemoryError):
+                filler.set(f"old {number}", bytes(32768))
+        assert await is_left_to_it() == evicts
+    await port.aclose()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ class RawFileLimit:
         descriptor: the file, preallocated.
     """
 
+    evicts = False
+
     def __init__(self, setup: Setup, descriptor: int) -> None:
         self._setup = setup
         self._descriptor = descriptor

@@ -17,6 +17,11 @@ class Limit(Protocol):
     flight, from and to the same memory. A failure raises: there is no miss here.
     """
 
+    @property
+    def evicts(self) -> bool:
+        """Whether the medium is full and makes room by itself: pages of former rounds are left to it."""
+        ...
+
     async def put(self, indices: Sequence[int]) -> None:
         """Write these pages; returns when they are as durable as the engine's own are by then."""
         ...
@@ -75,8 +80,10 @@ class Peer(NamedTuple):
         open: opens it.
         engine_options: what the engine itself is opened with, from the user's options and a folder of
             the bench that is removed in the end; raises ConfigError for an option that makes no sense here.
+        beside: other ways to move the same pages, which are measured and reported too.
     """
 
     title: str
     open: Callable[[Setup], Awaitable[Limit]]
     engine_options: Callable[[Mapping[str, object], Path], Mapping[str, object]] = as_given
+    beside: tuple[Peer, ...] = ()

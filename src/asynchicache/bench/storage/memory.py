@@ -10,6 +10,8 @@ from asynchicache.bench.storage.limits import Limit, Peer, Setup
 class CopyLimit:
     """Pages as a list of byte arrays."""
 
+    evicts = False
+
     def __init__(self, setup: Setup) -> None:
         self._memory = setup.memory
         self._stored = [bytearray(setup.page_bytes) for _ in range(setup.pages)]

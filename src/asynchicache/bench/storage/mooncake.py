@@ -24,6 +24,8 @@ class DirectLimit:
         store: a client of its own, with the pages' memory registered.
     """
 
+    evicts = False
+
     def __init__(self, setup: Setup, store: Any) -> None:
         self._setup = setup
         self._store = store

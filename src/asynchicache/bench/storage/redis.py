@@ -1,46 +1,114 @@
-"""What the redis engine is measured against: redis-py with its parser in C, hiredis."""
+"""What the redis engine is measured against: redis-py with its parser in C, hiredis, used in three ways."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asynchicache.bench.storage.limits import Limit, Peer, Setup
 from asynchicache.errors import ConfigError
 
 _CONNECTIONS = 4  # as many as the engine has by default
+_FULL = 0.95  # of `maxmemory`: a server that evicts stays a value or two below it
+
+Move = Callable[[Any, Mapping[str, memoryview]], Awaitable[None]]
+"""Moves pages, by key, from or to their memory with a `redis.asyncio.Redis`."""
+
+
+class Idiom(NamedTuple):
+    """One way to move many values.
+
+    Attributes:
+        name: of its keys.
+        title: for people.
+        put, get: move one batch.
+    """
+
+    name: str
+    title: str
+    put: Move
+    get: Move
+
+
+async def _put_pipelined(client: Any, pages: Mapping[str, memoryview]) -> None:
+    async with client.pipeline(transaction=False) as pipeline:
+        for name, page in pages.items():
+            pipeline.set(name, page)
+        await pipeline.execute()
+
+
+async def _get_pipelined(client: Any, pages: Mapping[str, memoryview]) -> None:
+    async with client.pipeline(transaction=False) as pipeline:
+        for name in pages:
+            pipeline.get(name)
+        _place(pages, await pipeline.execute())
+
+
+async def _put_together(client: Any, pages: Mapping[str, memoryview]) -> None:
+    await client.mset(pages)
+
+
+async def _get_together(client: Any, pages: Mapping[str, memoryview]) -> None:
+    _place(pages, await client.mget(list(pages)))
+
+
+async def _put_gathered(client: Any, pages: Mapping[str, memoryview]) -> None:
+    await asyncio.gather(*(client.set(name, page) for name, page in pages.items()))
+
+
+async def _get_gathered(client: Any, pages: Mapping[str, memoryview]) -> None:
+    async def get(name: str, page: memoryview) -> None:
+        page[:] = await client.get(name)
+
+    await asyncio.gather(*(get(name, page) for name, page in pages.items()))
+
+
+def _place(pages: Mapping[str, memoryview], values: Sequence[bytes]) -> None:
+    for page, value in zip(pages.values(), values, strict=True):
+        page[:] = value
+
+
+PIPELINE = Idiom("pipeline", "redis-py with hiredis, one pipeline a batch", _put_pipelined, _get_pipelined)
+"""What redis-py's documentation has for storing all the values of a list."""
+TOGETHER = Idiom("mset", "redis-py with hiredis, one MSET or MGET a batch", _put_together, _get_together)
+GATHERED = Idiom("set", "redis-py with hiredis, a SET or GET a page, gathered", _put_gathered, _get_gathered)
 
 
 class RedisPyLimit:
-    """One SET or GET a page, over as many connections as the engine has; what arrives is copied to its place.
+    """One idiom, over as many connections as the engine has; what arrives is copied to its place.
 
-    All pages of a batch are asked for at once, and the batches in flight are as many as the engine's. Both
-    sides put pages under new names: to overwrite a value spares the server fresh memory. Both forget a
-    round's pages after it, and the server's threads are done with that before anything is timed.
+    As many batches are in flight as of the engine. Both sides put pages under new names: to overwrite a value
+    spares the server fresh memory.
 
     Args:
         setup: the pages; the name of its folder is the namespace that engine and limit use.
         client: a `redis.asyncio.Redis`.
+        idiom: how it is used.
+        evicts: whether the server is full, and makes room by itself.
     """
 
-    def __init__(self, setup: Setup, client: Any) -> None:
+    def __init__(self, setup: Setup, client: Any, idiom: Idiom, *, evicts: bool) -> None:
+        self.evicts = evicts
         self._setup = setup
         self._client = client
-        self._namespace = setup.folder.name
+        self._idiom = idiom
+        self._prefix = f"{setup.folder.name}:{idiom.name}"
         self._turns = [0] * setup.pages
 
     async def put(self, indices: Sequence[int]) -> None:
         for index in indices:
             self._turns[index] += 1
-        await asyncio.gather(*map(self._put, indices))
+        await self._idiom.put(self._client, self._pages(indices))
 
     async def get(self, indices: Sequence[int]) -> None:
-        await asyncio.gather(*map(self._get, indices))
+        await self._idiom.get(self._client, self._pages(indices))
 
     async def clear(self) -> None:
-        await self._client.unlink(*map(self._name, range(self._setup.pages)))
+        """Returns when the server's threads have freed what was deleted."""
+        await self._client.unlink(*self._pages(range(self._setup.pages)))
         while (await self._client.info("memory"))["lazyfree_pending_objects"]:  # noqa: ASYNC110 - it must be asked
             await asyncio.sleep(0)
 
@@ -51,21 +119,15 @@ class RedisPyLimit:
         return None if None in parts else sum(parts)
 
     async def aclose(self) -> None:
-        async for name in self._client.scan_iter(f"{self._namespace}:*", count=1000):
+        async for name in self._client.scan_iter(f"{self._setup.folder.name}:*", count=1000):
             await self._client.unlink(name)
         await self._client.aclose()
 
-    async def _put(self, index: int) -> None:
-        await self._client.set(self._name(index), self._setup.memory(index))
-
-    async def _get(self, index: int) -> None:
-        self._setup.memory(index)[:] = await self._client.get(self._name(index))
-
-    def _name(self, index: int) -> str:
-        return f"{self._namespace}:limit:{index}:{self._turns[index]}"
+    def _pages(self, indices: Sequence[int]) -> dict[str, memoryview]:
+        return {f"{self._prefix}:{i}:{self._turns[i]}": self._setup.memory(i) for i in indices}
 
 
-async def open_limit(setup: Setup) -> Limit:
+async def open_limit(setup: Setup, idiom: Idiom) -> Limit:
     """A client of the server that the engine uses.
 
     Raises:
@@ -79,7 +141,19 @@ async def open_limit(setup: Setup) -> Limit:
     most = int(str(setup.options.get("connections", _CONNECTIONS)))
     url = str(setup.options["url"])
     pool = client.BlockingConnectionPool.from_url(url, max_connections=most, timeout=None)
-    return RedisPyLimit(setup, client.Redis.from_pool(pool))
+    connected = client.Redis.from_pool(pool)
+    try:
+        return RedisPyLimit(setup, connected, idiom, evicts=await _evicts(connected))
+    except BaseException:
+        await connected.aclose()
+        raise
+
+
+async def _evicts(client: Any) -> bool:
+    """Whether the server is full, and gives up old pages for new ones."""
+    memory = await client.info("memory")
+    full = 0 < _FULL * memory["maxmemory"] < memory["used_memory"]
+    return full and str(memory["maxmemory_policy"]).startswith("allkeys-")
 
 
 def engine_options(options: Mapping[str, object], folder: Path) -> Mapping[str, object]:
@@ -95,4 +169,5 @@ def engine_options(options: Mapping[str, object], folder: Path) -> Mapping[str, 
     return {**options, "namespace": folder.name}
 
 
-PEER = Peer("redis-py with hiredis", open_limit, engine_options)
+_BESIDE = tuple(Peer(idiom.title, partial(open_limit, idiom=idiom)) for idiom in (TOGETHER, GATHERED))
+PEER = Peer(PIPELINE.title, partial(open_limit, idiom=PIPELINE), engine_options, _BESIDE)

@@ -45,6 +45,7 @@ class StorageReport:
         exists: keys a second, asked of the engine alone, and through what the core wraps around it.
         stall_ms, idle_stall_ms: the longest stop of the event loop, and in an idle run as long.
         wrong_pages: read back with other bytes.
+        beside: titles of what it was measured against beside the limit.
     """
 
     options: StorageBenchOptions
@@ -54,10 +55,13 @@ class StorageReport:
     stall_ms: float = 0.0
     idle_stall_ms: float = 0.0
     wrong_pages: int = 0
+    beside: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: StorageBenchOptions, peer: Peer | None) -> StorageReport:
-        return cls(options, peer.title if peer else "none")
+        if peer is None:
+            return cls(options, "none")
+        return cls(options, peer.title, beside=tuple(one.title for one in peer.beside))
 
     @property
     def ok(self) -> bool:
@@ -101,6 +105,9 @@ class StorageReport:
             "rounds": options.rounds,
             **self._speeds("engine"),
             "limit": {"title": self.limit_title, **self._speeds("limit")},
+            "beside": [
+                {"title": title, **self._speeds(title), **self._ratios(title)} for title in self.beside
+            ],
             "put_ratio": self._share("put"),
             "get_ratio": self._share("get"),
             "scattered": {
@@ -133,6 +140,9 @@ class StorageReport:
     def _speeds(self, side: str) -> dict[str, float | None]:
         return {f"{name}_mb_s": self.mb_s(f"{side} {name}") for name in ("put", "get")}
 
+    def _ratios(self, side: str) -> dict[str, float | None]:
+        return {f"{name}_ratio": self.ratio(f"engine {name}", f"{side} {name}") for name in ("put", "get")}
+
     def present(self) -> RenderableType:
         options = self.options
         table = Table(
@@ -153,6 +163,11 @@ class StorageReport:
                 cpu = self.cpu_us(f"controller {what}", 1 << 20)
                 row = [*map(_number, speeds), _number(share, ".2f"), _number(cpu)]
                 table.add_row(f"{what}, controller", *row)
+        for title in self.beside:
+            for what in ("put", "get"):
+                ratio = self.ratio(f"engine {what}", f"{title} {what}")
+                speeds = [self.mb_s(f"{side} {what}") for side in ("engine", title)]
+                table.add_row(f"{what}, beside {title}", *map(_number, speeds), _number(ratio, ".2f"))
         table.add_section()
         table.add_row("exists, keys/s", f"{median(self.exists['engine']):,.0f}")
         table.add_row("longest stop, ms", f"{self.stall_ms:.1f}", f"idle: {self.idle_stall_ms:.1f}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from asynchicache.bench.storage.controller import open_controller_bench
-from asynchicache.bench.storage.limits import Limit, Setup, as_given
+from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
 from asynchicache.bench.storage.registry import LIMITS
@@ -40,6 +40,7 @@ class Bench:
     """Everything that is open during a run.
 
     Attributes:
+        limits: what it is measured against by title, the limit itself first.
         round: its number.
         keys: the pages' names in this round: a cache has them before it asks.
     """
@@ -50,7 +51,7 @@ class Bench:
     backend: StorageBackend
     engine: PoolEngine
     pool: GuardedPool
-    limit: Limit | None
+    limits: Mapping[str, Limit]
     report: StorageReport
     round: int = 0
     keys: Sequence[ObjectKey] = ()
@@ -94,15 +95,21 @@ class Bench:
         server = None if served is None or done is None else done - served
         return Sample(seconds, cpu, len(order) * self.options.page_bytes, server)
 
+    @property
+    def limit(self) -> Limit | None:
+        return next(iter(self.limits.values()), None)
+
     async def server_seconds(self) -> float | None:
         """CPU time that the server has used so far; None if there is none, or it does not tell."""
         return await self.limit.server_seconds() if self.limit is not None else None
 
     async def forget(self) -> None:
-        """Delete this round's pages, the limit's as well."""
+        """Delete this round's pages, the limits' as well, unless the medium makes room by itself."""
+        if self.limit is not None and self.limit.evicts:
+            return
         await self.pool.delete(self.keys)
-        if self.limit is not None:
-            await self.limit.clear()
+        for limit in self.limits.values():
+            await limit.clear()
 
 
 async def _drain(move: Move, batches: Iterator[Sequence[int]]) -> None:
@@ -157,13 +164,14 @@ async def _round(bench: Bench, *, measured: bool) -> None:
 
 
 def _moves(bench: Bench) -> list[tuple[str, Move]]:
-    """What a round does; engine and limit take turns in going first."""
-    sides: list[tuple[str, Bench | Limit]] = [("engine", bench)]
-    if bench.limit is not None:
-        sides.insert(bench.round % 2, ("limit", bench.limit))
+    """What a round does; engine and limits take turns in going first."""
+    sides: list[tuple[str, Bench | Limit]] = [("engine", bench), *bench.limits.items()]
+    first = bench.round % len(sides)
+    sides = [*sides[first:], *sides[:first]]
     puts: list[tuple[str, Move]] = [(f"{side} put", mover.put) for side, mover in sides]
     gets: list[tuple[str, Move]] = [(f"{side} get", mover.get) for side, mover in sides]
-    return [*puts, *gets, *((f"{name} scattered", move) for name, move in gets)]
+    scattered = [(f"{name} scattered", move) for name, move in gets if name in ("engine get", "limit get")]
+    return [*puts, *gets, *scattered]
 
 
 async def _exists(bench: Bench) -> None:
@@ -226,10 +234,15 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
         engine = await backend.open_pool(pages.binding)
         pool = GuardedPool(engine, pages.binding, port, _PATIENCE)
         stack.push_async_callback(pool.aclose)
-        limit = None
-        if peer is not None:
-            limit = await peer.open(setup)
-            stack.push_async_callback(limit.aclose)
+        limits: dict[str, Limit] = {}
+        for title, one in _peers(peer):
+            limits[title] = await one.open(setup)
+            stack.push_async_callback(limits[title].aclose)
         order = port.random.sample(range(options.pages), options.pages)
         report = StorageReport.of(options, peer)
-        yield Bench(options, pages, port, backend, engine, pool, limit, report, order=order)
+        yield Bench(options, pages, port, backend, engine, pool, limits, report, order=order)
+
+
+def _peers(peer: Peer | None) -> list[tuple[str, Peer]]:
+    """What an engine is measured against, as samples name it."""
+    return [] if peer is None else [("limit", peer), *((one.title, one) for one in peer.beside)]
