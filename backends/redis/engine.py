@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _CALL_BYTES = 64 << 20
 _MOST_PAGES = 512
-_GET_PART_BYTES, _PUT_PART_BYTES = 1 << 20, 8 << 20
-"""Less than this is not worth a second connection; a put takes a thread as well, and its waking."""
+_GET_PART_BYTES = 1 << 20
+"""Less than this is not worth a second connection."""
 _WINDOW_BYTES = 2 << 20
 """Asked for ahead on a connection: the server is never idle, and its output buffers stay small."""
 _GROUP_BYTES = 1 << 20
@@ -108,7 +108,8 @@ class RedisEngine:
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
         batch = _Batch(keys, slots, [Outcome.FAILED] * len(keys))
-        await self._run("get", self._get, batch, range(len(keys)), _GET_PART_BYTES)
+        connections = min(self._pool.most, len(keys) * self._frame_bytes // _GET_PART_BYTES)
+        await self._run("get", self._get, batch, range(len(keys)), connections)
         damaged = [key for key, found in zip(keys, batch.outcomes, strict=True) if found is Outcome.CORRUPT]
         if damaged:
             await self._drop(damaged)
@@ -123,7 +124,7 @@ class RedisEngine:
             return [Outcome.FAILED] * len(keys)
         batch = _Batch(keys, slots, [Outcome.EXISTS if bit else Outcome.FAILED for bit in there])
         fresh = [place for place, bit in enumerate(there) if not bit]
-        await self._run("put", self._put, batch, fresh, _PUT_PART_BYTES)
+        await self._run("put", self._put, batch, fresh, 1)
         return batch.outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
@@ -187,13 +188,12 @@ class RedisEngine:
         return reply
 
     async def _run(
-        self, verb: str, work: Work, batch: _Batch, places: Sequence[int], part_bytes: int
+        self, verb: str, work: Work, batch: _Batch, places: Sequence[int], connections: int
     ) -> None:
-        """Do `work` on a few connections at once; places that none gets to keep their outcome."""
-        count = min(self._pool.most, len(places) * self._frame_bytes // part_bytes)
+        """Do `work` on so many connections at once; places that none gets to keep their outcome."""
         try:
             async with self._deadline(), asyncio.TaskGroup() as group:
-                for part in parts(places, count):
+                for part in parts(places, connections):
                     group.create_task(self._part(verb, work, batch, part))
         except TimeoutError:
             self._warn(verb, places, f"no end after {self._options.timeout_seconds:g} s")
@@ -251,7 +251,8 @@ class RedisEngine:
             await self._try_count(b"UNLINK", keys)
 
     async def _put(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
-        await connection.send_groups(self._groups(batch, places))
+        async with self._pool.sending:
+            await connection.send_groups(self._groups(batch, places))
         for place in places:
             batch.outcomes[place] = self._stored(await connection.read_reply())
 

@@ -322,6 +322,36 @@ async def test_opening_says_what_is_wrong(verb: bytes, answer: bytes, message: s
             assert isinstance(caught.value, StorageFormatError) == ("format" in message or "else" in message)
 
 
+@pytest.mark.asyncio
+async def test_calls_send_pages_by_turns_and_a_cancelled_one_gives_its_turn_away() -> None:
+    async with hostile_server() as server, bench_at(server.url, page_bytes=8 << 20, slots=8) as bench:
+        asked, taken, go_on = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
+
+        async def none_is_there(words: list[bytes], writer: asyncio.StreamWriter) -> None:
+            writer.write(b":0\r\n")
+            asked.release()
+
+        async def stand_still(words: list[bytes], writer: asyncio.StreamWriter) -> None:
+            taken.release()
+            await go_on.wait()
+
+        server.lies = {b"EXISTS": none_is_there, b"SET": stand_still}
+        first = asyncio.create_task(bench.put(bench.keys(0, 1, 2, 3), range(4)))
+        await taken.acquire()  # of 32 MiB the kernel has a part: the rest is not sent yet
+        second = asyncio.create_task(bench.put(bench.keys(4), [4]))
+        for _ in range(5):
+            await asked.acquire()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(taken.acquire(), 0.1)
+        server.lies.clear()
+        first.cancel()
+        await asyncio.wait([first])
+
+        assert await second == [STORED]
+        assert first.cancelled()
+        go_on.set()
+
+
 @settings(max_examples=25)
 @given(
     answer=st.one_of(
