@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asynchicache.bench.storage.limits import Limit, Peer, Setup
-from asynchicache.errors import ConfigError
+from asynchicache.errors import ConfigError, StorageError
 
 _CONNECTIONS = 4  # as many as the engine has by default
 _FULL = 0.95  # of `maxmemory`: a server that evicts stays a value or two below it
@@ -61,13 +61,15 @@ async def _put_gathered(client: Any, pages: Mapping[str, memoryview]) -> None:
 
 async def _get_gathered(client: Any, pages: Mapping[str, memoryview]) -> None:
     async def get(name: str, page: memoryview) -> None:
-        page[:] = await client.get(name)
+        _place({name: page}, [await client.get(name)])
 
     await asyncio.gather(*(get(name, page) for name, page in pages.items()))
 
 
-def _place(pages: Mapping[str, memoryview], values: Sequence[bytes]) -> None:
+def _place(pages: Mapping[str, memoryview], values: Sequence[bytes | None]) -> None:
     for page, value in zip(pages.values(), values, strict=True):
+        if value is None:
+            raise StorageError("the server gave up a page of this round: give it more memory, or fewer pages")
         page[:] = value
 
 
