@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 from asynchicache import captures
 from asynchicache.errors import DeviceError, RequestStateError, UsageError
 from asynchicache.streams.cuda import CudaDevice
+from streams.conftest import Rig
 from streams.played_cuda import PlayedCuda, PlayedEvent, PlayedStream
+from streams.test_streams_conformance import CONFORMANCE
 
 PATIENCE = 30.0
 GLOBAL, RELAXED = 0, 2
@@ -149,3 +152,19 @@ def test_streams_of_another_gpu_are_refused(runtime: PlayedCuda) -> None:
         first.stream("a").record(event)
     first.close()
     second.close()
+
+
+# What all drivers must do, as far as it can be seen where work runs at once: graphs need a GPU.
+
+RULES = [test for test in CONFORMANCE if "capture" not in test.__code__.co_names]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("test", RULES, ids=lambda test: test.__name__)
+async def test_rules_of_all_drivers(
+    test: Callable[[Rig], Awaitable[None]], runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaDevice, "name", "cpu")  # where the bytes are
+    rig = Rig("cuda", CudaDevice(0))
+    await test(rig)
+    rig.device.close()
