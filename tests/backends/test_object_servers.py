@@ -144,7 +144,7 @@ async def test_more_pages_than_a_server_lists_at_once(server: ObjectServer) -> N
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("prefix", ["with space/ü&+=%41", "q%2Fr", "dot.", "'\"<>#"[:4]])
+@pytest.mark.parametrize("prefix", ["with space/ü&+=%41", "q%2Fr", "dot.", "'\"<>"])
 async def test_prefixes_with_letters_that_mean_something_in_urls(server: ObjectServer, prefix: str) -> None:
     async with bench_at(server.options(prefix)) as bench:
         keys = bench.keys(1, 2)
