@@ -36,8 +36,8 @@ class Commits:
         self._pending: set[int] = set()  # the first stamps of commits that have not ended well
         self._lock = threading.Lock()
 
-    def name(self, pages: Sequence[tuple[bytes, int]]) -> None:
-        """Return when pages, by digest and slot, and their entries are durable.
+    def name(self, pages: Sequence[tuple[bytes, int]], leaving: Sequence[int] = ()) -> None:
+        """Return when pages, by digest and slot, and their entries are durable, and `leaving` hold nothing.
 
         Raises:
             OSError: they may not be, and no later commit will be.
@@ -48,7 +48,8 @@ class Commits:
             first, self._stamp = self._stamp, self._stamp + len(pages)
             self._pending.add(first)
             mark = min(self._pending)
-        self._commit([slot for _, slot in pages], partial(self._write, pages, first, mark))
+        slots = [*leaving, *(slot for _, slot in pages)]
+        self._commit(slots, partial(self._write, pages, first, mark, leaving))
         with self._lock:
             self._pending.remove(first)
 
@@ -89,6 +90,9 @@ class Commits:
         if self.broken:
             raise OSError(errno.EIO, "a commit has failed before")
 
-    def _write(self, pages: Sequence[tuple[bytes, int]], first: int, mark: int) -> None:
+    def _write(
+        self, pages: Sequence[tuple[bytes, int]], first: int, mark: int, leaving: Sequence[int] = ()
+    ) -> None:
+        entries.erase(self._segments, leaving)
         named = [Entry(stamp, slot, digest, mark) for stamp, (digest, slot) in enumerate(pages, first)]
         entries.write(self._segments, named)

@@ -20,6 +20,8 @@ from asynchicache.backends.file.segments import Segments
 
 logger = logging.getLogger(__name__)
 
+_AHEAD = 64  # a full store keeps one slot of so many free for the next call, and not more than a call's
+
 
 class PageStore:
     """The pages of one folder of a pool.
@@ -58,6 +60,7 @@ class PageStore:
         self._folder = folder
         self._budget = budget
         self._limit = limit
+        self._full = False
         self._lock = threading.Lock()
         self.segments = Segments(folder, manifest.frame_bytes, read_only=read_only, direct=direct)
         self.index = PageIndex()
@@ -118,6 +121,7 @@ class PageStore:
             self._grow(short)
         with self._lock:
             evicted = self.index.evict(count - self.index.free)
+            self._full = bool(evicted) or (self._full and short <= 0)
             taken = sorted(evicted + self.index.take(count - len(evicted)))
         self._commits.erase(evicted)
         return taken
@@ -125,10 +129,16 @@ class PageStore:
     def publish(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
         """Make pages in taken slots durable, then visible; for each, whether no other call came first.
 
+        In a full store slots for the next call are made free by the same barrier.
+
         Raises:
             OSError: they may not be durable, and are not visible.
         """
-        self._commits.name(pages)
+        with self._lock:
+            ahead = min(len(pages), self.index.slots // _AHEAD) if self._full else 0
+            leaving = self.index.evict(ahead - self.index.free)
+        self._commits.name(pages, leaving)
+        self.release(leaving)
         with self._lock:
             held = [self.index.hold(slot, digest) for digest, slot in pages]
         self._give_up([slot for (_, slot), first in zip(pages, held, strict=True) if not first])

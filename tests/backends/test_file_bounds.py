@@ -182,6 +182,29 @@ async def test_pools_of_other_weights_give_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_full_store_frees_the_next_slots_with_the_barrier_of_this_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fdatasync, barriers = os.fdatasync, []
+    monkeypatch.setattr(
+        os, "fdatasync", lambda descriptor: (synced.append(descriptor), fdatasync(descriptor))
+    )
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(128)) as bench:
+        await fill(bench, range(128))
+        assert await there(bench, range(128)) == [*range(128)]
+        for first in (128, 130, 132):
+            synced.clear()
+            assert await bench.put(bench.keys(first, first + 1), range(2)) == [STORED] * 2
+            barriers.append(len(synced))
+
+        assert barriers == [2, 1, 1]
+        assert await there(bench, range(134)) == [*range(8, 134)]
+    async with bench_at(tmp_path) as bench:
+        assert await there(bench, range(134)) == [*range(8, 134)]
+
+
+@pytest.mark.asyncio
 async def test_a_bound_that_was_lowered_holds_after_reopening(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(40))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.file import store as stores
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.folder import MANIFEST
 from asynchicache.backends.file.index import PageIndex
@@ -71,6 +72,7 @@ async def record(
     capacity = capacity_for(random.Random(seed).choice([20, 30, 64]))
     with log.recording(monkeypatch), monkeypatch.context() as watching:
         watch_index(log, watching)
+        watching.setattr(stores, "_AHEAD", 4)
         async with bench_at(folder, capacity_bytes=capacity) as bench:
             await work(bench, log, random.Random(seed), steps)
     return log
