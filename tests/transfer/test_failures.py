@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -131,6 +132,39 @@ async def test_closing_gives_up_at_its_deadline(open_rig, operation: Build, capl
     assert len(rig.outcomes) == 1
     assert ticket.status(0) is LayerStatus.FAILED
     assert caplog.text == ""
+
+
+@pytest.mark.asyncio
+async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
+    open_rig, operation: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, carried_out = (threading.Event() for _ in range(3))
+    async with open_rig() as rig:
+        engine = rig.engine
+        batch, carry_out = engine._batcher.batch, engine._carry_out
+
+        def late(submissions):
+            begun.set()
+            go_on.wait()
+            return batch(submissions)
+
+        def watched(tick) -> None:
+            carry_out(tick)
+            carried_out.set()
+
+        monkeypatch.setattr(engine._batcher, "batch", late)
+        monkeypatch.setattr(engine, "_carry_out", watched)
+        ticket = engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        await asyncio.to_thread(begun.wait)
+        try:
+            assert await engine.aclose(0) == 1
+        finally:
+            go_on.set()
+        await asyncio.to_thread(carried_out.wait)
+        with pytest.raises(TransferError, match="given up"):
+            await ticket
+
+    assert [type(error) for error in rig.outcomes] == [TransferError]
 
 
 @pytest.mark.asyncio

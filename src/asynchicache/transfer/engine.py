@@ -107,6 +107,7 @@ class TransferEngine:
         self._untold = Untold()
         self._spare: deque[Event] = deque()
         self._closed = False
+        self._gave_up = False  # everybody was told, and what the submit thread still does is nobody's
         self._launches = self._failed = 0
         self._landed = Landed()
 
@@ -345,6 +346,8 @@ class TransferEngine:
             self._land(record, index)
 
     def _land(self, record: TransferRecord, index: int) -> None:
+        if self._gave_up:
+            return
         ended = record.land(index)
         self._landed.count(record.direction, ended, self._port.now())
         self._end(ended)
@@ -354,7 +357,7 @@ class TransferEngine:
             self._spare.extend(group.event for group in record.groups)
 
     def _fail(self, record: TransferRecord, error: BaseException) -> None:
-        if not record.finished:
+        if not (record.finished or self._gave_up):
             self._failed += 1
             self._end(record.fail(error))
 
@@ -372,6 +375,7 @@ class TransferEngine:
             for view in wish[-1].views or ():
                 self._fail(view.record, error)
             self._disappoint(wish, error)
+        self._gave_up = True
 
     def _disappoint(self, wish: Wish, error: BaseException) -> None:
         """Fail an operation of which no transfer will tell."""
