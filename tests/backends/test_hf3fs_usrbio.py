@@ -22,9 +22,9 @@ from asynchicache.backends.hf3fs import open_backend, rings
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort, Port
-from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.backends import BackendConformance, Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import BackendConformance, Bench, TearingBinding, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from storage.hf3fs_services import FRAME_BYTES, PAGE_BYTES, Clock, backend_at, bench_at, service_here
 from storage.usrbio_standin import Behaviour, Usrbio
@@ -301,7 +301,7 @@ class SharedSlab:
         return self.shared_memory.buf[start : start + size]
 
 
-class SharedBinding(SlotBinding):
+class SharedBinding(TearingBinding):
     """A `backends.hf3fs.usrbio.SharedSlots`."""
 
     def __init__(self, slab: SharedSlab, weights: str, shard: str = "") -> None:
