@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from asynchicache.backends.file.budget import Budget
+from asynchicache.backends.file.budget import FIXED_BYTES, Budget
 from asynchicache.backends.file.engine import FileEngine
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.recovery import Identify
+from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.options import Options
@@ -106,7 +107,8 @@ class FileBackend:
 
         Raises:
             StorageFormatError: the files hold something else.
-            StorageError: the pool is open with another binding, or its files cannot be used.
+            StorageError: the pool is open with another binding, its files cannot be used, or its bound has no
+                room for a page.
             ClosedError: the backend is closed.
         """
         if self._closed:
@@ -133,10 +135,24 @@ class FileBackend:
 
     async def _open(self, path: Path, binding: PoolBinding) -> FileEngine:
         manifest = Manifest.of(binding)
+        self._check_room(manifest)
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
         store = await self._port.run_blocking(partial(self._store, path, manifest, binding.identify))
         return FileEngine(binding, self._port, store)
+
+    def _check_room(self, manifest: Manifest) -> None:
+        """A pool that can never store a page is a mistake, and not a full store."""
+        options = self._options
+        least = SegmentShape.of(manifest.frame_bytes).pool_bytes(1)
+        limit = options.limit_of(manifest.pool)
+        if options.folder_limit is not None:
+            limit, least = options.folder_limit, FIXED_BYTES + least
+        if limit is not None and limit < least and not options.read_only:
+            raise StorageError(
+                f"{options.path}: capacity_bytes {limit} has no room for a page of pool {manifest.pool!r}; "
+                f"one needs {least}"
+            )
 
     def _store(self, path: Path, manifest: Manifest, identify: Identify) -> PageStore:
         options = self._options

@@ -240,9 +240,23 @@ async def test_a_batch_larger_than_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_file_with_no_room_for_one_page(tmp_path: Path) -> None:
-    async with bench_at(tmp_path, capacity_bytes=capacity_for(1) - 1) as bench:
-        assert await bench.put(bench.keys(1), [0]) == [REJECTED]
+async def test_a_file_with_no_room_for_one_page_is_refused_and_a_reader_of_it_is_not(tmp_path: Path) -> None:
+    least = capacity_for(1)
+    for bound in (1, least - 1):
+        with pytest.raises(StorageError, match=f"capacity_bytes {bound} has no room .* one needs {least}"):
+            async with bench_at(tmp_path, capacity_bytes=bound):
+                pass
+    async with bench_at(tmp_path, capacity_bytes=least) as bench:
+        assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED, REJECTED]
+    async with bench_at(tmp_path, capacity_bytes=1, read_only=True) as bench:
+        assert await bench.get(bench.keys(1), [3]) == [HIT]
+
+
+@pytest.mark.asyncio
+async def test_a_pools_own_bound_needs_room_for_one_page_too(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="capacity_bytes 5000 has no room for a page of pool 'kv'"):
+        async with bench_at(tmp_path, capacity_bytes={"kv": 5000}):
+            pass
 
 
 @pytest.mark.asyncio
