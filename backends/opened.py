@@ -29,7 +29,7 @@ class _Opened(Generic[E]):
     Attributes:
         task: opens the engine.
         users: callers that wait for it, or have got it.
-        closing: closes it, since all of them were cancelled before it came.
+        closing: closes it, since all of them were cancelled before it came; or waits while its user does.
     """
 
     binding: PoolBinding
@@ -50,8 +50,13 @@ class _Opened(Generic[E]):
         except asyncio.CancelledError:
             self.users -= 1
             if not self.users:
-                self.closing = asyncio.ensure_future(self.close())
+                self.begin_closing()
             raise
+
+    def begin_closing(self) -> asyncio.Task[None]:
+        """Close the engine, or wait with whoever closes it already; the task that does."""
+        self.closing = self.closing or asyncio.ensure_future(self.close())
+        return self.closing
 
     async def close(self) -> None:
         """Close the engine, as soon as it is open; twice is harmless."""
@@ -92,8 +97,8 @@ class OpenEngines(Generic[E]):
     async def _settled(self, identity: tuple[str, str, bytes]) -> _Opened[E] | None:
         """What is known of a pool, once nothing of it is about to be closed."""
         opened = self._opened.get(identity)
-        while opened is not None and opened.closing is not None and not opened.closing.done():
-            await asyncio.wait([opened.closing])
+        while opened is not None and not opened.usable() and not opened.begin_closing().done():
+            await asyncio.wait([opened.begin_closing()])
             if self._closed:
                 raise ClosedError(f"the backend was closed while pool {identity[0]!r} was opened")
             opened = self._opened.get(identity)

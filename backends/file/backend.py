@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ class FileBackend:
             self._budget.found(pool)
         self._engines: OpenEngines[FileEngine] = OpenEngines()
         self._closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     async def open_pool(self, binding: PoolBinding) -> FileEngine:
         """Open the pool's files and find its pages.
@@ -129,7 +131,13 @@ class FileBackend:
         return sum([await engine.clear() for engine in self._engines.usable()])
 
     async def aclose(self) -> None:
+        """Twice is harmless. The folder stays locked until the last write has ended, also if the caller, who
+        may have had a deadline, is gone by then."""
         self._closed = True
+        self._closing = self._closing or asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         await self._engines.aclose()
         self._folder.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -37,16 +39,23 @@ class DormantPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self._folder.iterdir() if path.is_file())
+        return sum(_size(path) for path in self._folder.glob("*") if path.is_file())
 
     def give_back(self, nbytes: int) -> int:
         """Removes whole files of pages, the last ones first: to cut them would take a look at each page."""
         freed = 0
         for path in sorted(self._folder.glob("*.pages"), reverse=True):
             if freed < nbytes:
-                freed += path.stat().st_size
-                path.unlink()
+                freed += _size(path)
+                path.unlink(missing_ok=True)
         return freed
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 if it has gone: people remove the pools of old weights by hand."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 class Budget:
@@ -66,11 +75,23 @@ class Budget:
         self._limit = limit
         self._open: list[Holder] = []
         self._dormant: dict[Path, DormantPool] = {}
+        self._opening: set[Path] = set()
 
     def found(self, folder: Path) -> None:
         """There is a pool that nobody has opened."""
         with self.lock:
             self._dormant[folder] = DormantPool(folder)
+
+    @contextmanager
+    def opening(self, folder: Path) -> Iterator[None]:
+        """While a pool is opened its files count, and stay: it will write to them."""
+        with self.lock:
+            self._opening.add(folder)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._opening.remove(folder)
 
     def join(self, folder: Path, holder: Holder) -> None:
         """A pool was opened."""
@@ -98,8 +119,8 @@ class Budget:
         if self._limit is None:
             return None
         free = self._limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._dormant.values()])
-        for dormant in self._dormant.values():
-            if free < wanted:
+        for folder, dormant in self._dormant.items():
+            if free < wanted and folder not in self._opening:
                 free += dormant.give_back(wanted - free)
         if free < wanted:
             share = self._limit // max(1, len(self._open))

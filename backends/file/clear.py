@@ -37,7 +37,7 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
     """
     if not path.exists():
         raise StorageError(f"{path} does not exist")
-    folder = StoreFolder(path, read_only=False)
+    folder = StoreFolder(path, read_only=False, new=False)
     try:
         going = [found for found in folder.pools() if _fits(found, pool, fingerprint.lower())]
         size = sum(map(_remove, going))

@@ -89,6 +89,7 @@ class FileEngine:
         self._port = port
         self._store = store
         self._hops: set[asyncio.Task[object]] = set()
+        self._closing: asyncio.Future[None] | None = None
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         self._check_open()
@@ -96,13 +97,11 @@ class FileEngine:
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        hops = [self._hop(partial(self._get, keys[cut], slots[cut])) for cut in self._reads(len(keys))]
-        return [outcome for outcomes in await asyncio.gather(*hops) for outcome in outcomes]
+        return await _all([self._hop(partial(self._get, keys[c], slots[c])) for c in self._reads(len(keys))])
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         cuts = self._cuts(len(keys), _HOP_BYTES)
-        hops = [self._hop(partial(self._put, keys[cut], slots[cut])) for cut in cuts]
-        return [outcome for outcomes in await asyncio.gather(*hops) for outcome in outcomes]
+        return await _all([self._hop(partial(self._put, keys[cut], slots[cut])) for cut in cuts])
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._hop(partial(self._delete, keys))
@@ -119,9 +118,12 @@ class FileEngine:
         return await self._hop(self._store.clear)
 
     async def aclose(self) -> None:
-        if self.closed and not self._hops:
-            return
+        """Twice is harmless, and waits too. A cancelled caller does not hinder it."""
         self.closed = True
+        self._closing = self._closing or asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         while self._hops:
             await asyncio.wait(self._hops)
         await self._port.run_blocking(self._store.close)
@@ -277,6 +279,12 @@ class FileEngine:
             f"<FileEngine {self._binding.pool}: {len(index)} pages, {index.slots} slots, "
             f"{index.evicted} evicted, {self.corrupt} corrupt>"
         )
+
+
+async def _all(hops: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcome]:
+    """What hops came to. If one fails the others are waited for: they use slots of the same call."""
+    await asyncio.gather(*hops, return_exceptions=True)
+    return [outcome for hop in hops for outcome in hop.result()]
 
 
 def _outcome(error: OSError) -> Outcome:

@@ -20,6 +20,7 @@ from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
 _VERSION = 3
+_MOST_DIGITS = 9  # of a version; Python refuses to read numbers of thousands
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
@@ -38,6 +39,7 @@ class StoreFolder:
     Args:
         path: created if it is missing, unless `read_only`.
         read_only: share it with other readers, and write nothing, not even the lock.
+        new: begin a store where there is none; a reader never does.
 
     Raises:
         StorageLockedError: another writer has it open (or, for a writer, a reader has).
@@ -45,9 +47,11 @@ class StoreFolder:
         StorageError: it cannot be read, or written.
     """
 
-    def __init__(self, path: Path, *, read_only: bool) -> None:
+    def __init__(self, path: Path, *, read_only: bool, new: bool = True) -> None:
         self.path = path
         self.read_only = read_only
+        self._new = new
+        self._process = os.getpid()
         self._lock: int | None = None
         try:
             self._open()
@@ -91,8 +95,11 @@ class StoreFolder:
     def close(self) -> None:
         """Unlock; twice is harmless."""
         lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        if lock is None:
+            return
+        if os.getpid() == self._process:  # children that were forked meanwhile hold the same lock
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
     def _open(self) -> None:
         if not self.read_only:
@@ -119,10 +126,12 @@ class StoreFolder:
             raise StorageFormatError(f"{self._foreign()}; it holds {others[0]!r}")
         if self.read_only:
             raise StorageFormatError(f"{self.path} holds no file store yet; open it without read_only first")
+        if not self._new:
+            raise StorageFormatError(f"{self.path} is empty and holds no file store")
 
     def _check_version(self, text: str) -> None:
         magic, _, version = text.strip().rpartition(" ")
-        if magic != _MAGIC or not version.isdecimal():
+        if magic != _MAGIC or not version.isdecimal() or len(version) > _MOST_DIGITS:
             raise StorageFormatError(self._foreign())
         if int(version) != _VERSION:
             newer = int(version) > _VERSION

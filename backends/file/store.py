@@ -62,14 +62,15 @@ class PageStore:
         self._limit = limit
         self._full = False
         self._lock = threading.Lock()
-        self.segments = Segments(folder, manifest.frame_bytes, read_only=read_only, direct=direct)
         self.index = PageIndex()
-        try:
-            self._load(PageReader(self.segments, manifest, identify))
-        except OSError:
-            self.segments.close()
-            raise
-        budget.join(folder, self)
+        with budget.opening(folder):
+            self.segments = Segments(folder, manifest.frame_bytes, read_only=read_only, direct=direct)
+            try:
+                self._load(PageReader(self.segments, manifest, identify))
+            except OSError:
+                self.segments.close()
+                raise
+            budget.join(folder, self)
 
     @property
     def nbytes(self) -> int:

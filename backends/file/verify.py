@@ -64,7 +64,7 @@ def verify_store(path: Path, identify: Identify, *, repair: bool = False) -> Sto
     """
     if not path.exists():
         raise StorageFormatError(f"{path} does not exist")
-    folder = StoreFolder(path, read_only=not repair)
+    folder = StoreFolder(path, read_only=not repair, new=False)
     report = StoreReport()
     try:
         for pool in folder.pools():

@@ -10,6 +10,7 @@ from asynchicache.errors import StorageError, StorageFormatError
 _MARKER = "STORE"
 _MAGIC = "asynchicache hf3fs store"
 _FORMAT = 1
+_MOST_DIGITS = 9  # of a version; Python refuses to read numbers of thousands
 
 
 def claim_folder(folder: Path, store: str) -> None:
@@ -55,7 +56,7 @@ def _write_marker(marker: Path, store: str) -> None:
 
 def _check_marker(marker: Path, store: str) -> None:
     magic, found, owner = _parse(marker.read_text("utf-8"))
-    if magic != _MAGIC or not found.isdecimal():
+    if magic != _MAGIC or not found.isdecimal() or len(found) > _MOST_DIGITS:
         raise StorageFormatError(f"{marker} is no marker of hf3fs; give an empty or new folder")
     if int(found) != _FORMAT:
         raise StorageFormatError(

@@ -112,6 +112,7 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
         (b"asynchicache file store 4\n", "format 4; this version reads format 3: update asynchicache"),
         (b"asynchicache file store 2\n", "format 2; this version reads format 3: give another folder"),
         (b"asynchicache file store x\n", "holds no file store"),
+        (b"asynchicache file store " + b"9" * 5000, "holds no file store"),
         (b"something else 1\n", "holds no file store"),
         (b"", "holds no file store"),
         (b"\xff\xfe", "holds no file store"),

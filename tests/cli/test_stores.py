@@ -183,3 +183,31 @@ def test_people_get_a_table(store: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "the name of slot 0 is damaged" in capsys.readouterr().out
     assert main(["clear", str(store), "--everything"]) == 0
     assert "mamba-" in capsys.readouterr().out
+
+
+def test_brackets_in_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a[" / "b]"
+
+    async def write() -> None:
+        async with bench_at(path) as bench:
+            await bench.put(bench.keys(1), [0])
+
+    asyncio.run(write())
+    (pool,) = path.glob("kv-*")
+    manifest = json.loads((pool / "pool.json").read_text())
+    (pool / "pool.json").write_text(json.dumps(manifest | {"pool": "[/kv]"}))
+
+    assert main(["verify", str(path)]) == 1
+    assert "[/kv]: slot 0 does not hold page" in capsys.readouterr().out
+    pool.rename(path / "[blue]")
+    assert main(["clear", str(path), "--everything"]) == 0
+    assert "[blue]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("verify",), ("verify", "--repair"), ("clear", "--everything")])
+def test_an_empty_folder_does_not_become_a_store(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, str(tmp_path)]) == 1
+    assert "holds no file store" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

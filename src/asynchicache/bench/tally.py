@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from asynchicache.types import Tier
@@ -100,7 +101,7 @@ class HitReport:
         table.add_row("pages and states verified", f"{self.verified_pages:,}")
         table.add_row("wrong", f"{self.wrong_pages:,}")
         for problem in self.problems:
-            table.add_row("problem", problem)
+            table.add_row("problem", escape(problem))
         return table
 
 

@@ -114,7 +114,7 @@ def _present(findings: Findings, paths: dict[int, Path]) -> RenderableType:
 def _finding(found: Finding, path: str | None) -> RenderableType:
     replay = f"asynchicache chaos --seed {found.seed}"
     if path is not None:
-        replay += f", or cut down: asynchicache chaos --script {path}"
+        replay += f", or cut down: asynchicache chaos --script {escape(path)}"
     lines = [f"[red]seed {found.seed}[/red]: {replay}"]
     lines += [f"    {escape(violation)}" for violation in found.violations[:5]]
     return "\n".join(lines)

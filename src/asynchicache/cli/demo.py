@@ -9,8 +9,10 @@ from statistics import fmean
 from rich.box import SIMPLE
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from asynchicache.bench.demo.modes import MODES
 from asynchicache.bench.demo.options import DemoOptions
@@ -55,8 +57,8 @@ class LiveWatcher:
 def present(result: DemoResult) -> RenderableType:
     """A table for each mode, one that compares them, and what was violated."""
     tables = Columns([_rounds_table(name, mode) for name, mode in result.modes.items()])
-    problems = [f"[red]violated:[/red] {violation}" for violation in result.violations]
-    return Group(tables, _comparison(result), *problems, f"report: {result.report}")
+    problems = [f"[red]violated:[/red] {escape(violation)}" for violation in result.violations]
+    return Group(tables, _comparison(result), *problems, Text(f"report: {result.report}"))
 
 
 def _rounds_table(name: str, mode: ModeResult) -> Table:

@@ -181,7 +181,7 @@ def _load(options: ServeOptions, device: str) -> LoadedModel:
 
 def _announce(output: Output, where: str) -> None:
     """One line, for people and for programs that asked for port 0."""
-    output.console.print(f"listening on {where}", soft_wrap=True, highlight=False)
+    output.console.print(f"listening on {where}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _present(counts: Counts) -> RenderableType:

@@ -7,7 +7,9 @@ from pathlib import Path
 from string import hexdigits
 
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from asynchicache.backends.file.clear import Cleared, clear_store
 from asynchicache.backends.file.verify import StoreReport, verify_store
@@ -51,7 +53,7 @@ class ClearOptions:
 
 def verify(options: VerifyOptions, output: Output) -> Outcome:
     """Read every page; not ok if something is damaged and was not repaired."""
-    with output.console.status(f"reading {options.path}"):
+    with output.console.status(escape(f"reading {options.path}")):
         report = verify_store(Path(options.path), sealed_key, repair=options.repair)
     return Outcome(report.as_json(), _report(report), report.ok)
 
@@ -71,13 +73,13 @@ def _report(report: StoreReport) -> RenderableType:
     table.add_row("whole, but forgotten", f"{report.orphaned:,}")
     table.add_row("bytes", f"{report.bytes:,}")
     for problem in report.problems:
-        table.add_row("", problem)
+        table.add_row("", Text(problem))
     return table
 
 
 def _cleared(cleared: Cleared) -> RenderableType:
     table = Table(title="cleared", show_header=False)
     for name in cleared.pools:
-        table.add_row(name)
+        table.add_row(Text(name))  # as it is: brackets are no markup
     table.add_row(f"{cleared.bytes:,} bytes")
     return table

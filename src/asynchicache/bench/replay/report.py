@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from asynchicache.bench.replay.player import Miss, Served
@@ -70,7 +71,8 @@ class ReplayReport:
 
     def present(self, title: str) -> RenderableType:
         """Tables for people."""
-        return Group(title, self._summary(), self._pools(), self._losses(), *self.problems)
+        problems = map(escape, self.problems)
+        return Group(escape(title), self._summary(), self._pools(), self._losses(), *problems)
 
     def _summary(self) -> Table:
         table = Table(show_header=False)

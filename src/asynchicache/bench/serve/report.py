@@ -8,6 +8,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from asynchicache.bench.serve.clients import Turn
@@ -104,7 +105,9 @@ class ServeReport:
 
     def present(self) -> RenderableType:
         """Tables for people."""
-        problems = [f"[red]violated:[/red] {problem}" for problem in [*self.errors, *self.unhandled][:10]]
+        problems = [
+            f"[red]violated:[/red] {escape(problem)}" for problem in [*self.errors, *self.unhandled][:10]
+        ]
         if not self.tokens_equal:
             problems.append("[red]violated:[/red] answers differ from those of the uncached model")
         return Group(self._rounds_table(), self._summary_table(), *problems)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from asynchicache.bench.soak.options import SoakOptions
@@ -134,7 +135,7 @@ class SoakReport:
         table.add_column(justify="right")
         for name, value in self._rows(served):
             table.add_row(name, value)
-        told = [f"[red]violated:[/red] {words}" for words in self.violations[:_MOST_TOLD]]
+        told = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MOST_TOLD]]
         return Group(table, *told)
 
     def _rows(self, served: Served) -> list[tuple[str, str]]:

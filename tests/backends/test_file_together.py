@@ -1,0 +1,246 @@
+"""Openers, closers and processes that come together: no page that was acknowledged is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from asynchicache.backends.file import engine as engine_module
+from asynchicache.backends.file import open_backend
+from asynchicache.backends.file import store as store_module
+from asynchicache.backends.file.recovery import PageReader, Recovered
+from asynchicache.backends.file.segments import Segments
+from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.opened import OpenEngines
+from asynchicache.errors import StorageLockedError
+from asynchicache.hashing import ObjectKey
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.binding import SlotBinding
+from asynchicache.testing.backends import fingerprint_of, slab_of
+from asynchicache.types import Outcome
+from storage.file_stores import backend_at, capacity_for, open_bench, other_process, pages_file
+
+STORED, HIT = Outcome.STORED, Outcome.HIT
+T = TypeVar("T")
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from asynchicache.backends.file.folder import StoreFolder
+from asynchicache.errors import StorageLockedError
+
+def folder():
+    return StoreFolder(Path(sys.argv[1]), read_only=False)
+
+hold, go_on = os.pipe()
+first = folder()
+if not os.fork():
+    os.read(hold, 1)
+    os._exit(0)
+first.close()
+second = folder()
+print("open again beside a child")
+if not os.fork():
+    second.close()
+    os._exit(0)
+os.wait()
+try:
+    folder()
+except StorageLockedError:
+    print("a child unlocks nothing")
+os.write(go_on, b"x")
+os.wait()
+"""
+
+
+async def turns() -> None:
+    """Everything on the loop that can go on has done so; what is on threads may have not."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+class Gate:
+    """Where a thread of the store waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def pass_through(self) -> None:
+        self._reached.set()
+        self._open.wait()
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self._reached.wait)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def slow_close(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The files of a pool are closed when the gate is opened."""
+    gate, close = Gate(), PageStore.close
+
+    def slow(store: PageStore) -> None:
+        gate.pass_through()
+        close(store)
+
+    monkeypatch.setattr(PageStore, "close", slow)
+    return gate
+
+
+@pytest.mark.asyncio
+async def test_a_pool_that_is_being_opened_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with backend_at(tmp_path) as backend:
+        bench = await open_bench(backend, weights="w2")
+        await bench.put(bench.keys(*range(8)), range(8))
+    gate, recover = Gate(), store_module.recover
+
+    def slow(segments: Segments, reader: PageReader) -> Recovered:
+        found = recover(segments, reader)
+        if segments.slots:
+            gate.pass_through()
+        return found
+
+    monkeypatch.setattr(store_module, "recover", slow)
+    capacity = pages_file(tmp_path).stat().st_size + capacity_for(8)
+    async with backend_at(tmp_path, capacity_bytes=capacity) as backend:
+        other = await open_bench(backend)
+        opening = asyncio.create_task(open_bench(backend, weights="w2"))
+        await gate.reached()
+        for start in range(0, 96, 8):  # many times what there is room for
+            await other.put(other.keys(*range(start, start + 8)), range(8))
+        gate.open()
+        bench = await opening
+        assert await bench.put(bench.keys(8), [0]) == [STORED]
+
+    async with backend_at(tmp_path) as backend:
+        bench = await open_bench(backend, weights="w2")
+        assert await bench.get(bench.keys(*range(9)), range(9)) == [HIT] * 9
+
+
+@pytest.mark.asyncio
+async def test_a_pool_that_was_removed_by_hand_takes_no_room(tmp_path: Path) -> None:
+    async with backend_at(tmp_path) as backend:
+        old = await open_bench(backend, weights="old")
+        await old.put(old.keys(1), [0])
+    folder = pages_file(tmp_path).parent
+    async with backend_at(tmp_path, capacity_bytes=capacity_for(8)) as backend:
+        bench = await open_bench(backend)
+        shutil.rmtree(folder)
+        assert await bench.put(bench.keys(*range(8)), range(8)) == [STORED] * 8
+        assert await bench.put(bench.keys(*range(8, 16)), range(8)) == [STORED] * 8
+
+
+@pytest.mark.asyncio
+async def test_a_folder_stays_locked_until_the_last_write_though_nobody_waits(
+    tmp_path: Path, slow_close: Gate
+) -> None:
+    async with backend_at(tmp_path) as backend:
+        bench = await open_bench(backend)
+        impatient = asyncio.create_task(bench.engine.aclose())
+        await slow_close.reached()
+        impatient.cancel()
+        with suppress(asyncio.CancelledError):
+            await impatient
+        closing = asyncio.create_task(backend.aclose())
+        await turns()
+        closing.cancel()
+        with pytest.raises(StorageLockedError):
+            async with backend_at(tmp_path):
+                pass
+        slow_close.open()
+        await backend.aclose()
+        async with backend_at(tmp_path):
+            pass
+
+
+class SlowEngine:
+    """Takes as long to close as the test likes."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.may_close = asyncio.Event()
+
+    async def aclose(self) -> None:
+        self.closed = True
+        await self.may_close.wait()
+
+
+@pytest.mark.asyncio
+async def test_a_pool_is_opened_again_when_it_has_been_closed() -> None:
+    made: list[SlowEngine] = []
+
+    async def make() -> SlowEngine:
+        made.append(SlowEngine())
+        return made[-1]
+
+    binding = SlotBinding(slab_of("kv", 4096, 1), fingerprint_of("w1"))
+    engines: OpenEngines[SlowEngine] = OpenEngines()
+    first = await engines.open(binding, make)
+    closing = asyncio.create_task(first.aclose())
+    await asyncio.sleep(0)
+    opening = asyncio.create_task(engines.open(binding, make))
+    await turns()
+    assert made == [first]
+
+    first.may_close.set()
+    second = await opening
+    assert made == [first, second]
+    second.may_close.set()
+    await closing
+    await engines.aclose()
+
+
+class FailingPort(AsyncioPort):
+    """Has no thread for the call with that number."""
+
+    failing: int | None = None
+
+    async def run_blocking(self, call: Callable[[], T]) -> T:
+        if self.failing is not None:
+            self.failing -= 1
+            if self.failing == 0:
+                raise RuntimeError("can't start new thread")
+        return await super().run_blocking(call)
+
+
+@pytest.mark.asyncio
+async def test_a_call_ends_when_nothing_of_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_FINE_BYTES", 1)  # a hop for each page
+    port, gate = FailingPort(threads=4, seed=0), Gate()
+    backend = open_backend({"path": tmp_path}, port)
+    bench = await open_bench(backend)
+    await bench.put(bench.keys(1, 2), [0, 1])
+    check = bench.binding.check
+
+    def slow(slot: int, key: ObjectKey) -> Outcome:
+        gate.pass_through()
+        return check(slot, key)
+
+    monkeypatch.setattr(bench.binding, "check", slow)
+    port.failing = 1
+    call = asyncio.create_task(bench.engine.get(bench.keys(1, 2), [0, 1]))
+    await gate.reached()
+    await turns()
+    assert not call.done()
+    gate.open()
+    with pytest.raises(RuntimeError, match="start new thread"):
+        await call
+    await backend.aclose()
+    await port.aclose()
+
+
+def test_a_lock_does_not_outlive_its_store_in_children(tmp_path: Path) -> None:
+    with other_process(FORKED, tmp_path) as other:
+        output, errors = other.communicate()
+    assert output.splitlines() == ["open again beside a child", "a child unlocks nothing"], errors
