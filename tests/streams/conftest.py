@@ -66,8 +66,15 @@ class Rig:
     async def _finished(self, stream: Stream) -> BaseException | None:
         loop = asyncio.get_running_loop()
         told: asyncio.Future[BaseException | None] = loop.create_future()
-        self.device.notify(stream, lambda error: _call(loop, told.set_result, error))
+        notify(self.device, stream, lambda error: _call(loop, told.set_result, error))
         return await told
+
+
+def notify(device: Device, stream: Stream, reached: Callable[[BaseException | None], object]) -> None:
+    """Have the device call `reached` when all that is enqueued on `stream` now has run."""
+    event = device.event()
+    stream.record(event)
+    device.notify(stream, event, reached)
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
@@ -109,7 +116,7 @@ class Stuck:
     def free(self) -> None:
         """Let the stream go on, and wait until it has told of everything enqueued so far."""
         told = threading.Event()
-        self.device.notify(self.stream, lambda error: told.set())
+        notify(self.device, self.stream, lambda error: told.set())
         self._gate.set()
         assert told.wait(PATIENCE)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -22,12 +23,21 @@ class PlayedCuda:
     Attributes:
         contexts: devices that have one.
         calls_left: that succeed; no later one does, as after an error of a kernel.
+        asked: names of calls and contexts, in their order.
+        made: events.
     """
 
     def __init__(self) -> None:
         self.contexts: set[int] = set()
         self.calls_left = sys.maxsize
+        self.asked: list[str] = []  # threads append at once, and could not count
+        self.made = 0
         self._thread = threading.local()
+
+    @property
+    def counted(self) -> Counter[str]:
+        """How often what was asked, so far."""
+        return Counter(self.asked)
 
     @property
     def current(self) -> int:
@@ -37,14 +47,19 @@ class PlayedCuda:
     def current(self, index: int) -> None:
         self._thread.device = index
 
-    def call(self) -> None:
+    def call(self, name: str = "other") -> None:
+        self.asked.append(name)
         self.contexts.add(self.current)
         self.calls_left -= 1
         if self.calls_left < 0:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def device(self, index: int) -> AbstractContextManager[None]:
+        self.asked.append("device")
+        return self.on(index)
+
     @contextmanager
-    def device(self, index: int) -> Iterator[None]:
+    def on(self, index: int) -> Iterator[None]:
         before, self.current = self.current, index
         try:
             yield
@@ -54,8 +69,12 @@ class PlayedCuda:
     def current_stream(self) -> PlayedStream | None:
         return getattr(self._thread, "streams", {}).get(self.current)
 
+    def stream(self, stream: PlayedStream) -> AbstractContextManager[None]:
+        self.asked.append("stream")
+        return self._with_stream(stream)
+
     @contextmanager
-    def stream(self, stream: PlayedStream) -> Iterator[None]:
+    def _with_stream(self, stream: PlayedStream) -> Iterator[None]:
         streams = self._thread.__dict__.setdefault("streams", {})
         device, before = self.current, streams.get(stream.device.index)
         if device != stream.device.index:  # torch sets the device, there and back
@@ -102,14 +121,14 @@ class PlayedStream:
     handles = 0
 
     def __init__(self, index: int) -> None:
-        with self.runtime.device(index):
+        with self.runtime.on(index):
             self.runtime.call()
         PlayedStream.handles += 1
         self.device, self.cuda_stream = SimpleNamespace(index=index), PlayedStream.handles
         self.captured = self.invalidated = False
 
     def synchronize(self) -> None:
-        with self.runtime.device(self.device.index):
+        with self.runtime.on(self.device.index):
             self.runtime.call()
 
     def wait_event(self, event: PlayedEvent) -> None:
@@ -123,29 +142,30 @@ class PlayedEvent:
 
     def __init__(self, *, blocking: bool, external: bool = False) -> None:
         assert blocking
+        self.runtime.made += 1
         self._external = external
         self._device: int | None = None
 
     def record(self, stream: PlayedStream) -> None:
         assert self._device in (None, stream.device.index), "an event stays on its device"
-        with self.runtime.device(stream.device.index):
-            self.runtime.call()
+        with self.runtime.on(stream.device.index):
+            self.runtime.call("record")
         self._device = stream.device.index
 
     def wait(self, stream: PlayedStream) -> None:
         if self._device is None:
             return
-        with self.runtime.device(stream.device.index):
-            self.runtime.call()
+        with self.runtime.on(stream.device.index):
+            self.runtime.call("wait")
         if stream.captured and not self._external:
             stream.invalidated = True
             raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
 
     def query(self) -> bool:
         if self._device is not None:
-            self.runtime.call()
+            self.runtime.call("query")
         return True
 
     def synchronize(self) -> None:
         if self._device is not None:
-            self.runtime.call()
+            self.runtime.call("synchronize")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from asynchicache import captures
 from asynchicache.errors import DeviceError, RequestStateError, UsageError
 from asynchicache.streams.cuda import CudaDevice
-from streams.conftest import Rig
+from streams.conftest import Rig, notify
 from streams.played_cuda import PlayedCuda, PlayedEvent, PlayedStream
 from streams.test_streams_conformance import CONFORMANCE
 
@@ -28,7 +29,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
 
 def _notified(device: CudaDevice, stream: object) -> BaseException | None:
     told, errors = threading.Event(), []
-    device.notify(stream, lambda error: (errors.append(error), told.set()))
+    notify(device, stream, lambda error: (errors.append(error), told.set()))
     assert told.wait(PATIENCE)
     return errors[0]
 
@@ -61,6 +62,73 @@ def test_a_streams_work_has_it_as_the_current_stream(runtime: PlayedCuda) -> Non
 
     assert seen == [stream.torch_stream]
     assert runtime.current_stream() is None
+
+
+def test_for_launches_in_a_row_the_stream_becomes_current_once(runtime: PlayedCuda) -> None:
+    device, seen = CudaDevice(1), []
+    stream, other = device.stream("a"), device.stream("b")
+    before = runtime.counted["stream"]
+
+    def look() -> None:
+        seen.append((runtime.current, runtime.current_stream()))
+
+    with stream.current():
+        for one in (stream, stream, other, stream):
+            one.launch(look)
+        assert runtime.counted["stream"] == before + 2  # once for each of the two
+    stream.launch(look)
+    device.close()
+
+    assert seen == [(1, one.torch_stream) for one in (stream, stream, other, stream, stream)]
+    assert (runtime.current, runtime.current_stream()) == (0, None)
+    assert runtime.counted["stream"] == before + 3
+
+
+def test_a_device_or_stream_that_cannot_be_made_current_has_failed(
+    runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    for name in ("device", "stream"):
+        device, ran = CudaDevice(0), []
+        stream, event = device.stream("a"), device.event()
+        stream.record(event)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, name, refuse)
+            with stream.current():
+                stream.launch(partial(ran.append, "ran"))
+            with pytest.raises(DeviceError, match="out of memory"):
+                event.query()
+            assert isinstance(_notified(device, stream), DeviceError)  # the waiter's thread cannot either
+        assert ran == []
+        device.close()
+
+
+def test_an_event_is_used_again_when_nobody_refers_to_it(
+    runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, told = threading.Event(), []
+    monkeypatch.setattr(PlayedEvent, "query", lambda event: False)
+    monkeypatch.setattr(PlayedEvent, "synchronize", lambda event: gate.wait(PATIENCE))
+    device = CudaDevice(0)
+    stream, event = device.stream("a"), device.event()
+    held, external = event.torch_event, device.event(external=True)
+    stream.record(event)
+    device.notify(stream, event, told.append)
+    del event
+    assert device.event().torch_event is not held, "the waiter's thread asks it"
+    gate.set()
+    device.close()
+    assert told == [None]
+
+    made, lasting = runtime.made, external.torch_event
+    del external
+    again = [device.event() for _ in range(2)]
+    assert held in [event.torch_event for event in again]
+    assert lasting not in [event.torch_event for event in again]
+    assert not any(event.recorded for event in again)
+    assert runtime.made == made
 
 
 def test_an_engines_capture_takes_external_events_only_and_survives_others(runtime: PlayedCuda) -> None:

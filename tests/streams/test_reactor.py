@@ -312,17 +312,18 @@ async def test_a_failing_hook_is_logged_and_stops_nothing(caplog: pytest.LogCapt
 
 
 @pytest.mark.asyncio
-async def test_events_are_used_again_once_nobody_waits_for_them(releases, lossy) -> None:
-    device = lossy(EmulatedDevice(InlineDriver()), lambda: False)
-    reactor, stream = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER), device.stream("s")
-    for i in range(8):
-        reactor.track(device, stream, releases.hook(i))
-    assert device.events == 8
-    await releases.wait(8)
-    for i in range(8, 40):
-        reactor.track(device, stream, releases.hook(i))
-        await releases.wait(i + 1)
-    assert device.events == 8
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_the_caller_has_recorded_is_tracked_as_it_is(stuck, releases, lossy, lost: bool) -> None:
+    device = lossy(stuck.device, lambda: lost)
+    reactor, ahead = CompletionReactor(AsyncioPort(), sweep_seconds=SOON), device.stream("ahead")
+    event, never = device.event(), device.event()
+    ahead.record(event)
+    stuck.stream.record(never)
+    ahead.wait_event(never)
+    reactor.track(device, ahead, releases.hook(0), event=event)
+    await releases.wait(1)  # a record of its own would never be reached
+    assert releases.calls == [(0, None)]
+    assert await reactor.aclose(PATIENCE) == 0
 
 
 @pytest.mark.asyncio

@@ -14,6 +14,7 @@ import torch
 from asynchicache.errors import ClosedError, ConfigError, DeviceError, InternalError
 from asynchicache.streams.drivers import InlineDriver, SeededDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
+from streams.conftest import notify
 
 PATIENCE = 30.0
 
@@ -84,6 +85,18 @@ def test_threads_wait_only_for_the_record_of_the_call() -> None:
     device.close()
 
 
+def test_threads_tell_of_the_record_and_not_of_what_is_behind_it() -> None:
+    device = EmulatedDevice(ThreadDriver())
+    stream, event, gate, told = device.stream("s"), device.event(), threading.Event(), threading.Event()
+    stream.launch(lambda: None)
+    stream.record(event)
+    stream.launch(gate.wait)
+    device.notify(stream, event, lambda error: told.set())
+    assert told.wait(PATIENCE)
+    gate.set()
+    device.close()
+
+
 def test_threads_start_with_the_first_work_and_end_with_close() -> None:
     device = EmulatedDevice(ThreadDriver())
     stream, event, ran = device.stream("late"), device.event(), []
@@ -98,7 +111,7 @@ def test_threads_start_with_the_first_work_and_end_with_close() -> None:
     with pytest.raises(ClosedError, match="device cpu is closed"):
         stream.launch(lambda: None)
     with pytest.raises(ClosedError, match="device cpu is closed"):
-        device.notify(stream, lambda error: None)
+        device.notify(stream, event, lambda error: None)
     assert ran == list(range(100))
 
 
@@ -217,7 +230,7 @@ async def test_seeded_work_runs_on_the_loop_also_when_another_thread_enqueues_it
     def enqueue() -> None:
         for _ in range(10):
             stream.launch(lambda: ran_in.append(threading.get_ident()))
-        device.notify(stream, told.set_result)  # the work runs on the loop, so this does too
+        notify(device, stream, told.set_result)  # the work runs on the loop, so this does too
 
     await asyncio.to_thread(enqueue)
     assert await told is None

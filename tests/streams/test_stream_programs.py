@@ -15,6 +15,7 @@ import torch
 
 from asynchicache.streams.base import Device, Stream
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from streams.conftest import notify
 
 PROGRAMS = 1_000
 STREAMS, BUFFERS, STEPS = 3, 5, 16
@@ -104,7 +105,7 @@ def differs(program: list[Step], fences: set[Fence], seed: int) -> bool:
         device = world.device()
         for stream in enqueue(device, program, fences, buffers):
             told = world.loop.create_future()
-            device.notify(stream, told.set_result)
+            notify(device, stream, told.set_result)
             assert await told is None
 
     run_seeded(seed, main)

@@ -11,7 +11,7 @@ from asynchicache.streams.base import Event, Stream
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.seeded import SeededWorld, run_seeded
-from streams.conftest import Rig
+from streams.conftest import Rig, notify
 
 CHAIN = 5_000
 
@@ -160,11 +160,33 @@ async def test_notify_tells_once_of_each_call(rig) -> None:
     def build() -> None:
         for i in range(50):
             stream.launch(lambda: None)
-            rig.device.notify(stream, lambda error, i=i: told.append((i, error)))
+            notify(rig.device, stream, lambda error, i=i: told.append((i, error)))
 
     rig.enqueue([stream], build)
     await rig.finished(stream, stream)
     assert told == [(i, None) for i in range(50)]
+
+
+@pytest.mark.asyncio
+async def test_notify_wants_a_recorded_event(rig) -> None:
+    with pytest.raises(RequestStateError, match="s is to tell of an event that was never recorded"):
+        rig.device.notify(rig.device.stream("s"), rig.device.event(), lambda error: None)
+
+
+@pytest.mark.asyncio
+async def test_launches_in_a_row_are_launches(rig) -> None:
+    stream, other = rig.device.stream("s"), rig.device.stream("other")
+    state, beside = rig.tensor(0), rig.tensor(0)
+
+    def build() -> None:
+        with stream.current():
+            for _ in range(3):
+                stream.launch(lambda: state.mul_(3).add_(1))
+                other.launch(lambda: beside.add_(1))
+
+    rig.enqueue([stream, other], build)
+    assert await rig.finished(stream, other) == [None, None]
+    assert (state.item(), beside.item()) == (13, 3)
 
 
 @pytest.mark.asyncio
@@ -196,8 +218,12 @@ async def test_things_of_another_device_are_refused(rig) -> None:
     for misuse in (rig.device.stream("s").record, rig.device.stream("s").wait_event):
         with pytest.raises(UsageError, match="is not an event of the device"):
             misuse(event)
+    ours, recorded = rig.device.stream("ours"), rig.device.event()
+    ours.record(recorded)
     with pytest.raises(UsageError, match="is not a stream of"):
-        rig.device.notify(stream, lambda error: None)
+        rig.device.notify(stream, recorded, lambda error: None)
+    with pytest.raises(UsageError, match="is not an event of the device"):
+        rig.device.notify(ours, event, lambda error: None)
 
 
 @pytest.mark.asyncio

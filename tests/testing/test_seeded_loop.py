@@ -272,7 +272,9 @@ async def copy_and_cancel(world: SeededWorld, *, correct: bool) -> bool:
         stream.launch(lambda: writing.discard(slot))
         landed = world.loop.create_future()
         landed.add_done_callback(lambda _: correct and slots.release([slot]))
-        device.notify(stream, lambda _: landed.done() or landed.set_result(None))
+        event = device.event()
+        stream.record(event)
+        device.notify(stream, event, lambda _: landed.done() or landed.set_result(None))
         try:
             await asyncio.shield(landed)
         finally:

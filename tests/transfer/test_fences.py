@@ -15,6 +15,7 @@ from asynchicache.transfer.graph_fences import GraphFences
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
 from asynchicache.types import Tier
+from streams.conftest import notify
 
 Build = Callable[..., CacheOperation]
 LAYERS = 6
@@ -25,7 +26,7 @@ async def reached(device, stream) -> BaseException | None:
     """What is said of `stream` when it has done what is enqueued now."""
     loop = asyncio.get_running_loop()
     told: asyncio.Future[BaseException | None] = loop.create_future()
-    device.notify(stream, lambda error: loop.call_soon_threadsafe(told.set_result, error))
+    notify(device, stream, lambda error: loop.call_soon_threadsafe(told.set_result, error))
     return await told
 
 

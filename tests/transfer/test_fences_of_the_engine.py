@@ -28,6 +28,7 @@ from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import TransferView
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import PoolTransfer, Tier
+from streams.conftest import notify
 
 LAYERS, STEPS, DEVICE_SLOTS, HOST_SLOTS = 3, 16, 5, 4
 SPEC = PoolSpec("kv", (TensorSpec("keys", tuple(range(LAYERS)), (8,), "uint8"),))
@@ -124,7 +125,7 @@ class Program:
 
     async def _end(self) -> None:
         last = self._world.loop.create_future()
-        self._streams_device.notify(self._compute, last.set_result)
+        notify(self._streams_device, self._compute, last.set_result)
         await last
         every = range(DEVICE_SLOTS)
         ticket = self._engine.submit(

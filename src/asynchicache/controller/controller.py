@@ -265,7 +265,7 @@ class HybridCacheController:
         event = self._device.event()
         stream.record(event)
         self._computing[stream] = event
-        self._reactor.track(self._device, stream, lambda _: self._computed(stream, event))
+        self._reactor.track(self._device, stream, lambda _: self._computed(stream, event), event=event)
 
     def _computed(self, stream: Stream, event: Event) -> None:
         if self._computing.get(stream) is event:

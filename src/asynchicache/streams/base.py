@@ -24,7 +24,10 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a stream. May be recorded again once nobody waits for the last one."""
+    """A point in a stream. One record serves everybody who asks or waits for it; who wants another point
+    takes another event, so that nobody's moves. What a driver needs for an event it uses again, once the
+    last reference to the event is gone.
+    """
 
     @property
     def recorded(self) -> bool: ...
@@ -56,6 +59,12 @@ class Stream(Protocol):
     def launch(self, work: Callable[[], object]) -> None:
         """Enqueue `work`. An emulated stream calls it when its turn comes; a CUDA stream calls it
         at once, as the current stream, and the copies and kernels it makes are what is enqueued.
+        """
+        ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """For many launches in a row: what each would do first is done once. For one thread, which must not
+        hand over to other coroutines meanwhile.
         """
         ...
 
@@ -121,11 +130,18 @@ class Device(Protocol):
         """
         ...
 
-    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
-        """Call `reached(error)` from any thread, once, when all work now enqueued has run.
+    def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
+        """Call `reached(error)` from any thread, once, when the latest record of `event` is reached.
 
         Notifications may be lost where a driver is made to lose them (tests); who must not miss
         one keeps a sweeper.
+
+        Args:
+            stream: where `event` was recorded. What is to be told of one stream is told in order.
+            event: not to be recorded again before `reached` was called.
+
+        Raises:
+            RequestStateError: `event` was never recorded.
         """
         ...
 

@@ -9,16 +9,26 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from asynchicache.captures import beside_captures
 from asynchicache.errors import ClosedError, ConfigError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.base import Event, Stream
+from asynchicache.streams.waiter import Reached, Waiter
 
-Reached = Callable[[BaseException | None], None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Thread(threading.local):
+    """What of a device is each thread's own."""
+
+    current: CudaStream | None = None  # whose `current` it is in
+    asking = False  # it is in `asking`
 
 
 class CudaDevice:
@@ -40,9 +50,9 @@ class CudaDevice:
         self._streams: list[CudaStream] = []
         self._wrapped: dict[int, CudaStream] = {}
         self._waiters: dict[CudaStream, Waiter] = {}
-        # Making and destroying CUDA events takes the context's lock: they are used again.
-        self._spare: deque[Event] = deque()
+        self._spare: deque[torch.cuda.Event] = deque()
         self._closed = False
+        self.thread = _Thread()
 
     @property
     def name(self) -> str:
@@ -83,15 +93,28 @@ class CudaDevice:
         Raises:
             DeviceError: `external`, and torch has no such events, or the device failed.
         """
-        event = CudaEvent(self, external)
-        if external:
-            # Torch creates an event with its first record, and skips waits for events that are not
-            # created: a capture would silently hold no wait.
-            stream = self._torch_stream()
-            with self.guard():
-                event.torch_event.record(stream)
-            self.check()
+        if not external:
+            return CudaEvent(self, self._spare_event(), external)
+        event = CudaEvent(self, _torch_event(external), external)
+        # Torch creates an event with its first record, and skips waits for events that are not
+        # created: a capture would silently hold no wait.
+        self.attempt(event.torch_event.record, self._torch_stream())
+        self.check()
         return event
+
+    def _spare_event(self) -> torch.cuda.Event:
+        """Making and destroying CUDA events takes the context's lock: they are used again."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return _torch_event(external=False)
+
+    def take_back(self, torch_event: torch.cuda.Event) -> None:
+        """For the next `event`, as nobody refers to the last one any more; from any thread.
+
+        A stream may still have to wait for its record: CUDA binds that at the time of the call.
+        """
+        self._spare.append(torch_event)
 
     def owns(self, event: Event) -> bool:
         return isinstance(event, CudaEvent) and event.device is self
@@ -126,17 +149,18 @@ class CudaDevice:
     def give_way(self) -> None:
         """A GPU begins by itself."""
 
-    def notify(self, stream: Stream, reached: Reached) -> None:
-        """Call `reached(error)` once, from the stream's waiter thread, when all work now enqueued
-        has run. `reached` must be short and must not raise.
+    def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
+        """Call `reached(error)` once, from the stream's waiter thread, when the latest record of `event` is
+        reached. `reached` must be short and must not raise.
 
         Raises:
             ClosedError: the device is closed.
-            UsageError: `stream` is of another device.
+            RequestStateError: `event` was never recorded.
+            UsageError: `stream` or `event` is of another device.
         """
         own = self._own(stream)
-        event = self._spare_event()
-        own.record(event)
+        if not own.own(event).recorded:
+            raise RequestStateError(f"stream {own.name} is to tell of an event that was never recorded")
         self._waiter(own).put(event, reached)
 
     def _own(self, stream: Stream) -> CudaStream:
@@ -144,18 +168,12 @@ class CudaDevice:
             raise UsageError(f"{stream!r} is not a stream of {self.name}")
         return stream
 
-    def _spare_event(self) -> Event:
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return self.event()
-
     def _waiter(self, stream: CudaStream) -> Waiter:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"device {self.name} is closed")
             if stream not in self._waiters:
-                self._waiters[stream] = Waiter(stream.name, self._spare.append)
+                self._waiters[stream] = Waiter(stream.name, self.asking)
             return self._waiters[stream]
 
     def check(self) -> None:
@@ -166,21 +184,50 @@ class CudaDevice:
         if self.error is not None:
             raise DeviceError(str(self.error)) from self.error
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """For calls of the driver: the first exception of the body fails the device, and goes no further.
-
-        The device is the thread's current one meanwhile. Whatever thread asks, an event of GPU 1 must not
-        make a context on GPU 0, some hundreds of MiB of its memory, as a runtime call on a new thread does.
-        """
+    def attempt(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call the driver, or what calls it: the first exception fails the device, and goes no further."""
         try:
-            with torch.cuda.device(self.index):
-                yield
+            return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the boundary of foreign work and of the driver
             failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             with self._lock:
                 self.error = self.error or failure
+            return None
+
+    def ask(self, call: Callable[[], T]) -> T | None:
+        """`attempt` what may wait, or look whether it would have to.
+
+        The device is the thread's current one meanwhile. Whatever thread asks, an event of GPU 1 must not
+        make a context on GPU 0, some hundreds of MiB of its memory, as a runtime call on a new thread does.
+        Torch itself sees to that where it records an event or has a stream wait (c10/cuda/CUDAEvent.h).
+        """
+        return self.attempt(call) if self.thread.asking else self.attempt(self._beside, call)
+
+    def _beside(self, call: Callable[[], T]) -> T:
+        with self.here(), beside_captures():
+            return call()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """What each `ask` of this thread does first is done once, for a thread that does nothing else."""
+        with self.within(self.here, beside_captures):
+            self.thread.asking = True
+            yield
+
+    def here(self) -> torch.cuda.device:
+        return torch.cuda.device(self.index)
+
+    @contextmanager
+    def within(self, *contexts: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Enter contexts of torch's; where one cannot be entered or left, the device has failed."""
+        stack = ExitStack()
+        for make in contexts:
+            self.attempt(lambda: stack.enter_context(make()))  # noqa: B023 - it is called at once
+        try:
+            yield
+        finally:
+            self.attempt(stack.close)
 
     def close(self) -> None:
         """Wait for what is enqueued on our own streams, then join the waiters; twice is harmless."""
@@ -211,8 +258,25 @@ class CudaStream:
         where work runs later: nobody knows which of its copies were enqueued.
         """
         if self.device.error is None:
-            with self.device.guard(), torch.cuda.stream(self.torch_stream):
-                work()
+            self.device.attempt(work if self.device.thread.current is self else partial(self._run, work))
+
+    def _run(self, work: Callable[[], object]) -> None:
+        with self.device.here(), self._as_torchs():
+            work()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let this be torch's current stream of this thread, for many launches instead of each."""
+        thread = self.device.thread
+        with self.device.within(self.device.here, self._as_torchs):
+            before, thread.current = thread.current, self
+            try:
+                yield
+            finally:
+                thread.current = before
+
+    def _as_torchs(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.torch_stream)
 
     def record(self, event: Event) -> None:
         """Let `event` stand for everything enqueued so far.
@@ -220,9 +284,8 @@ class CudaStream:
         Raises:
             UsageError: `event` is of another device.
         """
-        own = self._own(event)
-        with self.device.guard():
-            own.torch_event.record(self.torch_stream)
+        own = self._crossing(event)
+        self.device.attempt(own.torch_event.record, self.torch_stream)
         if self.graph is None:
             own.recorded = True
         else:
@@ -235,33 +298,36 @@ class CudaStream:
             RequestStateError: `event` was never recorded, or is not external and this is captured.
             UsageError: `event` is of another device.
         """
-        own = self._own(event)
+        own = self._crossing(event)
         if self.graph is not None:
             self.graph.waits.append(own)
         elif not own.recorded and not self._captured():
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
-        with self.device.guard():
-            # Torch makes it an external wait if the event is external and this thread's current stream
-            # is captured, as it is within `capture` and within `torch.cuda.graph`.
-            self.torch_stream.wait_event(own.torch_event)
+        # Torch makes it an external wait if the event is external and this thread's current stream
+        # is captured, as it is within `capture` and within `torch.cuda.graph`.
+        self.device.attempt(self.torch_stream.wait_event, own.torch_event)
 
     def synchronize(self) -> None:
         """Block this thread until everything enqueued has run; an error fails the device."""
-        with self.device.guard(), beside_captures():
-            self.torch_stream.synchronize()
+        self.device.ask(self.torch_stream.synchronize)
 
-    def _own(self, event: Event) -> CudaEvent:
+    def own(self, event: Event) -> CudaEvent:
+        """`event`, of this device; else UsageError."""
         if not isinstance(event, CudaEvent) or event.device is not self.device:
             raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
-        if not event.external and self._captured():
-            raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
         return event
+
+    def _crossing(self, event: Event) -> CudaEvent:
+        own = self.own(event)
+        if not own.external and self._captured():
+            raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
+        return own
 
     def _captured(self) -> bool:
         """Whether what this thread enqueues here becomes a graph. CUDA would break an engine's capture."""
         if self.graph is not None or not self._foreign:
             return self.graph is not None
-        with torch.cuda.device(self.device.index):
+        with self.device.here():
             capturing = torch.cuda.is_current_stream_capturing()
             return capturing and torch.cuda.current_stream() == self.torch_stream
 
@@ -272,11 +338,15 @@ class CudaStream:
 class CudaEvent:
     """A blocking event: who waits for it sleeps, and does not spin on the driver's lock."""
 
-    def __init__(self, device: CudaDevice, external: bool) -> None:
+    def __init__(self, device: CudaDevice, torch_event: torch.cuda.Event, external: bool) -> None:
         self.device = device
+        self.torch_event = torch_event
         self.external = external
         self.recorded = False
-        self.torch_event = _torch_event(external)
+
+    def __del__(self) -> None:
+        if not self.external:  # graphs hold those by their handles
+            self.device.take_back(self.torch_event)
 
     def query(self) -> bool:
         """Whether the latest record has been reached; True if there is none.
@@ -284,12 +354,9 @@ class CudaEvent:
         Raises:
             DeviceError: the device failed.
         """
-        reached = True
-        if self.recorded:
-            with self.device.guard(), beside_captures():
-                reached = self.torch_event.query()  # type: ignore[no-untyped-call]
+        reached = not self.recorded or self.device.ask(self.torch_event.query)
         self.device.check()
-        return reached
+        return bool(reached)
 
     def synchronize(self) -> None:
         """Block this thread, without the GIL, until the latest record is reached.
@@ -298,8 +365,7 @@ class CudaEvent:
             DeviceError: the device failed.
         """
         if self.recorded:
-            with self.device.guard(), beside_captures():
-                self.torch_event.synchronize()
+            self.device.ask(self.torch_event.synchronize)
         self.device.check()
 
 
@@ -332,45 +398,3 @@ def _torch_event(external: bool) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True, external=True)  # type: ignore[no-untyped-call]
     except TypeError as error:
         raise DeviceError(f"torch {torch.__version__} has no external events; 2.8 has") from error
-
-
-class Waiter:
-    """The recorded events of one stream, first in first out, and a thread that blocks on the head.
-
-    One queue a stream: events of a slow stream do not hold up those of others. Behind a head that
-    was waited for, events that are complete by then are passed on without blocking again.
-    """
-
-    def __init__(self, name: str, spare: Callable[[Event], object]) -> None:
-        """`spare` takes back each event that was reached."""
-        self._spare = spare
-        self._inbox: SimpleQueue[tuple[Event, Reached] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"waiter-{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, event: Event, reached: Reached) -> None:
-        """Call `reached` once, when the latest record of `event` is reached, or with the error."""
-        self._inbox.put((event, reached))
-
-    def close(self) -> None:
-        """Join the thread, after what was put; twice is harmless."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (item := self._inbox.get()) is not None:
-            event, reached = item
-            error = self._block(event)
-            if error is None:
-                self._spare(event)
-            reached(error)
-            del item, event, reached  # an idle stream must not keep the leases of its last transfer
-
-    @staticmethod
-    def _block(event: Event) -> DeviceError | None:
-        try:
-            if not event.query():
-                event.synchronize()
-        except DeviceError as error:
-            return error
-        return None

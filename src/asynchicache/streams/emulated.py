@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -89,6 +89,16 @@ class _Machine:
             lane.commands.append(command)
             acts = self._settle(lane)
         _perform(acts)
+
+    def tell(self, mark: _Mark, reached: Reached) -> None:
+        """Call `reached(error)` once `mark` is reached; at once if it is."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"device {self.name} is closed")
+            if not mark.reached:
+                mark.callbacks.append(reached)
+                return
+        reached(self.error)
 
     def wait(self, mark: _Mark) -> None:
         """Block this thread until `mark` is reached."""
@@ -234,6 +244,10 @@ class EmulatedStream:
             return
         self.machine.push(self.lane, _Launch(work))
 
+    def current(self) -> AbstractContextManager[object]:
+        """Nothing is to be done before a launch."""
+        return nullcontext()
+
     def record(self, event: Event) -> None:
         """Let `event` stand for everything enqueued so far.
 
@@ -241,7 +255,7 @@ class EmulatedStream:
             ClosedError: the device is closed.
             UsageError: `event` is of another device.
         """
-        own, mark = self._own(event), _Mark()
+        own, mark = self.own(event), _Mark()
         if self.graph is not None:
             self._capture(own, lambda: self.record(own))
             return
@@ -256,7 +270,7 @@ class EmulatedStream:
             RequestStateError: `event` was never recorded, or is not external and this is captured.
             UsageError: `event` is of another device.
         """
-        own = self._own(event)
+        own = self.own(event)
         if self.graph is not None:
             self._capture(own, lambda: self.wait_event(own))
             return
@@ -271,7 +285,11 @@ class EmulatedStream:
         if self.graph is not None:
             self.graph.calls.append(call)
 
-    def _own(self, event: Event) -> EmulatedEvent:
+    def own(self, event: Event) -> EmulatedEvent:
+        """
+        Raises:
+            UsageError: `event` is of another device.
+        """
         if not isinstance(event, EmulatedEvent) or event.machine is not self.machine:
             raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
         return event
@@ -351,15 +369,20 @@ class EmulatedDevice:
         """Let a stream's thread begin, where streams have threads; see `ThreadDriver.give_way`."""
         self._machine.give_way()
 
-    def notify(self, stream: Stream, reached: Reached) -> None:
-        """Call `reached(error)` once when all work now enqueued has run, or was skipped; at once
-        if it has. `reached` must be short and must not raise: the stream's next work is behind it.
+    def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
+        """Call `reached(error)` once when the work before the latest record of `event` has run, or was
+        skipped; at once if it has. `reached` must be short and must not raise: the stream's next work is
+        behind it.
 
         Raises:
             ClosedError: the device is closed.
-            UsageError: `stream` is of another device.
+            RequestStateError: `event` was never recorded.
+            UsageError: `stream` or `event` is of another device.
         """
-        self._machine.push(self._own(stream).lane, _Record(_Mark(callbacks=[reached])))
+        mark = self._own(stream).own(event).mark
+        if mark is None:
+            raise RequestStateError(f"stream {stream.name} is to tell of an event that was never recorded")
+        self._machine.tell(mark, reached)
 
     def _own(self, stream: Stream) -> EmulatedStream:
         if not isinstance(stream, EmulatedStream) or stream.machine is not self._machine:

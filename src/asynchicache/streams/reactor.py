@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import anyio
@@ -94,7 +95,6 @@ class CompletionReactor:
         self._wake_posted = False
         self._sweeping = False
         self._timer: asyncio.TimerHandle | None = None
-        self._spare: dict[Device, list[Event]] = {}
         self._idle: anyio.Event | None = None
         self._closed = self._ended = False
         self._tracked = self._completed = self._wakes = self._swept = 0
@@ -105,6 +105,7 @@ class CompletionReactor:
         stream: Stream,
         release: Release,
         *,
+        event: Event | None = None,
         urgent: Callable[[], bool] | None = None,
     ) -> None:
         """Call `release(error)` on the loop, never from within this call, when all that is enqueued
@@ -114,20 +115,24 @@ class CompletionReactor:
             device, stream: where the work is.
             release: is given None, or the device's sticky error; what the work touched is then not to be
                 trusted, and may still be written.
+            event: recorded on `stream` just now, and never to be again: then this records none of its own,
+                which costs a call of the driver. Default: the caller has none.
             urgent: asked on a thread of the device's when the work has run. Where it says no, the loop is
                 not woken for this alone: whoever starts to wait calls `poll`. Default: it is urgent.
 
         Raises:
             ClosedError: the reactor is closed; `release` will not be called.
         """
-        entry = _Entry(device, stream, self._take_event(device), release, urgent, self._port.now())
-        stream.record(entry.event)
+        if event is None:
+            event = device.event()
+            stream.record(event)
+        entry = _Entry(device, stream, event, release, urgent, self._port.now())
         with self._lock:
             if self._closed:
                 raise ClosedError("the reactor is closed; nothing more can be tracked")
             self._in_flight.setdefault(stream, deque()).append(entry)
             self._tracked += 1
-        device.notify(stream, lambda error: self._tell(entry, error))
+        device.notify(stream, event, partial(self._tell, entry))
         self._ensure_sweeper(entry)
 
     def poll(self) -> None:
@@ -159,13 +164,6 @@ class CompletionReactor:
         return self.statistics().in_flight
 
     # From any thread.
-
-    def _take_event(self, device: Device) -> Event:
-        with self._lock:
-            spare = self._spare.get(device)
-            if spare:
-                return spare.pop()
-        return device.event()
 
     def _tell(self, entry: _Entry, error: BaseException | None) -> None:
         entry.error = error
@@ -264,9 +262,6 @@ class CompletionReactor:
         return popped
 
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
-        if error is None:  # the events of a failed device are of no more use
-            with self._lock:
-                self._spare.setdefault(entry.device, []).append(entry.event)
         self._completed += 1
         try:
             self._context.run(entry.release, error)  # whoever polls is not whom it is about

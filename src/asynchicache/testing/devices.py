@@ -14,7 +14,6 @@ class LossyDevice:
 
     Attributes:
         withheld: what was lost, to be called by those who want it to be late instead.
-        events: how many were made.
     """
 
     def __init__(self, inner: Device, lost: Callable[[], bool] = lambda: True) -> None:
@@ -26,7 +25,6 @@ class LossyDevice:
         self._inner = inner
         self._lost = lost
         self.withheld: list[Callable[[], None]] = []
-        self.events = 0
 
     @property
     def name(self) -> str:
@@ -40,7 +38,6 @@ class LossyDevice:
         return self._inner.stream(name)
 
     def event(self, *, external: bool = False) -> Event:
-        self.events += 1
         return self._inner.event(external=external)
 
     def owns(self, event: Event) -> bool:
@@ -52,11 +49,11 @@ class LossyDevice:
     def give_way(self) -> None:
         self._inner.give_way()
 
-    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
+    def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
         if self._lost():
             self.withheld.append(partial(reached, None))
         else:
-            self._inner.notify(stream, reached)
+            self._inner.notify(stream, event, reached)
 
     def close(self) -> None:
         self._inner.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -97,7 +96,7 @@ class TransferEngine:
         self._copier = PageCopier(memories, table=paths, force=copy_path)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
-        self._batcher = Batcher(self._extents, layers, group_bytes, self._group)
+        self._batcher = Batcher(self._extents, layers, group_bytes, partial(GroupState, reactor.poll))
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
         # One thread, in order: every event that a transfer waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
@@ -105,7 +104,6 @@ class TransferEngine:
         self._auditor = None if submit_inline else port.worker("asynchicache-audit")
         self._tick: Tick | None = None
         self._untold = Untold()
-        self._spare: deque[Event] = deque()
         self._closed = False
         self._gave_up = False  # everybody was told, and what the submit thread still does is nobody's
         self._launches = self._failed = 0
@@ -269,9 +267,10 @@ class TransferEngine:
         for event in record.after:
             stream.wait_event(event)
         for other in sorted(record.needs | record.follows, key=lambda other: other.number):
+            last = other.last_event  # which the loop takes away when all has landed
             # Those of the same direction are ahead on the same stream.
-            if other.last_event is not None and other.direction is not record.direction:
-                stream.wait_event(other.last_event)
+            if last is not None and other.direction is not record.direction:
+                stream.wait_event(last)
 
     def _enqueue_groups(self, record: TransferRecord, stream: Stream) -> None:
         plan = record.plan
@@ -279,30 +278,34 @@ class TransferEngine:
             raise record.error or TransferError("there is no plan")
         copies = self._copier.prepare(plan)
         sample = self.audit.choose(plan) if self.audit else None
-        for index, (group, state) in enumerate(zip(plan.groups, record.groups, strict=True)):
-            copies.enqueue(stream, group)
-            if sample is not None:
-                sample.stage(stream, group)
-            stream.record(state.event)
-            record.last_event = state.event
-            state.submitted = True
-            reached = partial(self._reached, record, index, sample if state is record.groups[-1] else None)
-            self._reactor.track(self._device, stream, reached, urgent=record.urgency(index))
-            if index == 0 and len(plan.groups) > 1 and self._submitter is not None:
-                self._device.give_way()  # the first layers are what a forward waits for
+        with stream.current():
+            for index, (group, state) in enumerate(zip(plan.groups, record.groups, strict=True)):
+                copies.enqueue(stream, group)
+                if sample is not None:
+                    sample.stage(stream, group)
+                event = record.last_event = self._recorded(stream)
+                state.submit(event)
+                audited = sample if state is record.groups[-1] else None
+                reached = partial(self._reached, record, index, audited)
+                urgent = record.urgency(index)
+                self._reactor.track(self._device, stream, reached, event=event, urgent=urgent)
+                if index == 0 and len(plan.groups) > 1 and self._submitter is not None:
+                    self._device.give_way()  # the first layers are what a forward waits for
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""
         try:
-            record.last_event = self._device.event()
-            stream.record(record.last_event)
-            self._reactor.track(self._device, stream, lambda _: self._fail(record, error))
+            event = record.last_event = self._recorded(stream)
+            self._reactor.track(self._device, stream, lambda _: self._fail(record, error), event=event)
         except Exception:  # noqa: BLE001 - nothing can be tracked any more, and the cause is known
             self._tell(partial(self._fail, record, error))
 
-    def _group(self) -> GroupState:
-        """Events are used again: making and destroying them takes the CUDA context's lock."""
-        return GroupState(self._spare.pop() if self._spare else self._device.event(), self._reactor.poll)
+    def _recorded(self, stream: Stream) -> Event:
+        """One event behind all that was enqueued: for fences and transfers to come, for the reactor, and for
+        the thread that tells it."""
+        event = self._device.event()
+        stream.record(event)
+        return event
 
     def _tell(self, call: Callable[[], object]) -> None:
         if self._submitter is None:
@@ -353,8 +356,6 @@ class TransferEngine:
         self._end(ended)
         if record.finished and record.plan is not None:
             self._landed.nbytes[record.direction] += record.plan.nbytes
-            # Who asks a fence of this record sees that it has landed, and does not look at its events.
-            self._spare.extend(group.event for group in record.groups)
 
     def _fail(self, record: TransferRecord, error: BaseException) -> None:
         if not (record.finished or self._gave_up):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from asynchicache.errors import DeviceError, RequestStateError
 from asynchicache.streams.base import Event, Stream
-from asynchicache.transfer.record import GroupState, LayerStatus, TransferView
+from asynchicache.transfer.record import LayerStatus, TransferView
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between looks of a thread that waits; they double. A look takes the CUDA driver's lock."""
@@ -45,10 +45,10 @@ class Fence:
         views = self._ticket.views
         if views is None:
             raise self._too_early()
-        groups = [self._group(view) for view in views]
-        for group in groups:
-            if group is not None and not group.finished:
-                stream.wait_event(group.event)
+        events = [self._event(view) for view in views]
+        for event in events:
+            if event is not None:
+                stream.wait_event(event)
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let `event` stand for the layer, and for what else is enqueued on `stream`.
@@ -62,14 +62,14 @@ class Fence:
         self.wait_on(stream)
         stream.record(event)
 
-    def _group(self, view: TransferView) -> GroupState | None:
-        """What to wait for; None where the transfer failed before there was anything."""
+    def _event(self, view: TransferView) -> Event | None:
+        """What to wait for; None where the layer has landed, or never will."""
         group = view.group(self._layer)
         if group is None and view.record.failure is None:
             raise self._too_early()
         if group is not None and not (group.submitted or group.finished):
             raise self._too_early()
-        return group
+        return None if group is None else group.event
 
     def _too_early(self) -> RequestStateError:
         return RequestStateError(
@@ -121,11 +121,12 @@ class HostFence:
         group = view.group(self._layer)
         if group is None:
             return (view.record.failure or view.record.error) is not None
+        event = group.event
         if group.finished:
             return True
-        if not group.submitted:
+        if event is None:
             return view.record.error is not None
         try:
-            return group.event.query()
+            return event.query()
         except DeviceError:
             return True

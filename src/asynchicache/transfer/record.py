@@ -36,32 +36,49 @@ class GroupState:
     """One layer group of a transfer.
 
     Attributes:
-        event: recorded behind its copies.
         submitted: they are enqueued.
         finished: the loop knows that they have landed, or will not. Of groups that nobody waits for it may
             learn with the next one that somebody does.
         error: why they will not.
     """
 
-    __slots__ = ("_landed", "_poll", "error", "event", "finished", "submitted")
+    __slots__ = ("_event", "_landed", "_poll", "error", "finished", "submitted")
 
-    def __init__(self, event: Event, poll: Callable[[], None]) -> None:
+    def __init__(self, poll: Callable[[], None]) -> None:
         """`poll`: has the loop learn what has landed by now."""
-        self.event = event
+        self._event: Event | None = None
         self.submitted = False
         self.finished = False
         self.error: BaseException | None = None
         self._poll = poll
         self._landed: asyncio.Event | None = None  # of many groups, few are waited for one by one
 
+    def submit(self, event: Event) -> None:
+        """The copies are enqueued, and `event` is recorded behind them; on the enqueueing thread."""
+        self._event = event
+        self.submitted = True
+
+    def finish(self, error: BaseException | None) -> None:
+        """The copies have landed, or will not; on the loop."""
+        self.error = error
+        self.finished = True
+        self._event = None  # the device uses it again, however long a ticket is kept
+
+    @property
+    def event(self) -> Event | None:
+        """Recorded behind the copies, once and for all who ask; None before that, and once `finished`."""
+        event = self._event  # read first: the loop takes it away once it has said `finished`
+        return None if self.finished else event
+
     @property
     def status(self) -> LayerStatus:
+        event = self.event
         if self.finished:
             return LayerStatus.COMPLETE if self.error is None else LayerStatus.FAILED
-        if not self.submitted:
+        if event is None:
             return LayerStatus.PENDING
         try:
-            return LayerStatus.COMPLETE if self.event.query() else LayerStatus.SUBMITTED
+            return LayerStatus.COMPLETE if event.query() else LayerStatus.SUBMITTED
         except DeviceError:
             return LayerStatus.FAILED
 
@@ -126,7 +143,7 @@ class TransferRecord:
         follows: transfers that use what this one writes.
         plan: what the operations come to; None if they come to nothing, see `error`.
         groups: one state for each group of the plan.
-        last_event: stands for all that was enqueued so far; None before anything was.
+        last_event: stands for all that was enqueued so far; None before anything was, and once all landed.
         error: why it could not be enqueued; set by the enqueueing thread.
         failure: why some of it will not land; set on the loop.
         finished: nothing more will land.
@@ -173,7 +190,10 @@ class TransferRecord:
         Returns:
             The submissions that have ended by that, whose `done` was called.
         """
-        return self._finish(index + 1, None)
+        ended = self._finish(index + 1, None)
+        if self.finished:
+            self.last_event = None
+        return ended
 
     def fail(self, error: BaseException) -> list[Submission]:
         """What has not landed by now will not be waited for; as `land`."""
@@ -186,8 +206,7 @@ class TransferRecord:
         start, self._landed_groups = self._landed_groups, max(self._landed_groups, stop)
         groups = self.groups[start:stop]
         for group in groups:
-            group.error = error
-            group.finished = True
+            group.finish(error)
         self.finished = self._landed_groups >= len(self._untold)
         ended = [submission for some in self._untold[start:stop] for submission in some]
         for submission in ended:
@@ -232,10 +251,10 @@ class TransferView(NamedTuple):
         groups = self.groups
         if not groups:
             return self.record.failure or self.record.error
-        last = groups[-1]
-        if last.finished or not last.submitted:
-            return last.error or self.record.error
-        return device_error(last.event)
+        event = groups[-1].event
+        if event is None:
+            return groups[-1].error or self.record.error
+        return device_error(event)
 
     def group(self, layer: int) -> GroupState | None:
         """The group behind which the bytes of `layer` are; None if there is no plan."""

@@ -139,13 +139,13 @@ class ChaosDevice:
     def give_way(self) -> None:
         self._inner.give_way()
 
-    def notify(self, stream: Stream, reached: Callable[[BaseException | None], None]) -> None:
+    def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
         if self._luck.strikes("notification.lost", self._faults.lost):
             return
         if self._luck.strikes("notification.late", self._faults.late):
             delay = self._luck.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
             reached = partial(self._tell_late, delay, reached)
-        self._inner.notify(_bare(stream), reached)
+        self._inner.notify(_bare(stream), event, reached)
 
     def _tell_late(
         self, delay: float, reached: Callable[[BaseException | None], None], error: BaseException | None
@@ -207,6 +207,9 @@ class ChaosStream:
 
     def launch(self, work: Callable[[], object]) -> None:
         self.inner.launch(self._device.spoil(work, self.name))
+
+    def current(self) -> AbstractContextManager[object]:
+        return self.inner.current()
 
     def record(self, event: Event) -> None:
         self.inner.record(event)
