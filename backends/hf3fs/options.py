@@ -12,6 +12,7 @@ from asynchicache.backends.options import Options
 
 DEFAULT_METADATA = "http://127.0.0.1:18000"
 _GIB = 1 << 30
+_LONGEST = 86_400
 
 
 class Io(Enum):
@@ -91,6 +92,8 @@ def _path(taken: Options) -> Path:
     path = taken.take("path", object, "")
     if not isinstance(path, str | os.PathLike) or not path:
         raise taken.refused("path", path, "must name a folder")
+    if "\0" in os.fspath(path):
+        raise taken.refused("path", path, "must not contain a NUL")
     return Path(path)
 
 
@@ -104,8 +107,8 @@ def _io(taken: Options) -> Io:
 
 def _seconds(taken: Options, name: str) -> float:
     seconds = taken.take(name, (int, float), 5.0)
-    if not seconds > 0:
-        raise taken.refused(name, seconds, "must be above 0")
+    if not 0 < seconds <= _LONGEST:
+        raise taken.refused(name, seconds, f"must be above 0, and {_LONGEST} at most")
     return float(seconds)
 
 

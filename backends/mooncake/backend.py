@@ -99,6 +99,8 @@ class MooncakeBackend:
     async def _leave(self) -> None:
         """Close the store, unless it is the caller's; no call runs any more."""
         joined, self._joining = self._joining, None
+        if joined is not None:
+            await asyncio.wait([joined])  # `clear` may be joining still
         if joined is not None and joined.exception() is None and self._given is None:
             await self._run(joined.result().close)
 

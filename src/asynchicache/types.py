@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 
-from asynchicache.errors import ConfigError, InvalidTokensError
+from asynchicache.errors import ConfigError, InvalidTokensError, RequestStateError
 
 TOKEN_BYTES = 8
 """Token ids are 64-bit everywhere: a page of the tree's key is `page_size * TOKEN_BYTES` bytes."""
@@ -148,6 +149,9 @@ def _convert(tokens: Iterable[int]) -> array[int]:
         raise InvalidTokensError(f"tokens are not a flat run of integers: {error}") from None
 
 
+_MOST_BITS = 1000  # a little less than a float has room for
+
+
 def check_number(name: str, value: object, *, whole: bool = True) -> None:
     """
     Args:
@@ -156,7 +160,21 @@ def check_number(name: str, value: object, *, whole: bool = True) -> None:
         whole: only integers will do.
 
     Raises:
-        ConfigError: it is not a number, or no whole one; `True` is none.
+        ConfigError: it is not a number, or no whole one; `True` is none. Or it is too large to count with.
     """
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         raise ConfigError(f"{name} {value!r} must be a {'whole number' if whole else 'number'}")
+    if isinstance(value, int) and not whole and value.bit_length() > _MOST_BITS:
+        raise ConfigError(f"{name} must be below 2**{_MOST_BITS}")
+
+
+def as_count(what: str, value: SupportsIndex) -> int:
+    """A number of tokens as an `int`; numpy's integers, and torch's, are whole as well.
+
+    Raises:
+        RequestStateError: it is no whole number; `what` was to be done with it.
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise RequestStateError(f"{what}({value!r}): a whole number of tokens") from None

@@ -34,6 +34,7 @@ def names_in(folder: Path) -> list[str]:
     [
         ({"path": ""}, "path='' must name a folder"),
         ({"path": 7}, "path=7 must name a folder"),
+        ({"path": "a\0b"}, "must not contain a NUL"),
         ({"capacity_bytes": 0}, "capacity_bytes=0 must be above 0"),
         ({"capacity_bytes": "1G"}, "capacity_bytes='1G' must be of type int"),
         ({"fractions": {"kv": 0}}, "fractions={'kv': 0} must map pool names to shares above 0 and up to 1"),
@@ -43,6 +44,7 @@ def names_in(folder: Path) -> list[str]:
         ({"fractions": 0.5}, "fractions=0.5 must be of type Mapping"),
         ({"io": "rdma"}, "io='rdma' must be one of ['posix', 'usrbio']"),
         ({"io_seconds": 0}, "io_seconds=0 must be above 0"),
+        ({"io_seconds": float("inf")}, "io_seconds=inf must be above 0, and 86400 at most"),
         ({"metadata_seconds": -1}, "metadata_seconds=-1 must be above 0"),
         ({"workers": 0}, "workers=0 must be above 0"),
         ({"entries": -4}, "entries=-4 must be above 0"),
@@ -94,6 +96,7 @@ async def test_a_closed_port_is_an_error_when_a_pool_is_opened(tmp_path: Path) -
         ("STORE", b"\xff\xfe\x00", "no marker of hf3fs"),
         ("STORE", b"", "no marker of hf3fs"),
         ("STORE", b"asynchicache file store 1\n", "no marker of hf3fs"),
+        ("STORE", b"asynchicache hf3fs store " + b"9" * 5000 + b" abc\n", "no marker of hf3fs"),
         ("STORE", b"asynchicache hf3fs store 9 abc\n", "has format 9; this version knows 1"),
         ("STORE", b"asynchicache hf3fs store 1 abc\n", "belongs to the metadata service of state abc"),
     ],

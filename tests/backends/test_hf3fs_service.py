@@ -173,7 +173,9 @@ async def test_what_a_killed_client_had_reserved_returns(
         ("{kv}/reserve", {"keys": ["0" * 64, "0" * 64], "token": TOKEN}, 400, "twice"),
         ("{kv}/confirm", {"claims": [["0" * 64, -1, 1]]}, 400, "claims"),
         ("{kv}/confirm", {"claims": [["0" * 64, 0, 0]]}, 400, "claims"),
+        ("{kv}/confirm", {"claims": [["0" * 64, 0, 1 << 63]]}, 400, "claims"),
         ("{kv}/release", {"places": [[0]]}, 400, "places"),
+        ("{kv}/release", {"places": [[0, 1 << 70]]}, 400, "places"),
         ("{kv}/forget", {"claims": [["0" * 64, "0", 1]]}, 400, "claims"),
         ("/v1/nowhere", {}, 404, "Not Found"),
     ],
@@ -407,6 +409,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (["--lease-seconds", "0"], "lease_seconds=0.0 must be above 0"),
+        (["--lease-seconds", "inf"], "lease_seconds=inf must be above 0, and finite"),
         (["--dir", "/dev/null/x"], "cannot hold the metadata"),
         (["--port", "99999"], "port=99999 must be 0 to 65535"),
         (["--host", "203.0.113.1"], "Cannot assign"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from contextlib import AsyncExitStack
 from itertools import count
 
 import pytest
 
 from asynchicache import HybridCache, Tier
-from asynchicache.backends.mooncake import open_backend
+from asynchicache.backends.mooncake import MooncakeOptions, open_backend
+from asynchicache.backends.mooncake import backend as backend_module
 from asynchicache.backends.mooncake.codes import Code
 from asynchicache.backends.mooncake.slots import address_of
 from asynchicache.backends.mooncake.store import Client, Store
@@ -68,6 +71,28 @@ async def test_clear_stays_in_its_namespace(mooncake: Cluster, mooncake_store: S
             name: sum(await bench.engine.exists(bench.keys(1, 2))) for name, (_, bench) in benches.items()
         }
     assert there == {"a.b": 0, "a.bc": 2, "axb": 2, "xa.b": 2}
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_a_clear_that_is_still_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    joining, may_fail = threading.Event(), threading.Event()
+
+    def join(options: MooncakeOptions) -> Store:
+        joining.set()
+        may_fail.wait()
+        raise StorageError(f"no master at {options.master}")
+
+    monkeypatch.setattr(backend_module, "join", join)
+    backend = open_backend({"master": "127.0.0.1:1"}, AsyncioPort(threads=1))
+    clear = asyncio.create_task(backend.clear())
+    await asyncio.to_thread(joining.wait)
+    closing = asyncio.create_task(backend.aclose())
+    await asyncio.sleep(0)
+    may_fail.set()
+
+    await closing
+    with pytest.raises(StorageError, match="no master"):
+        await clear
 
 
 @on_mooncake

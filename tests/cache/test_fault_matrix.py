@@ -286,10 +286,8 @@ async def broken_repair(world: SeededWorld, fault: str, pool: str) -> None:
         await s.cache.flush()
         shed = s.cache.statistics().traffic.shed
         hit = await s.ask([*PROMPT, 1])
-        if fault == "late":  # it was done, whatever was answered
-            assert (not shed, hit.by_tier) == (True, {Tier.STORAGE: 20})
-        else:
-            assert (set(shed), hit.tokens, hit.reason) == ({ShedReason.REJECTED}, 0, ABSENT[pool])
+        # Also where it was done in the end: it might have removed what was stored meanwhile.
+        assert (set(shed), hit.tokens, hit.reason) == ({ShedReason.REJECTED}, 0, ABSENT[pool])
         await served_after(s)
 
 

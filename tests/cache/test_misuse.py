@@ -6,7 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -76,6 +78,33 @@ async def test_order_is_enforced(small_cache: OpenSmallCache):
                 request.pages("swa")
             with pytest.raises(KeyError, match="kv"):
                 request.state("kv")
+
+
+@pytest.mark.parametrize("tokens", [4.0, 1.5, "4", None])
+async def test_numbers_of_tokens_are_whole(tokens: object, small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache, cache.request(PROMPT) as request:
+        await request.load()
+        request.extend(8)
+        for verb in (request.extend, request.advance, request.snapshot, request.checkpoint):
+            with pytest.raises(RequestStateError, match=r"a whole number of tokens"):
+                verb(tokens)
+        with pytest.raises(RequestStateError, match=r"a whole number of tokens"):
+            await request.reserve(tokens)
+
+
+async def test_numbers_of_other_libraries_are_numbers(small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache, cache.request(PROMPT) as request:
+        await request.load()
+        request.extend(np.int64(4))
+        assert type(request.reserved) is int
+        await request.checkpoint(torch.tensor(4))
+
+
+@pytest.mark.parametrize("limit", [0, 1.5, True, "many"])
+async def test_limits_of_events_are_whole(limit: object, small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
+        with pytest.raises(ConfigError, match="limit"):
+            cache.events(limit=limit)
 
 
 async def test_a_closed_cache_says_so(small_cache: OpenSmallCache):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynchicache.controller.tasks import shielded
+from asynchicache.controller.tasks import OwnedTasks, shielded
 
 
 @pytest.mark.asyncio
@@ -37,3 +37,24 @@ def test_without_a_loop_none_is_made() -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         shielded(waiting).send(None)
     assert waiting.cr_frame is None  # closed, so nobody warns of it
+
+
+@pytest.mark.asyncio
+async def test_a_task_that_fails_does_so_alone(caplog: pytest.LogCaptureFixture) -> None:
+    tasks, gate = OwnedTasks(), asyncio.Event()
+    await tasks.ready()
+
+    async def fail() -> None:
+        raise RuntimeError("mine")
+
+    async def wait() -> None:
+        await gate.wait()
+
+    waiting = tasks.spawn(wait())
+    await asyncio.wait([tasks.spawn(fail())])
+    gate.set()
+    await asyncio.wait([waiting, tasks.spawn(wait())])
+
+    assert not waiting.cancelled()
+    assert "mine" in caplog.text
+    await tasks.aclose()

@@ -25,6 +25,7 @@ MAX_FUNCTION_LINES = 60
 # Where work of others, or a task of ours, ends: an error must become a value there.
 TASK_BOUNDARIES = {
     "controller/fetching.py",
+    "controller/tasks.py",
     "integrations/bridge.py",
     "integrations/transformers/decoding.py",
     "storage/pool.py",

@@ -230,13 +230,14 @@ def test_a_node_that_is_not_there_costs_nothing_but_speed(caplog: pytest.LogCapt
 
 # Host pools.
 
+SLOT_BYTES = HostPool(KV, 4, 1, pin=False).layout.slot_bytes
+
 
 def _pool(
     runtime: PlayedRuntime, *, slots: int = 5, layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
 ) -> HostPool:
     """A pool that is pinned two slots at a time."""
-    step_bytes = 2 * HostPool(KV, 4, 1, pin=False).layout.slot_bytes
-    return HostPool(KV, 4, slots, pin=Pinner(runtime, step_bytes=step_bytes), layout=layout)
+    return HostPool(KV, 4, slots, pin=Pinner(runtime, step_bytes=2 * SLOT_BYTES), layout=layout)
 
 
 def test_a_pool_starts_with_its_first_step_and_grows() -> None:
@@ -286,6 +287,27 @@ def test_a_pool_that_cannot_grow_stays_as_large_as_it_is() -> None:
     assert pool.pinned
     pool.close()
     assert not runtime.pinned
+
+
+class _Threadless(Pinner):
+    """Finds no threads for any step after so many."""
+
+    steps_left = 0
+
+    def touch(self, memory: torch.Tensor) -> None:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise RuntimeError("can't start new thread")
+        super().touch(memory)
+
+
+@pytest.mark.parametrize(("steps", "words"), [(0, "is not pinned"), (1, "has 2 of 5 host slots")])
+def test_a_system_without_threads_refuses_to_pin(steps: int, words: str) -> None:
+    pinner = _Threadless(PlayedRuntime(), step_bytes=2 * SLOT_BYTES)
+    pinner.steps_left = steps
+
+    with pytest.warns(PinningWarning, match=f"{words}.*can't start new thread"):
+        assert HostPool(KV, 4, 5, pin=pinner).grow() == 5 - 3 * steps
 
 
 def test_a_closed_pool_does_not_grow() -> None:

@@ -596,6 +596,8 @@ async def test_misuse_raises() -> None:
             await s.get(1)
     with pytest.raises(ConfigError, match="cooldown 0"):
         PoolLimits(cooldown=0)
+    with pytest.raises(ConfigError, match="deadline must be below"):
+        PoolLimits(deadline=10**400)
 
 
 @pytest.mark.asyncio

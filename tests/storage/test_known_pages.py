@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -41,6 +42,8 @@ class FarEngine:
         self.asked: list[tuple[str, int]] = []
         self.failures = 0
         self.deletes = True
+        self.may_delete = asyncio.Event()
+        self.may_delete.set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -60,6 +63,7 @@ class FarEngine:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         self._note("delete", keys)
+        await self.may_delete.wait()
         return await self._engine.delete(keys) if self.deletes else [FAILED] * len(keys)
 
     async def clear(self) -> int:
@@ -218,6 +222,26 @@ async def test_a_damaged_page_that_cannot_be_replaced_is_not_called_stored() -> 
         s.engine.deletes = False
 
         assert (await s.guard.put(keys, [0, 1])).outcomes == [REJECTED, EXISTS]
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_stored_before_a_deletion_that_is_late() -> None:
+    store = MemoryStore()
+    async with scene(store, deadline=0.01) as s:
+        keys = s.bench.keys(1, 2)
+        s.bench.fill(keys, [0, 1])
+        await s.guard.put(keys[:1], [0])
+        s.damage(keys[:1], store)
+        await s.guard.get(keys[:1], [3])
+        s.engine.may_delete.clear()
+
+        assert (await s.guard.put(keys, [0, 1])).outcomes == [REJECTED] * 2
+
+        s.engine.may_delete.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (await s.guard.put(keys, [0, 1])).outcomes == [STORED] * 2
+        assert (await s.guard.get(keys, [3, 4])).outcomes == [HIT] * 2
 
 
 @pytest.mark.asyncio

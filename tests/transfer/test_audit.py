@@ -173,3 +173,30 @@ async def test_forks_are_not_looked_at(operation: Build) -> None:
         await rig.run(operation(Direction.FORK, kv=([0], [1])))
 
         assert rig.counts == AuditStatistics()
+
+
+class _Draws(random.Random):
+    """Draws these numbers."""
+
+    def __init__(self, *numbers: float) -> None:
+        self._numbers = list(numbers)
+
+    def random(self) -> float:
+        return self._numbers.pop(0)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("second", [0.0, 0.9])
+async def test_of_two_backups_to_one_slot_the_second_counts(
+    operation: Build, inline: bool, second: float
+) -> None:
+    async with _open(0.5, inline=inline) as rig:
+        rig.audit._rng = _Draws(0.0, second)
+        first = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [3])), done=rig.outcomes.append)
+        await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
+        await first
+        await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+
+        assert rig.outcomes == [None] * 3
+        looked_at = int(second < 0.5)
+        assert rig.counts == AuditStatistics(recorded=looked_at, compared=looked_at, mismatched=0)

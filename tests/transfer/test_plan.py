@@ -39,6 +39,8 @@ def _merge(*operations: CacheOperation, group_bytes: int | None = 1) -> Transfer
         ([1], [-3], "slot -3 is negative"),
         ([1.5], [3], "not a run of 64-bit integers"),
         ([1], [2**63], "not a run of 64-bit integers"),
+        (bytes(8), [3], "not a run of 64-bit integers, but bytes"),
+        ([3], bytearray(8), "not a run of 64-bit integers, but bytes"),
     ],
 )
 def test_operations_that_mean_nothing_are_refused(
@@ -58,6 +60,12 @@ def test_transfers_of_another_form_are_refused(transfer: object) -> None:
 def test_directions_and_priorities_are_checked(direction: object, priority: object) -> None:
     with pytest.raises(UsageError, match=r"must be a Direction, priority .* an int"):
         CacheOperation(direction, (), priority)
+
+
+@pytest.mark.parametrize("pool", [None, 7, b"kv", ["kv"], {"kv": 1}])
+def test_pools_have_names(pool: object) -> None:
+    with pytest.raises(UsageError, match=r"pool .* must be the name of one"):
+        CacheOperation(Direction.LOAD, (PoolTransfer(pool, [1], [1]), PoolTransfer("kv", [2], [2])))
 
 
 def test_a_destination_is_written_once_over_all_transfers_of_an_operation() -> None:

@@ -20,7 +20,7 @@ Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Keys = Annotated[list[Key], Meta(max_length=MOST_KEYS)]
 Whole = Annotated[int, Meta(ge=0, lt=_MOST)]
 Count = Annotated[int, Meta(ge=1, lt=_MOST)]
-Generation = Annotated[int, Meta(ge=1)]
+Generation = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Leases = Annotated[list[int], Meta(max_length=MOST_KEYS)]
 
 

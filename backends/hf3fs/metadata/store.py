@@ -7,6 +7,7 @@ generation, so that what it says about a slot that went to another page meanwhil
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ class MetadataStore:
         now: seconds on a clock that never goes back.
 
     Raises:
-        ConfigError: `lease_seconds` is not above 0.
+        ConfigError: `lease_seconds` is not above 0, or infinite.
         StorageError: the folder cannot be used; its subclasses say why.
     """
 
@@ -57,8 +58,8 @@ class MetadataStore:
         lease_seconds: float = LEASE_SECONDS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not lease_seconds > 0:
-            raise ConfigError(f"lease_seconds={lease_seconds!r} must be above 0")
+        if not 0 < lease_seconds < math.inf:
+            raise ConfigError(f"lease_seconds={lease_seconds!r} must be above 0, and finite")
         self._database = open_database(folder)
         self._leases = SlotLeases(lease_seconds, now)
         self._touched: dict[Slot, int] = {}

@@ -14,7 +14,7 @@ from asynchicache.errors import RequestStateError
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import FULL
-from asynchicache.types import MissReason, Tier, token_array
+from asynchicache.types import MissReason, Tier, as_count, token_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,12 @@ class Request:
             raise RequestStateError("the request is finished: its last checkpoint was final")
         return sequence
 
-    def _growing(self, verb: str, tokens: int) -> RequestSequence:
-        sequence = self._unfinished()
+    def _growing(self, verb: str, tokens: int) -> tuple[RequestSequence, int]:
+        sequence, count = self._unfinished(), as_count(verb, tokens)
         self._controller.check_open()
-        if tokens < 0:
-            raise RequestStateError(f"{verb}({tokens}): a number of tokens, 0 at least")
-        return sequence
+        if count < 0:
+            raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
+        return sequence, count
 
     # What it knows
 
@@ -282,7 +282,7 @@ class Request:
         Raises:
             CapacityError: there is not enough that may be evicted; `reserve` waits instead.
         """
-        return self._controller.extend(self._growing("extend", tokens), tokens)
+        return self._controller.extend(*self._growing("extend", tokens))
 
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
         """As `extend`, but waits while others hold the pages.
@@ -293,9 +293,9 @@ class Request:
             RequestStateError: the request was closed meanwhile.
             ClosedError: the cache was.
         """
-        sequence = self._growing("reserve", tokens)
+        sequence, count = self._growing("reserve", tokens)
         await self._controller.turn()
-        return await self._controller.reserve(sequence, tokens)
+        return await self._controller.reserve(sequence, count)
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -322,7 +322,7 @@ class Request:
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
         """
-        sequence = self._unfinished()
+        sequence, length = self._unfinished(), as_count("advance", length)
         if not 0 <= length <= sequence.reserved:
             raise RequestStateError(f"length {length} is outside 0..{sequence.reserved}, the room it has")
         self._controller.advance(sequence, length, after)
@@ -333,8 +333,7 @@ class Request:
         For a decode loop that does not know yet where it will end: take one at each page boundary,
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
-        sequence = self._checked(length)
-        return self._controller.snapshot(sequence, length, after)
+        return self._controller.snapshot(*self._checked("snapshot", length), after)
 
     def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
@@ -357,8 +356,7 @@ class Request:
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
         """
-        sequence = self._checked(length)
-        return self._controller.publish(sequence, length, after, final=final)
+        return self._controller.publish(*self._checked("checkpoint", length), after, final=final)
 
     async def durable(self) -> bool:
         """Wait until what was published is in storage, and a clear that might remove it has ended.
@@ -371,8 +369,8 @@ class Request:
         await self._controller.turn()
         return await self._controller.durable(sequence)
 
-    def _checked(self, length: int) -> RequestSequence:
-        sequence = self._unfinished()
+    def _checked(self, verb: str, length: int) -> tuple[RequestSequence, int]:
+        sequence, length = self._unfinished(), as_count(verb, length)
         self._controller.check_open()
         known = min(len(self._tokens), sequence.reserved)
         if not 0 <= length <= known:
@@ -380,7 +378,7 @@ class Request:
                 f"length {length} is outside 0..{known}: the request has {len(self._tokens)} tokens "
                 f"and room for {sequence.reserved}; call append() and extend() first"
             )
-        return sequence
+        return sequence, length
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._sequence else "new"

@@ -12,6 +12,7 @@ from asynchicache.controller.namespaces import Namespaces
 from asynchicache.controller.planner import Planner
 from asynchicache.errors import ConfigError
 from asynchicache.events import CacheEvent, EventsDropped, PagesStored
+from asynchicache.types import check_number
 
 _NODES_A_TURN = 256
 """Nodes whose digests a snapshot computes before others have their turn."""
@@ -103,8 +104,9 @@ class EventHub:
     def subscribe(self, limit: int) -> EventSubscription:
         """
         Raises:
-            ConfigError: the limit is below 1.
+            ConfigError: the limit is below 1, or no whole number.
         """
+        check_number("limit", limit)
         if limit < 1:
             raise ConfigError(f"limit {limit} of waiting events must be 1 or more")
         subscription = EventSubscription(limit)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class OwnedTasks:
     """Runs an `asyncio.TaskGroup` in a task of its own.
 
     A group entered by `HybridCache.open` itself would wrap whatever the caller's body raises in an
-    exception group, and cancel the caller when a child fails. Children must not raise.
+    exception group, and cancel the caller when a child fails. A child that fails does so alone.
 
     Attributes:
         running: tasks that have not ended.
@@ -34,7 +37,7 @@ class OwnedTasks:
         await self._ready.wait()
 
     def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = self._group.create_task(work)
+        task = self._group.create_task(_contained(work))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
         return task
@@ -43,6 +46,14 @@ class OwnedTasks:
         """Cancel what still runs and wait for its end."""
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
+
+
+async def _contained(work: Coroutine[object, object, None]) -> None:
+    """In a group, one child's exception would cancel all others, and keep new ones out."""
+    try:
+        await work
+    except Exception:
+        logger.exception("a task of the cache failed; the others go on")
 
 
 async def shielded(work: Coroutine[object, object, T]) -> T:

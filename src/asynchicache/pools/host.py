@@ -10,7 +10,7 @@ from math import lcm
 
 import torch
 
-from asynchicache.errors import CapacityError, DeviceError, UsageError
+from asynchicache.errors import CapacityError, UsageError
 from asynchicache.layouts import ALIGNMENT, HostLayout, SlotLayout
 from asynchicache.pools.device import check_size
 from asynchicache.pools.slabs import Pinner, PinningWarning, Slab, warn_unpinned
@@ -101,7 +101,7 @@ class HostPool:
                 return
             for offset, nbytes in self.layout.layer_arrays(self.slots):
                 self._pages.pin(pinner, offset, nbytes)
-        except DeviceError as error:
+        except RuntimeError as error:  # a DeviceError, or torch's own, or no thread to be had
             self._pages.unpin()
             self._pinner = None
             warn_unpinned(f"host memory of pool {self.spec.name!r}", error)
@@ -126,7 +126,7 @@ class HostPool:
                 return self.ready
             try:
                 self.ready += self._pin_next(self._pinner)
-            except (DeviceError, CapacityError) as error:
+            except (RuntimeError, CapacityError) as error:
                 self._pinner = None
                 text = f"pool {self.spec.name!r} has {self.ready} of {self.slots} host slots: {error}"
                 warnings.warn(text, PinningWarning, stacklevel=2)

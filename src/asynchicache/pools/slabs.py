@@ -282,6 +282,6 @@ def allocate_slab(nbytes: int, pin: bool) -> Slab:
     if pinner is not None:
         try:
             slab.pin(pinner, 0, nbytes)
-        except DeviceError as error:
+        except RuntimeError as error:
             warn_unpinned(f"a slab of {nbytes} bytes", error)
     return slab

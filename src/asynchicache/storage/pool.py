@@ -115,8 +115,8 @@ class GuardedPool:
         """
         slots = self._paired(keys, slots)
         damaged = self._known.damaged(keys)
-        if damaged:
-            await self._call(DELETE, damaged, ())
+        if damaged and Outcome.TIMEOUT in (await self._call(DELETE, damaged, ())).outcomes:
+            return Batch([Outcome.REJECTED] * len(keys))  # it might delete what is stored after it
         batch = await self._learn(PUT, keys, slots)
         for index, outcome in enumerate(batch.outcomes) if damaged else ():
             if outcome is Outcome.EXISTS and keys[index] in damaged:

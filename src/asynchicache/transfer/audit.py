@@ -70,6 +70,7 @@ class PageAudit:
         self._share = share
         self._rng = rng
         self._digests: dict[tuple[str, int], bytes] = {}
+        self._awaited: dict[tuple[str, int], object] = {}  # of whose copy a digest will come
 
     def choose(self, plan: TransferPlan) -> AuditSample | None:
         """The pages of a transfer to look at; None if there are none."""
@@ -77,13 +78,19 @@ class PageAudit:
             return None
         load = plan.direction is Direction.LOAD
         pages = list(self._limited(self._known(plan) if load else self._drawn(plan)))
-        return AuditSample(self, pages, load=load) if pages else None
+        if not pages:
+            return None
+        copy = object()
+        if not load:
+            self._awaited.update({(page.pool, page.host_slot): copy for page in pages})
+        return AuditSample(self, pages, copy, load=load)
 
     def forget(self, pool: str, host_slots: Iterable[int]) -> None:
         """These slots will hold something else."""
-        if self._digests:
+        if self._digests or self._awaited:
             for slot in host_slots:
                 self._digests.pop((pool, slot), None)
+                self._awaited.pop((pool, slot), None)
 
     def _known(self, plan: TransferPlan) -> Iterable[_Page]:
         if not self._digests:
@@ -126,12 +133,14 @@ class PageAudit:
         items = self._devices[page.pool].items(part.tensor)[rows, page.device_slot].contiguous()
         aside[part.tensor][rows].copy_(items, non_blocking=True)
 
-    def settle(self, page: _Page, digest: bytes, *, load: bool) -> str | None:
-        """Remember or compare; what is wrong, in words."""
+    def settle(self, page: _Page, digest: bytes, copy: object, *, load: bool) -> str | None:
+        """Remember, unless a later copy went to the same slot, or compare; what is wrong, in words."""
         key = (page.pool, page.host_slot)
         if not load:
-            self._digests[key] = digest
-            self.statistics.recorded += 1
+            if self._awaited.get(key) is copy:
+                self._awaited.pop(key, None)
+                self._digests[key] = digest
+                self.statistics.recorded += 1
             return None
         self.statistics.compared += 1
         if self._digests.get(key, digest) == digest:
@@ -146,9 +155,11 @@ class PageAudit:
 class AuditSample:
     """Pages of one transfer that are looked at; made by `PageAudit.choose`."""
 
-    def __init__(self, audit: PageAudit, pages: Sequence[_Page], *, load: bool) -> None:
+    def __init__(self, audit: PageAudit, pages: Sequence[_Page], copy: object, *, load: bool) -> None:
+        """`copy`: stands for the transfer."""
         self._audit = audit
         self._pages = pages
+        self._copy = copy
         self._load = load
         self._copies: list[Aside] = [audit.room_aside(page) for page in pages]
 
@@ -176,5 +187,5 @@ class AuditSample:
     def settle(self, digests: Sequence[bytes]) -> list[str]:
         """Remember or compare, on the loop; what is wrong, in words."""
         pairs = zip(self._pages, digests, strict=True)
-        found = [self._audit.settle(page, digest, load=self._load) for page, digest in pairs]
+        found = [self._audit.settle(page, digest, self._copy, load=self._load) for page, digest in pairs]
         return [problem for problem in found if problem is not None]

@@ -232,6 +232,8 @@ def _as_arrays(transfer: PoolTransfer) -> PoolTransfer:
         pool, sources, destinations = transfer
     except (TypeError, ValueError):
         raise UsageError(f"{transfer!r} must be a PoolTransfer") from None
+    if not isinstance(pool, str):
+        raise UsageError(f"pool {pool!r} must be the name of one")
     sources, destinations = slot_array(sources), slot_array(destinations)
     if len(sources) != len(destinations):
         raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
@@ -274,6 +276,8 @@ def slot_array(slots: Sequence[int]) -> array[int]:
     Raises:
         UsageError: they are no run of 64-bit integers.
     """
+    if isinstance(slots, (bytes, bytearray)):  # an array would take their bits for 64-bit numbers
+        raise UsageError("slots are not a run of 64-bit integers, but bytes: pass their numbers")
     try:
         return array("q", slots)
     except (TypeError, ValueError, OverflowError) as error:
