@@ -14,6 +14,7 @@ from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command
+from asynchicache.backends.redis.sender import Sender
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -37,7 +38,8 @@ class RedisBackend:
     def __init__(self, options: RedisOptions, port: Port) -> None:
         self._options = options
         self._port = port
-        self._pool = ConnectionPool(partial(dial, options, port), options.connections)
+        self._sender = Sender(port)
+        self._pool = ConnectionPool(partial(dial, options, port, self._sender), options.connections)
         self._marker = f"{options.namespace}:FORMAT".encode()
         self._engines: OpenEngines[RedisEngine] = OpenEngines()
         self._closed = False
@@ -89,6 +91,7 @@ class RedisBackend:
         self._closed = True
         await self._engines.aclose()
         await self._pool.aclose()
+        await self._sender.aclose()
 
     @staticmethod
     def _check_size(binding: PoolBinding) -> None:

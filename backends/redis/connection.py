@@ -13,7 +13,8 @@ from asynchicache.backends.redis.resp import (
     integer,
     length,
 )
-from asynchicache.backends.redis.wires import Bytes, Wire
+from asynchicache.backends.redis.sender import Bytes
+from asynchicache.backends.redis.wires import Wire
 
 _BUFFER_BYTES = 64 << 10
 _DIRECT_BYTES = 16 << 10
@@ -57,13 +58,14 @@ class Connection:
         """
         await self._wire.send(parts)
 
-    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]], lines: int) -> None:
         """Send groups of parts, one behind the other; each is made when its turn comes, perhaps in a thread.
+        The server answers with `lines` lines, to be read next.
 
         Raises:
             OSError: the connection broke.
         """
-        await self._wire.send_groups(groups)
+        await self._wire.send_groups(groups, lines)
 
     async def ask(self, *commands: bytes) -> list[Reply]:
         """Send commands at once, and read as many replies.

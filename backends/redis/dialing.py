@@ -8,6 +8,7 @@ from functools import partial
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.resp import ErrorReply, command
+from asynchicache.backends.redis.sender import Sender
 from asynchicache.backends.redis.wires import Wire, connect_socket, connect_tls, try_addresses
 from asynchicache.errors import StorageError
 from asynchicache.ports import Port
@@ -15,14 +16,14 @@ from asynchicache.ports import Port
 CLIENT_NAME = b"asynchicache"
 
 
-async def dial(options: RedisOptions, port: Port) -> Connection:
+async def dial(options: RedisOptions, port: Port, sender: Sender) -> Connection:
     """A connection that is logged in.
 
     Raises:
         OSError: the server cannot be reached.
         StorageError: it does not let us in; says why.
     """
-    connection = Connection(await _connect(options, port))
+    connection = Connection(await _connect(options, port, sender))
     try:
         await _log_in(connection, options)
     except BaseException:
@@ -31,15 +32,15 @@ async def dial(options: RedisOptions, port: Port) -> Connection:
     return connection
 
 
-async def _connect(options: RedisOptions, port: Port) -> Wire:
+async def _connect(options: RedisOptions, port: Port, sender: Sender) -> Wire:
     server = options.server
     if server.path:
-        return await connect_socket(socket.AF_UNIX, server.path, port)
+        return await connect_socket(socket.AF_UNIX, server.path, sender)
     if server.tls:
-        return await connect_tls(server.host, server.port, options.ca_file)
+        return await connect_tls(server.host, server.port, options.ca_file, sender)
     look_up = partial(socket.getaddrinfo, server.host, server.port, type=socket.SOCK_STREAM)
     found = await port.run_blocking(look_up)
-    return await try_addresses([(family, address) for family, _, _, _, address in found], port)
+    return await try_addresses([(family, address) for family, _, _, _, address in found], sender)
 
 
 async def _log_in(connection: Connection, options: RedisOptions) -> None:

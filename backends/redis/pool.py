@@ -20,9 +20,6 @@ class ConnectionPool:
 
     def __init__(self, dial: Callable[[], Awaitable[Connection]], most: int) -> None:
         self.most = most
-        self.sending = asyncio.Lock()
-        """Of who sends pages. The server has one thread, which takes turns between connections that all have
-        much for it: what waits in their buffers leaves the processor's cache, and costs it twice the time."""
         self.dialled = 0
         """Connections made so far."""
         self._dial = dial

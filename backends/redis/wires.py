@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from asynchicache.ports import Port
+from asynchicache.backends.redis.sender import Bytes, Sender
 
-Bytes: TypeAlias = "bytes | bytearray | memoryview"
 Address: TypeAlias = "tuple[Any, ...] | str"
 """Where to connect, in the form that the socket's family has."""
 
@@ -48,9 +45,10 @@ class Wire(Protocol):
         """
         ...
 
-    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]], lines: int) -> None:
         """Send groups of parts, one behind the other, for large values. A group is made when its turn
-        comes, perhaps in a thread; at most `MOST_PARTS` in one.
+        comes, perhaps in a thread; at most `MOST_PARTS` in one. The server answers with `lines` lines:
+        they may be waited for, and are not read.
 
         Raises:
             OSError: the connection broke.
@@ -71,12 +69,12 @@ class SocketWire:
 
     Args:
         connected: the socket.
-        port: threads, one at a time, for what is sent in groups.
+        sender: the thread for what is sent in groups.
     """
 
-    def __init__(self, connected: socket.socket, port: Port) -> None:
+    def __init__(self, connected: socket.socket, sender: Sender) -> None:
         self._socket = connected
-        self._port = port
+        self._sender = sender
         self._loop = asyncio.get_running_loop()
         self._moved = 0
 
@@ -95,32 +93,8 @@ class SocketWire:
                 await self._give_turn(len(piece))
             sent = max(0, sent - len(part))
 
-    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
-        """In a thread that the kernel holds until it has taken a group: the loop would be woken, and
-        would make a call, for each piece that fits into the kernel's buffer.
-        """
-        await self._off_loop(partial(self._send_blocking, groups))
-
-    def _send_blocking(self, groups: Iterator[Sequence[Bytes]]) -> None:
-        descriptor = self._socket.fileno()
-        os.set_blocking(descriptor, True)  # the kernel's flag; to Python the socket stays non-blocking
-        try:
-            for parts in groups:
-                _send_all(self._socket, parts)
-        finally:
-            os.set_blocking(descriptor, False)
-
-    async def _off_loop(self, call: Callable[[], None]) -> None:
-        """Run `call` in a thread; a cancellation shuts the connection, and waits until the thread is done."""
-        running = asyncio.ensure_future(self._port.run_blocking(call))
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # a thread that waits for the server is let go
-            await _until_done(running)
-            raise
-        running.result()
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]], lines: int) -> None:
+        await self._sender.send(self._socket, groups, lines)
 
     def _send_at_once(self, parts: Sequence[Bytes]) -> int:
         """As much as the kernel takes now, in one call: a small part alone would wake the server."""
@@ -149,26 +123,6 @@ class SocketWire:
         self._socket.close()
 
 
-def _send_all(connected: socket.socket, parts: Sequence[Bytes]) -> None:
-    """Send parts through a socket that blocks, in one call unless the kernel stops early."""
-    views = [memoryview(part) for part in parts]
-    while views:
-        sent = connected.sendmsg(views)
-        while views and sent >= len(views[0]):
-            sent -= len(views.pop(0))
-        if views:
-            views[0] = views[0][sent:]
-
-
-async def _until_done(running: asyncio.Future[None]) -> None:
-    """Wait, however often the waiter is cancelled: what runs still touches slots, and ends soon."""
-    while not running.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([running])
-    if not running.cancelled():
-        running.exception()  # seen: the cancellation is what the caller gets
-
-
 def _beginning(parts: Sequence[Bytes]) -> list[memoryview]:
     """The first bytes of `parts`, as many as move in one step."""
     views = []
@@ -180,11 +134,19 @@ def _beginning(parts: Sequence[Bytes]) -> list[memoryview]:
 
 
 class TlsWire:
-    """TLS by asyncio's streams, which copy each byte once more than a socket does."""
+    """TLS by asyncio's streams, which copy each byte once more than a socket does.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Args:
+        reader, writer: connected.
+        turn: of who sends in groups.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, turn: asyncio.Lock
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._turn = turn
 
     async def receive_into(self, view: memoryview) -> int:
         data = await self._reader.read(len(view))
@@ -195,9 +157,10 @@ class TlsWire:
         self._writer.write(b"".join(parts))  # a copy: asyncio may keep it longer than the caller its slot
         await self._writer.drain()
 
-    async def send_groups(self, groups: Iterator[Sequence[Bytes]]) -> None:
-        for parts in groups:
-            await self.send(parts)
+    async def send_groups(self, groups: Iterator[Sequence[Bytes]], lines: int) -> None:
+        async with self._turn:
+            for parts in groups:
+                await self.send(parts)
 
     def quiet(self) -> bool:
         return not self._reader.at_eof() and not self._writer.is_closing()
@@ -206,11 +169,11 @@ class TlsWire:
         self._writer.transport.abort()
 
 
-async def connect_socket(family: int, address: Address, port: Port) -> SocketWire:
+async def connect_socket(family: int, address: Address, sender: Sender) -> SocketWire:
     """
     Args:
         family, address: where to connect.
-        port: threads, as `SocketWire` has them.
+        sender: as `SocketWire` has it.
 
     Raises:
         OSError: nobody listens there.
@@ -226,7 +189,7 @@ async def connect_socket(family: int, address: Address, port: Port) -> SocketWir
     except BaseException:
         fresh.close()
         raise
-    return SocketWire(fresh, port)
+    return SocketWire(fresh, sender)
 
 
 def _widen(connected: socket.socket, size: int) -> None:
@@ -236,19 +199,21 @@ def _widen(connected: socket.socket, size: int) -> None:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
 
-async def connect_tls(host: str, port: int, ca_file: str | None) -> TlsWire:
+async def connect_tls(host: str, port: int, ca_file: str | None, sender: Sender) -> TlsWire:
     """
     Args:
         ca_file: certificates to trust, in PEM; None for those of the system.
+        sender: whose turns are kept.
 
     Raises:
         OSError: nobody listens there, or the certificate does not hold.
     """
     context = ssl.create_default_context(cafile=ca_file)
-    return TlsWire(*await asyncio.open_connection(host, port, ssl=context, limit=_TLS_BUFFER))
+    reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=_TLS_BUFFER)
+    return TlsWire(reader, writer, sender.turn)
 
 
-async def try_addresses(addresses: list[tuple[int, Address]], port: Port) -> SocketWire:
+async def try_addresses(addresses: list[tuple[int, Address]], sender: Sender) -> SocketWire:
     """A connection to the first address that answers.
 
     Raises:
@@ -256,5 +221,5 @@ async def try_addresses(addresses: list[tuple[int, Address]], port: Port) -> Soc
     """
     for family, address in addresses[:-1]:
         with suppress(OSError):
-            return await connect_socket(family, address, port)
-    return await connect_socket(*addresses[-1], port)
+            return await connect_socket(family, address, sender)
+    return await connect_socket(*addresses[-1], sender)

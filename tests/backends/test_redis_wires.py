@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import TypeVar
 
 import pytest
 import pytest_asyncio
 
 from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.sender import Sender
 from asynchicache.backends.redis.wires import SocketWire
 from asynchicache.ports import AsyncioPort, Port
 
 pytestmark = pytest.mark.asyncio
-
-T = TypeVar("T")
 
 
 @pytest_asyncio.fixture
@@ -29,13 +26,20 @@ async def port() -> AsyncIterator[Port]:
     await made.aclose()
 
 
-def connected(port: Port) -> tuple[SocketWire, socket.socket]:
+@pytest_asyncio.fixture
+async def sender(port: Port) -> AsyncIterator[Sender]:
+    made = Sender(port)
+    yield made
+    await made.aclose()
+
+
+def connected(sender: Sender) -> tuple[SocketWire, socket.socket]:
     """A wire, and the other end of it."""
     ours, theirs = socket.socketpair()
     for one in (ours, theirs):
         one.setblocking(False)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)  # as far as the system lets us
-    return SocketWire(ours, port), theirs
+    return SocketWire(ours, sender), theirs
 
 
 async def receive(other: socket.socket, size: int) -> bytes:
@@ -49,10 +53,10 @@ async def receive(other: socket.socket, size: int) -> bytes:
     "sizes",
     [[0], [1, 0, 2], [100, 3_000_000], [3_000_000, 100, 0, 700_000], [524_288, 524_288, 1], [1_000_000] * 4],
 )
-async def test_parts_arrive_in_order(port: Port, sizes: list[int]) -> None:
+async def test_parts_arrive_in_order(sender: Sender, sizes: list[int]) -> None:
     chance = random.Random(len(sizes))
     parts = [chance.randbytes(size) for size in sizes]
-    wire, other = connected(port)
+    wire, other = connected(sender)
     with other:
         sending = asyncio.create_task(wire.send(parts))
         assert await receive(other, sum(sizes)) == b"".join(parts)
@@ -60,64 +64,11 @@ async def test_parts_arrive_in_order(port: Port, sizes: list[int]) -> None:
         wire.close()
 
 
-async def test_groups_arrive_in_order_and_the_socket_is_as_it_was(port: Port) -> None:
-    parts = [random.Random(number).randbytes(600_000) for number in range(6)]
-    groups: Iterator[list[bytes]] = iter([[parts[n], b"", parts[n + 1]] for n in range(0, 6, 2)])
-    wire, other = connected(port)
-    with other:
-        sending = asyncio.create_task(wire.send_groups(groups))
-        assert await receive(other, 3_600_000) == b"".join(parts)
-        await sending
-        assert wire.quiet()  # would wait for ever if the socket still blocked
-        wire.close()
-
-
-class WatchedPort(AsyncioPort):
-    """Knows whether a call runs in its thread."""
-
-    def __init__(self) -> None:
-        super().__init__(threads=1, seed=0)
-        self.running = threading.Event()
-
-    async def run_blocking(self, call: Callable[[], T]) -> T:
-        def watched() -> T:
-            self.running.set()
-            try:
-                return call()
-            finally:
-                self.running.clear()
-
-        return await super().run_blocking(watched)
-
-
-async def test_a_cancelled_send_has_left_its_thread_when_it_returns() -> None:
-    port = WatchedPort()
-    wire, other = connected(port)
-    with other:  # nobody reads: the kernel holds the thread
-        sending = asyncio.create_task(wire.send_groups(iter([[bytes(64 << 20)]])))
-        while not port.running.is_set():  # noqa: ASYNC110 - a thread tells nobody
-            await asyncio.sleep(0)
-        sending.cancel()
-        await asyncio.wait([sending])
-        assert sending.cancelled()
-        assert not port.running.is_set()
-        wire.close()
-    await port.aclose()
-
-
-async def test_a_broken_connection_ends_a_send_with_an_error(port: Port) -> None:
-    wire, other = connected(port)
-    other.close()
-    with pytest.raises(OSError, match="Broken pipe"):
-        await wire.send_groups(iter([[bytes(1 << 20)]] * 64))
-    wire.close()
-
-
 @pytest.mark.parametrize("cut", [1, 2, 7, 4096, 70_000])
-async def test_replies_are_read_however_they_are_cut(port: Port, cut: int) -> None:
+async def test_replies_are_read_however_they_are_cut(sender: Sender, cut: int) -> None:
     value = random.Random(cut).randbytes(200_000)
     stream = b":1\r\n+OK\r\n$%d\r\n%b\r\n*2\r\n$1\r\nx\r\n-ERR no\r\n$-1\r\n" % (len(value), value)
-    wire, other = connected(port)
+    wire, other = connected(sender)
     connection = Connection(wire)
 
     async def feed() -> None:
@@ -144,8 +95,8 @@ async def test_replies_are_read_however_they_are_cut(port: Port, cut: int) -> No
         connection.close()
 
 
-async def test_the_loop_gets_its_turn_while_a_ready_socket_is_read(port: Port) -> None:
-    wire, other = connected(port)
+async def test_the_loop_gets_its_turn_while_a_ready_socket_is_read(sender: Sender) -> None:
+    wire, other = connected(sender)
     turns = 0
 
     async def tick() -> None:
