@@ -26,6 +26,7 @@ class ConnectionPool:
         self._turns = asyncio.Semaphore(most)
         self._idle: list[Connection] = []
         self._closed = False
+        self._closing = asyncio.Lock()  # two that close would wait for each other's turns
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
@@ -48,15 +49,20 @@ class ConnectionPool:
             self._give_back(connection)
 
     async def aclose(self) -> None:
-        """Wait for connections that are lent, then close all; twice is harmless."""
+        """Wait for connections that are lent, then close all; twice is harmless, also at once."""
         self._closed = True
-        for _ in range(self.most):
-            await self._turns.acquire()
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
-        for _ in range(self.most):
-            self._turns.release()
+        held = 0
+        try:
+            async with self._closing:
+                while held < self.most:
+                    await self._turns.acquire()
+                    held += 1
+                for connection in self._idle:
+                    connection.close()
+                self._idle.clear()
+        finally:
+            for _ in range(held):
+                self._turns.release()
 
     def _take_idle(self) -> Connection | None:
         """One that still stands: the server may have gone, or restarted, since it was used."""

@@ -188,10 +188,11 @@ class HybridCache:
             ConfigError: no backend of that name, options that are none or not its, or the cache has no
                 `weight_version`.
             StorageError: the storage location cannot be used.
-            UsageError: the cache has storage already.
+            UsageError: the cache has storage already, or it is being detached.
             ClosedError: the cache is closed.
         """
         await self._controller.turn()
+        self._controller.storer.check_none()  # before a store is opened that could be the same folder
         given = None if isinstance(storage, str) else storage
         config = self.config
         if not isinstance(options or {}, Mapping) or (options and given is not None):

@@ -63,13 +63,14 @@ async def test_another_storage_gets_its_own_copy():
 
 
 async def test_a_named_backend_is_closed_with_its_attachment(tmp_path: Path):
+    pages = {"path": str(tmp_path / "pages")}
     async with HybridCache.open(SPEC, config()) as cache:
-        await cache.attach_storage("file", {"path": str(tmp_path / "pages")})
-        with pytest.raises(UsageError, match="has storage already"):
-            await cache.attach_storage(MemoryBackend(MemoryStore()))
+        await cache.attach_storage("file", pages)
+        with pytest.raises(UsageError, match="has storage already"):  # and not that the folder is locked
+            await cache.attach_storage("file", pages)
         await Engine(cache).serve(PROMPT)
         await cache.detach_storage()
-        await cache.attach_storage("file", {"path": str(tmp_path / "pages")})  # the lock is free again
+        await cache.attach_storage("file", pages)  # the lock is free again
         await cache.flush()
         assert (await Engine(cache).serve([*PROMPT, 1])).by_tier == {Tier.STORAGE: 20}
 

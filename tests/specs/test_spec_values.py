@@ -49,7 +49,7 @@ def test_pages_without_bytes_are_refused() -> None:
         TensorSpec("keys", (0,), (-1,), "uint8")
 
 
-@pytest.mark.parametrize("name", ["", "KV", "../kv", "k v", "kv\n", "é", "²", "a" * 65])
+@pytest.mark.parametrize("name", ["", "KV", "../kv", "k v", "kv\n", "é", "²", "a" * 65, 7, None, b"kv"])
 def test_names_that_storage_could_not_keep(name: str) -> None:
     with pytest.raises(ConfigError, match="must be 1 to 64 of a-z, 0-9 and _"):
         PoolSpec(name, (KEYS,))

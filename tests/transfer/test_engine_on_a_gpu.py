@@ -20,7 +20,7 @@ from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
-from asynchicache.transfer.audit import AuditStatistics, PageAudit
+from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.graph_fences import GraphFences
@@ -95,7 +95,9 @@ async def test_pages_of_every_pool_come_back_as_they_left(
         await engine.submit(load, done=outcomes.append)  # by now there are fingerprints to compare with
 
         assert outcomes == [None] * 3
-        assert engine.statistics().audit == AuditStatistics(recorded=7, compared=7, mismatched=0)
+        found = engine.statistics().audit
+        assert (found.recorded, found.mismatched) == (7, 0)
+        assert found.compared in (7, 14)  # all of the first load's as well if the backup had landed by then
         for (pool, tensor), noise in before.items():
             found = memories[pool].device.items(tensor).cpu()
             here, there = (back, kept) if pool != "mamba" else ([4], [1])

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from asynchicache.controller.actions import Store
 from asynchicache.controller.books import Books
 from asynchicache.controller.reading import Outcomes, Read
-from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage import hits
@@ -127,12 +127,7 @@ class StoredPools:
         return self._attachment.pools if self._attachment is not None else {}
 
     def attach(self, attachment: Attachment) -> None:
-        """
-        Raises:
-            UsageError: there is storage already.
-        """
-        if self._attachment is not None:
-            raise UsageError("the cache has storage already; detach_storage() comes first")
+        """Have storage, where there is none."""
         self._attachment = attachment
 
     def detach(self) -> Attachment | None:

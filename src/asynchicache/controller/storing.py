@@ -132,14 +132,23 @@ class Storer:
         self.traffic.shed.update(shed)
         return not shed
 
+    def check_none(self) -> None:
+        """
+        Raises:
+            UsageError: there is storage already, or it is being detached.
+        """
+        if self._detaching:
+            raise UsageError("storage is being detached; wait for that")
+        if self._stored:
+            raise UsageError("the cache has storage already; detach_storage() comes first")
+
     def attach(self, attachment: Attachment) -> None:
         """Have storage from now on.
 
         Raises:
             UsageError: there is some already, or it is being detached.
         """
-        if self._detaching:
-            raise UsageError("storage is being detached; wait for that")
+        self.check_none()
         self._stored.attach(attachment)
 
     async def detach(self) -> bool:

@@ -88,7 +88,7 @@ class PoolSpec:
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(f"pool name {self.name!r} must be 1 to 64 of a-z, 0-9 and _")
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):

@@ -33,9 +33,6 @@ MEAN_REQUESTS = 26
 LONGEST = 12
 """Pages of the longest sequence."""
 
-_CROWD = 0.1
-"""How often everybody asks for the same."""
-
 TENANTS = (None, None, None, None, "alice", "bob")
 WEIGHTS = ("w0", "w1")
 _EVENTS = (
