@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
@@ -27,6 +27,27 @@ TURN_BYTES = 1 << 20
 """After so many bytes of such runs other threads get a turn."""
 
 
+class Rows(NamedTuple):
+    """Runs of a batch from `start` on: `number` of `size` bytes each, at equal distances."""
+
+    start: int
+    number: int
+    size: int
+    to_step: int
+    by_step: int
+
+
+@dataclass(slots=True)
+class Pattern:
+    """How the runs of a batch lie to one another, as far as somebody has asked; layers share it.
+
+    A thread that copies for a CPU holds the interpreter while it looks, and a forward may wait for that.
+    """
+
+    nbytes: int | None = None
+    rows: Sequence[Rows] | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunBatch:
     """Runs of bytes to copy, in no order.
@@ -35,12 +56,14 @@ class RunBatch:
         sources, destinations: int64 `[runs]`, addresses.
         sizes: int64 `[runs]`, bytes.
         keep: the memory that the addresses lie in.
+        pattern: common to batches that differ by where they begin alone. Default: its own.
     """
 
     sources: Integers
     destinations: Integers
     sizes: Integers
     keep: Sequence[torch.Tensor]
+    pattern: Pattern = field(default_factory=Pattern)
 
     @classmethod
     def join(cls, batches: Sequence[RunBatch]) -> RunBatch:
@@ -56,14 +79,16 @@ class RunBatch:
 
     @property
     def nbytes(self) -> int:
-        return int(self.sizes.sum())
+        if self.pattern.nbytes is None:
+            self.pattern.nbytes = int(self.sizes.sum())
+        return self.pattern.nbytes
 
     def cut(self, chunk_bytes: int) -> Iterator[RunBatch]:
         """The same runs in batches of at most `chunk_bytes`, as far as single runs allow, and `MOST_RUNS`."""
-        ends = np.cumsum(self.sizes)
-        if not len(ends) or (ends[-1] <= chunk_bytes and len(ends) <= MOST_RUNS):
+        if self.nbytes <= chunk_bytes and len(self.sizes) <= MOST_RUNS:
             yield self
             return
+        ends = np.cumsum(self.sizes)
         start, before = 0, 0
         while start < len(ends):
             fitting = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
@@ -85,6 +110,7 @@ class LayerRuns:
         sources, destinations, sizes: as of a `RunBatch`, in layer 0.
         source_stride, destination_stride: bytes from layer to layer.
         keep: the memory that the addresses lie in.
+        pattern: of one layer, be it which it may.
     """
 
     sources: Integers
@@ -93,13 +119,14 @@ class LayerRuns:
     source_stride: int
     destination_stride: int
     keep: tuple[torch.Tensor, torch.Tensor]
+    pattern: Pattern = field(default_factory=Pattern)
 
     def batch(self, start: int, stop: int) -> RunBatch:
         """The runs of layers `start` to `stop - 1`."""
         if stop == start + 1:
             sources = self.sources + start * self.source_stride
             destinations = self.destinations + start * self.destination_stride
-            return RunBatch(sources, destinations, self.sizes, self.keep)
+            return RunBatch(sources, destinations, self.sizes, self.keep, self.pattern)
         layers = np.arange(start, stop, dtype=np.int64)[:, None]
         return RunBatch(
             (self.sources + layers * self.source_stride).ravel(),
@@ -232,13 +259,12 @@ _held = _memmove(ctypes.PyDLL(None))  # does not
 
 def memmove_batch(batch: RunBatch) -> None:
     """Copy one run after the other on this thread."""
-    runs = list(zip(*(c.tolist() for c in (batch.destinations, batch.sources, batch.sizes)), strict=True))
-    mean = batch.nbytes // max(1, len(runs))
+    mean = batch.nbytes // max(1, len(batch.sizes))
     if mean >= HELD_BYTES:
-        _copy_long(runs)
+        _copy_long(batch)
         return
     # Every so many bytes one run gives up the GIL. Not `sleep(0)`, which gives up the processor as well.
-    turn = max(1, TURN_BYTES // max(1, mean))
+    runs, turn = _listed(batch), max(1, TURN_BYTES // max(1, mean))
     for start in range(0, len(runs), turn):
         *most, last = runs[start : start + turn]
         deque(starmap(_held, most), maxlen=0)
@@ -249,17 +275,35 @@ Run: TypeAlias = tuple[int, int, int]
 """Destination, source, bytes."""
 
 
-def _copy_long(runs: Sequence[Run]) -> None:
+def _listed(batch: RunBatch) -> list[Run]:
+    return list(zip(*(c.tolist() for c in (batch.destinations, batch.sources, batch.sizes)), strict=True))
+
+
+def _copy_long(batch: RunBatch) -> None:
     """Copy runs of which each is worth giving up the GIL; those at equal distances give it up once, since
     who takes it again may have to wait for it, and to be woken."""
-    start = 0
-    while start < len(runs):
-        stop = _end_of_rows(runs, start)
-        if stop > start + 1:
-            _copy_rows(runs[start], runs[start + 1], stop - start)
+    rows = batch.pattern.rows
+    if rows is None:
+        batch.pattern.rows = rows = _rows(_listed(batch))
+    for start, number, size, to_step, by_step in rows:
+        destination, source = int(batch.destinations[start]), int(batch.sources[start])
+        if number == 1:
+            _freed(destination, source, size)
         else:
-            _freed(*runs[start])
+            to, by = _Memory(destination, number, to_step, size), _Memory(source, number, by_step, size)
+            np.copyto(np.asarray(to), np.asarray(by))
+
+
+def _rows(runs: Sequence[Run]) -> list[Rows]:
+    """All of `runs`, as many together as are of one length and at equal distances."""
+    rows, start = [], 0
+    while start < len(runs):
+        to, source, size = runs[start]
+        stop = _end_of_rows(runs, start)
+        next_to, next_source, _ = runs[min(start + 1, stop - 1)]
+        rows.append(Rows(start, stop - start, size, next_to - to, next_source - source))
         start = stop
+    return rows
 
 
 def _end_of_rows(runs: Sequence[Run], start: int) -> int:
@@ -275,16 +319,7 @@ def _end_of_rows(runs: Sequence[Run], start: int) -> int:
     return stop
 
 
-def _copy_rows(first: Run, second: Run, count: int) -> None:
-    destination, source, size = first
-    to, by = (
-        np.asarray(_Rows(start, count, step, size))
-        for start, step in ((destination, second[0] - destination), (source, second[1] - source))
-    )
-    np.copyto(to, by)
-
-
-class _Rows:
+class _Memory:
     """Memory as numpy sees it: rows of bytes at equal distances, which may be negative."""
 
     def __init__(self, start: int, count: int, step: int, size: int) -> None:

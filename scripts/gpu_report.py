@@ -40,7 +40,7 @@ BENCHES: dict[str, tuple[str, dict[str, object]]] = {
         "transfer",
         {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},
     ),
-    "overlap": ("overlap", {"device": "cuda", "layer_mib": 64}),
+    "overlap": ("overlap", {"device": "cuda", "layers": 16, "layer_mib": 64}),
 }
 """By name, a module of `asynchicache.bench` and options of it."""
 

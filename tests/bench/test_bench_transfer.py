@@ -7,12 +7,13 @@ import os
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from rich.console import Console
 
-from asynchicache.bench.copy_rig import OwnCores, single_threaded, torch_threads, two_cores
+from asynchicache.bench.copy_rig import OwnCores, on_core, single_threaded, torch_threads, two_cores
 from asynchicache.bench.overlap import SHARES, OverlapOptions, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
 from asynchicache.errors import ConfigError
@@ -68,17 +69,29 @@ async def test_copies_that_do_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.asyncio
 async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
+    cores = os.sched_getaffinity(0)
     report = await run_overlap(OverlapOptions(layers=3, layer_mib=1, rounds=1), _ignore)
     result = json.loads(json.dumps(report.as_json()))
 
     assert (result["device"], result["ok"], len(result["rows"])) == ("cpu", True, len(SHARES))
     assert result["submit_us_per_layer"] > 0
+    assert os.sched_getaffinity(0) == cores
     for row in result["rows"]:
         whole = {"layerwise_ms", "serial_ms", "compute_ms", "transfer_ms", "together_ms"}
-        assert set(row) == {*whole, "ideal_ms"}
+        assert set(row) == {*whole, "ideal_ms", "ideal_together_ms"}
         assert all(row[name] > 0 for name in whole)
         ideal = max(row["compute_ms"], row["transfer_ms"]) + row["transfer_ms"] / 3
         assert row["ideal_ms"] == pytest.approx(ideal)
+        assert row["ideal_together_ms"] == pytest.approx(row["together_ms"] + row["transfer_ms"] / 3)
+
+
+@pytest.mark.asyncio
+async def test_overlap_leaves_the_core_of_the_copies_to_them() -> None:
+    before, seen = os.sched_getaffinity(0), []
+    options = OverlapOptions(layers=2, layer_mib=1, rounds=1)
+    await run_overlap(options, lambda done, total: seen.append(os.sched_getaffinity(0)))
+
+    assert seen == [{sorted(before)[1]} if len(before) > 1 else before] * len(SHARES)
 
 
 def test_compute_takes_no_thread_of_the_copies() -> None:
@@ -106,6 +119,17 @@ def test_streams_stay_on_cores_of_their_own() -> None:
             stream.record(event)
             event.synchronize()
     assert found == {"compute": {min(os.sched_getaffinity(0))}, "elsewhere": os.sched_getaffinity(0)}
+
+
+def test_threads_that_are_started_meanwhile_stay_on_the_core() -> None:
+    before, found = os.sched_getaffinity(0), []
+    for core in (min(before), None):
+        with on_core(core):
+            thread = Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+    assert found == [{min(before)}, before]
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.asyncio

@@ -101,6 +101,19 @@ def test_long_runs_at_equal_distances_give_up_the_interpreter_once(monkeypatch: 
     assert calls == [(5, 16), (4, 16)]
 
 
+def test_of_all_layers_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynchicache.kernels.batch.HELD_BYTES", 1)
+    source = torch.arange(3 * 8 * 4, dtype=torch.uint8).reshape(3, 8, 1, 4)
+    destination, expected = torch.zeros_like(source), torch.zeros_like(source)
+    layers = RunGeometry(source, destination).runs(np.array([[0, 7, 1], [2, 5, 1], [4, 3, 1], [5, 0, 2]]))
+
+    for layer in range(3):
+        memmove_batch(layers.batch(layer, layer + 1))
+        monkeypatch.setattr("asynchicache.kernels.batch._end_of_rows", None)
+        expected[layer, [7, 5, 3, 0, 1]] = source[layer, [0, 2, 4, 5, 6]]
+        assert torch.equal(destination, expected)
+
+
 def test_batches_are_cut_by_bytes_and_by_runs() -> None:
     sizes = np.array([4, 4, 9, 1, 1], np.int64)
     batch = RunBatch(np.arange(5), np.arange(5) + 10, sizes, ())

@@ -101,6 +101,21 @@ def two_cores(first: Sequence[str], second: Sequence[str]) -> dict[str, int]:
     return dict.fromkeys(first, cores[0]) | dict.fromkeys(second, cores[1]) if len(cores) > 1 else {}
 
 
+@contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Keep this thread, and those that it starts meanwhile, on one core; where they like if it is None.
+
+    Left to the system, whom a copying thread wakes is put behind it on its core, for milliseconds, while
+    the other core has nothing to do.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before if core is None else {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @asynccontextmanager
 async def open_rig(
     spec: PoolSpec,
