@@ -9,6 +9,8 @@ from asynchicache.errors import ConfigError
 
 T = TypeVar("T")
 
+_SECRETS = frozenset({"password"})
+
 
 class Options:
     """Takes options by name; `finish` refuses what is left.
@@ -51,7 +53,8 @@ class Options:
 
     def refused(self, name: str, value: object, rule: str) -> ConfigError:
         """The error that says which option has which value against which rule."""
-        return ConfigError(f"storage backend {self._backend!r}: option {name}={value!r} {rule}")
+        shown = "***" if name in _SECRETS else repr(value)
+        return ConfigError(f"storage backend {self._backend!r}: option {name}={shown} {rule}")
 
     def finish(self) -> None:
         """

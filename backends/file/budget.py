@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from asynchicache.layouts import ALIGNMENT
+
+logger = logging.getLogger(__name__)
 
 FIXED_BYTES = 4 * ALIGNMENT
 """Counted for what is small: FORMAT, and the pools' manifests."""
@@ -76,6 +79,7 @@ class Budget:
         self._open: list[Holder] = []
         self._dormant: dict[Path, DormantPool] = {}
         self._opening: set[Path] = set()
+        self._kept: set[Path] = set()  # by the system, which does not let us remove their files
 
     def found(self, folder: Path) -> None:
         """There is a pool that nobody has opened."""
@@ -120,13 +124,22 @@ class Budget:
             return None
         free = self._limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._dormant.values()])
         for folder, dormant in self._dormant.items():
-            if free < wanted and folder not in self._opening:
-                free += dormant.give_back(wanted - free)
+            if free < wanted and folder not in self._opening | self._kept:
+                free += self._take_back(folder, dormant, wanted - free)
         if free < wanted:
             share = self._limit // max(1, len(self._open))
             missing = min(wanted, share - holder.nbytes) - free
             free += self._from_the_richest(holder, share, missing) if missing > 0 else 0
         return max(free, 0)
+
+    def _take_back(self, folder: Path, dormant: DormantPool, nbytes: int) -> int:
+        """About so many bytes of a pool that is not open; 0 if its files are another user's, say."""
+        try:
+            return dormant.give_back(nbytes)
+        except OSError as error:
+            logger.warning("%s takes room and cannot be removed: %s", folder, error)
+            self._kept.add(folder)
+            return 0
 
     def _from_the_richest(self, holder: Holder, share: int, missing: int) -> int:
         others = [other for other in self._open if other is not holder]

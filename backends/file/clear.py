@@ -52,8 +52,10 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
 
 
 def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
+    if not (pool or fingerprint):
+        return True
     if not (folder / MANIFEST).exists():  # nobody knows whose pages these are
-        return not (pool or fingerprint)
+        return False
     manifest = parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
     return pool in ("", manifest.pool) and manifest.fingerprint.startswith(fingerprint)
 

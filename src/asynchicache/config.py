@@ -175,7 +175,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Options from a TOML or JSON file, then from the environment: `ASYNCHICACHE_HOST_RATIO=3`.
 
         Values of the environment are TOML where they are not plain words: numbers, `true`, or a table
-        such as `{kv = 1024}`. A file is JSON if its name ends so.
+        such as `{kv = 1024}`. Those of options that are words are taken as they are: `1234567` may be a
+        commit. A file is JSON if its name ends so.
 
         Args:
             path: of the file.
@@ -190,11 +191,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             merged = dict(defaults or {}) | ({} if path is None else _read(path))
             for name, text in (os.environ if environ is None else environ).items():
                 if name.startswith(ENVIRONMENT_PREFIX) and _is_option(name):
-                    merged[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = parse_value(text)
+                    option = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+                    merged[option] = _value_of(option, text)
             merged |= values or {}
             _check_tables(merged)
             return msgspec.convert(merged, cls, strict=False)
-        except (msgspec.MsgspecError, OSError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
             raise ConfigError(f"the configuration does not fit: {error}") from error
 
     def sizes(self) -> SizeOptions:
@@ -206,6 +208,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             host_ratio=self.host_ratio,
             pages_per_state=self.pages_per_state,
         )
+
+
+_WORDS = {option.name for option in msgspec.structs.fields(CacheConfig) if option.type in (str, str | None)}
 
 
 def _check_type(option: msgspec.structs.FieldInfo, value: object) -> None:
@@ -232,6 +237,12 @@ def _check_tables(values: Mapping[str, object]) -> None:
 def _is_option(name: str) -> bool:
     """Whether a variable is one of ours; others with the prefix (test switches) are left alone."""
     return name.removeprefix(ENVIRONMENT_PREFIX).lower() in CacheConfig.__struct_fields__
+
+
+def _value_of(option: str, text: str) -> object:
+    """What a variable gives an option: a commit hash that looks like a number is none."""
+    value = parse_value(text)
+    return text if option in _WORDS and not isinstance(value, str) else value
 
 
 def parse_value(text: str) -> object:

@@ -142,6 +142,31 @@ async def test_a_pool_that_was_removed_by_hand_takes_no_room(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
+async def test_a_pool_that_may_not_be_removed_takes_its_room_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with backend_at(tmp_path) as backend:
+        old = await open_bench(backend, weights="old")
+        await old.put(old.keys(1), [0])
+    theirs = pages_file(tmp_path)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    capacity = sum(path.stat().st_size for path in theirs.parent.iterdir()) + capacity_for(8)
+    async with backend_at(tmp_path, capacity_bytes=capacity) as backend:
+        bench = await open_bench(backend)
+        for start in range(0, 32, 8):
+            assert await bench.put(bench.keys(*range(start, start + 8)), range(8)) == [STORED] * 8
+    assert theirs.exists()
+    assert caplog.text.count("cannot be removed") == 1
+
+
+@pytest.mark.asyncio
 async def test_a_folder_stays_locked_until_the_last_write_though_nobody_waits(
     tmp_path: Path, slow_close: Gate
 ) -> None:

@@ -42,6 +42,11 @@ def test_who_we_are_comes_from_the_url_or_from_options() -> None:
     assert RedisOptions.of({"url": "redis://:secret@cache"}).username is None
 
 
+def test_a_password_of_another_type_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"option password=\*\*\* must be of type str"):
+        RedisOptions.of({"url": "redis://cache", "password": 1234})
+
+
 def test_a_password_is_never_shown() -> None:
     options = RedisOptions.of({"url": "redis://bob:s3cret@cache", "read_only": True})
     assert "s3cret" not in repr(options)

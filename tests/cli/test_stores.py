@@ -211,3 +211,17 @@ def test_an_empty_folder_does_not_become_a_store(
     assert main([*command, str(tmp_path)]) == 1
     assert "holds no file store" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_includes_what_has_a_damaged_manifest(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools = sorted(path.name for path in store.glob("*-*"))
+    (manifest,) = store.glob("kv-*/pool.json")
+    manifest.write_text("{}")
+
+    assert main(["clear", str(store), "--pool", "kv"]) == 1
+    assert "pool.json is damaged" in capsys.readouterr().err
+    code, cleared = run(capsys, "clear", str(store), "--everything")
+    assert (code, cleared["pools"]) == (0, pools)
+    assert [path.name for path in store.glob("*-*")] == []

@@ -46,6 +46,19 @@ def test_toml_then_environment(tmp_path: Path):
     assert config.storage_options == {"path": "pages"}
 
 
+@pytest.mark.parametrize("text", ["1234567", "123e456", "0x1f", "true", "nan", "2024-01-01", "a1", "[1]", ""])
+def test_words_of_the_environment_are_no_numbers(text: str):
+    assert CacheConfig.load(environ={"ASYNCHICACHE_WEIGHT_VERSION": text}).weight_version == text
+    assert CacheConfig.load(environ={"ASYNCHICACHE_SALT": f'"{text}"'}).salt == text
+
+
+def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path):
+    path = tmp_path / "cache.toml"
+    path.write_bytes(b'salt = "\xff"')
+    with pytest.raises(ConfigError, match="does not fit: 'utf-8' codec"):
+        CacheConfig.load(path, {})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
