@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from asynchicache.backends.file import entries
 from asynchicache.backends.file.entries import Entry
@@ -15,13 +15,27 @@ from asynchicache.backends.file.segments import Segments
 logger = logging.getLogger(__name__)
 
 
+class Naming(NamedTuple):
+    """Pages that are on their way.
+
+    Attributes:
+        first: the lowest of their stamps.
+        entries: by slot, as they will be stored; whoever could not write a page takes its entry out.
+        leaving: slots whose pages were given up, and whose entries will be empty.
+    """
+
+    first: int
+    entries: dict[int, bytes]
+    leaving: Sequence[int] = ()
+
+
 class Commits:
     """One barrier makes pages durable together with the entries that name them.
 
     Within it the disk may do an entry and lose its page. So each entry says up to which stamp all pages
     were durable when it was written, and after a crash those with higher stamps are looked at. Whoever
-    gives a slot away erases its entry, durably, before the slot is written again. Commits run side by
-    side, and the kernel merges what they ask of the disk.
+    gives a slot away erases its entry, durably, before the slot is written again. Pages are committed by
+    one thread (`writer.GroupWriter`), and others erase beside it.
 
     Args:
         segments: the files.
@@ -36,22 +50,26 @@ class Commits:
         self._pending: set[int] = set()  # the first stamps of commits that have not ended well
         self._lock = threading.Lock()
 
-    def name(self, pages: Sequence[tuple[bytes, int]], leaving: Sequence[int] = ()) -> None:
-        """Return when pages, by digest and slot, and their entries are durable, and `leaving` hold nothing.
+    def name(self, pages: Sequence[tuple[bytes, int]], leaving: Sequence[int] = ()) -> Naming:
+        """Entries for pages, by digest and slot, that are about to be written; `leaving` will hold nothing.
 
-        Raises:
-            OSError: they may not be, and no later commit will be.
+        One that is never committed stops the mark: what is named after it will be read after a crash.
         """
-        if not pages:
-            return
         with self._lock:
             first, self._stamp = self._stamp, self._stamp + len(pages)
             self._pending.add(first)
             mark = min(self._pending)
-        slots = [*leaving, *(slot for _, slot in pages)]
-        self._commit(slots, partial(self._write, pages, first, mark, leaving))
+        return Naming(first, _packed(pages, first, mark) | entries.empty(leaving), leaving)
+
+    def commit(self, namings: Sequence[Naming]) -> None:
+        """Return when their pages, which were written, and their entries are durable.
+
+        Raises:
+            OSError: they may not be, and no later commit will be.
+        """
+        self._commit({slot: entry for naming in namings for slot, entry in naming.entries.items()})
         with self._lock:
-            self._pending.remove(first)
+            self._pending.difference_update(naming.first for naming in namings)
 
     def erase(self, slots: Sequence[int]) -> None:
         """Return when these slots hold nothing, durably.
@@ -59,8 +77,7 @@ class Commits:
         Raises:
             OSError: they may hold what they held, and no later commit will be durable.
         """
-        if slots:
-            self._commit(slots, partial(entries.erase, self._segments, slots))
+        self._commit(entries.empty(slots))
 
     def vouch(self, pages: Sequence[tuple[bytes, int]]) -> None:
         """Name pages anew, the least recently used first, and say that all are durable.
@@ -71,14 +88,16 @@ class Commits:
             OSError: the entries may not be.
         """
         first, self._stamp = self._stamp, self._stamp + len(pages)
-        self._write(pages, first, self._stamp)
+        entries.put(self._segments, _packed(pages, first, self._stamp))
         self._segments.sync(slot for _, slot in pages)
 
-    def _commit(self, slots: Sequence[int], write: Callable[[], None]) -> None:
+    def _commit(self, stored: Mapping[int, bytes]) -> None:
+        if not stored:
+            return
         self._check()
         try:
-            write()
-            self._segments.sync(slots)
+            entries.put(self._segments, stored)
+            self._segments.sync(stored)
         except OSError:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.
             self.broken = True
@@ -90,9 +109,7 @@ class Commits:
         if self.broken:
             raise OSError(errno.EIO, "a commit has failed before")
 
-    def _write(
-        self, pages: Sequence[tuple[bytes, int]], first: int, mark: int, leaving: Sequence[int] = ()
-    ) -> None:
-        entries.erase(self._segments, leaving)
-        named = [Entry(stamp, slot, digest, mark) for stamp, (digest, slot) in enumerate(pages, first)]
-        entries.write(self._segments, named)
+
+def _packed(pages: Sequence[tuple[bytes, int]], first: int, mark: int) -> dict[int, bytes]:
+    named = (Entry(stamp, slot, digest, mark) for stamp, (digest, slot) in enumerate(pages, first))
+    return entries.packed(named)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from asynchicache.backends.file.runs import Move, Run, neighbours
 from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.file.writer import Load
 from asynchicache.errors import ClosedError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
@@ -33,38 +35,27 @@ _BUSY_HOPS = 3
 Mover = Callable[[int, Sequence[memoryview]], int]
 
 
-class Move(NamedTuple):
-    """A page on its way: the store's slot, and the page's place in its batch."""
-
-    slot: int
-    place: int
-
-
 class _Batch(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
     fresh: Sequence[int]  # places of pages that are to be written
+    written: list[Move]  # those that were
 
     def page(self, move: Move) -> tuple[bytes, int]:
         """A page's digest, and its slot in the store."""
         return self.keys[move.place].digest, move.slot
 
+    def unwritten(self, moves: Sequence[Move]) -> list[int]:
+        """Slots of the store whose pages were not written whole."""
+        if len(self.written) == len(moves):
+            return []
+        kept = set(self.written)
+        return [move.slot for move in moves if move not in kept]
+
     def end(self, moves: Sequence[Move], outcome: Outcome) -> None:
         for move in moves:
             self.outcomes[move.place] = outcome
-
-
-def runs(moves: Sequence[Move], most: int) -> Iterator[list[Move]]:
-    """Moves in ascending order of store slots, cut where a slot does not follow, and after `most`."""
-    run: list[Move] = []
-    for move in moves:
-        if run and (move.slot != run[-1].slot + 1 or len(run) == most):
-            yield run
-            run = []
-        run.append(move)
-    if run:
-        yield run
 
 
 class FileEngine:
@@ -151,12 +142,12 @@ class FileEngine:
         return asyncio.shield(task)
 
     def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys), [])
+        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys), [], [])
         found = self._store.pin(key.digest for key in keys)
         moves = sorted(Move(slot, place) for place, slot in enumerate(found) if slot is not None)
         try:
-            for run in runs(moves, self._store.segments.most_frames):
-                for move in self._move(self._store.segments.read, run, batch):
+            for run in self._runs(moves, batch):
+                for move in self._move(self._store.segments.read, batch, run):
                     slot, key = slots[move.place], keys[move.place]
                     batch.outcomes[move.place] = self._binding.check(slot, key)
             self._drop([move for move in moves if batch.outcomes[move.place] is Outcome.CORRUPT], batch)
@@ -176,41 +167,45 @@ class FileEngine:
     def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Write pages, and make them durable together."""
         batch, moves = self._begin(keys, slots)
-        return self._end(self._write(moves, batch), batch)
+        try:
+            self._write(moves, batch)
+        except OSError as error:
+            logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)
+            batch.end(batch.written, Outcome.FAILED)
+        finally:
+            self._store.release(batch.unwritten(moves))
+        self._repeat(batch)
+        return batch.outcomes
 
     def _begin(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> tuple[_Batch, list[Move]]:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
             refusal = Outcome.REJECTED if self._store.read_only else Outcome.FAILED
-            return _Batch(keys, slots, [refusal] * len(keys), []), []
+            return _Batch(keys, slots, [refusal] * len(keys), [], []), []
         fresh = self._store.missing([key.digest for key in keys])
-        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh)
+        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh, [])
         return batch, self._take(batch)
 
-    def _write(self, moves: list[Move], batch: _Batch) -> list[Move]:
-        """Seal and write pages; those that were written whole."""
-        written: list[Move] = []
-        try:
-            for move in moves:
-                self._binding.seal(batch.slots[move.place], batch.keys[move.place])
-            for run in runs(moves, self._store.segments.most_frames):
-                written += self._move(self._store.segments.write, run, batch)
-        finally:
-            kept = set(written)
-            self._store.release(move.slot for move in moves if move not in kept)
-        return written
+    def _write(self, moves: list[Move], batch: _Batch) -> None:
+        """Seal and write pages, and make them visible.
 
-    def _end(self, written: Sequence[Move], batch: _Batch) -> list[Outcome]:
-        """Make pages durable and visible."""
-        try:
-            first = self._store.publish(list(map(batch.page, written)))
-        except OSError as error:
-            logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(written), error)
-            batch.end(written, Outcome.FAILED)
-        else:
-            batch.end([move for move, new in zip(written, first, strict=True) if new], Outcome.STORED)
-        self._repeat(batch)
-        return batch.outcomes
+        Raises:
+            OSError: those that were written may not be durable.
+        """
+        if not moves:
+            return
+        for move in moves:
+            self._binding.seal(batch.slots[move.place], batch.keys[move.place])
+        write = partial(self._move, self._store.segments.write, batch)
+        load = Load(self._store.name(list(map(batch.page, moves))), write, written=batch.written)
+        for run in self._runs(moves, batch):
+            if self._store.segments.is_long(len(run.moves)):
+                load.runs.append(run)
+            else:
+                load.write(run)  # here, so that short ones of several calls are under way at once
+        self._store.write(load)
+        first = self._store.publish(list(map(batch.page, batch.written)))
+        batch.end([move for move, new in zip(batch.written, first, strict=True) if new], Outcome.STORED)
 
     def _take(self, batch: _Batch) -> list[Move]:
         """A slot of the store for each page; what gets none has its outcome."""
@@ -243,35 +238,40 @@ class FileEngine:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if was else Outcome.MISS for was in there]
 
-    def _move(self, mover: Mover, run: list[Move], batch: _Batch) -> list[Move]:
+    def _runs(self, moves: list[Move], batch: _Batch) -> Iterator[Run]:
+        """Neighbours, with where their bytes are in memory."""
+        for run in neighbours(moves, self._store.segments.most_frames):
+            views: list[memoryview] = []
+            for move in run:
+                slot = batch.slots[move.place]
+                views += (self._binding.header(slot), self._binding.page(slot))
+            yield Run(run, views)
+
+    def _move(self, mover: Mover, batch: _Batch, run: Run) -> list[Move]:
         """Move a run in as few calls as it takes.
 
         Returns:
             The pages that were moved whole; the others have their outcome.
         """
         moved: list[Move] = []
-        while run:
-            done, outcome = self._try(mover, run, batch)
-            if not done and len(run) > 1:  # which page is it?
-                done, outcome = self._try(mover, run[:1], batch)
-            moved += run[:done]
+        while run.moves:
+            done, outcome = self._try(mover, run)
+            if not done and len(run.moves) > 1:  # which page is it?
+                done, outcome = self._try(mover, run.cut(0, 1))
+            moved += run.moves[:done]
             if not done:
-                batch.outcomes[run[0].place] = outcome
-            run = run[max(done, 1) :]
+                batch.outcomes[run.moves[0].place] = outcome
+            run = run.cut(max(done, 1), len(run.moves))
         return moved
 
-    def _try(self, mover: Mover, run: list[Move], batch: _Batch) -> tuple[int, Outcome]:
+    def _try(self, mover: Mover, run: Run) -> tuple[int, Outcome]:
         try:
-            return mover(run[0].slot, self._views(run, batch)), Outcome.HIT
+            return mover(run.slot, run.views), Outcome.HIT
         except OSError as error:
             logger.warning(
-                "pool %s: %d pages from slot %d: %s", self._binding.pool, len(run), run[0].slot, error
+                "pool %s: %d pages from slot %d: %s", self._binding.pool, len(run.moves), run.slot, error
             )
             return 0, _outcome(error)
-
-    def _views(self, run: list[Move], batch: _Batch) -> list[memoryview]:
-        slots = (batch.slots[move.place] for move in run)
-        return [view for slot in slots for view in (self._binding.header(slot), self._binding.page(slot))]
 
     def __repr__(self) -> str:
         index = self._store.index

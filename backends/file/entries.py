@@ -5,7 +5,7 @@ Entries are written in place. A crash tears none: none crosses a sector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -73,26 +73,40 @@ def load(segments: Segments) -> Entries:
     return Entries(pages, damaged, trusted, max(following, trusted))
 
 
-def write(segments: Segments, entries: Sequence[Entry]) -> None:
+def write(segments: Segments, entries: Iterable[Entry]) -> None:
     """Overwrite the entries of slots; durable after `Segments.sync`.
 
     Raises:
         OSError: some may not be written.
     """
-    _put(segments, {entry.slot: _packed(entry) for entry in entries})
+    put(segments, packed(entries))
 
 
-def erase(segments: Segments, slots: Sequence[int]) -> None:
+def erase(segments: Segments, slots: Iterable[int]) -> None:
     """Empty the entries of slots; durable after `Segments.sync`.
 
     Raises:
         OSError: some may not be written.
     """
-    _put(segments, dict.fromkeys(slots, bytes(ENTRY_BYTES)))
+    put(segments, empty(slots))
 
 
-def _put(segments: Segments, stored: Mapping[int, bytes]) -> None:
-    """Write entries by their slots, neighbours in one call."""
+def packed(entries: Iterable[Entry]) -> dict[int, bytes]:
+    """Entries as they are stored, by slot."""
+    return {entry.slot: _packed(entry) for entry in entries}
+
+
+def empty(slots: Iterable[int]) -> dict[int, bytes]:
+    """What the entries of slots that hold nothing are."""
+    return dict.fromkeys(slots, bytes(ENTRY_BYTES))
+
+
+def put(segments: Segments, stored: Mapping[int, bytes]) -> None:
+    """Write entries by their slots, neighbours in one call; durable after `Segments.sync`.
+
+    Raises:
+        OSError: some may not be written.
+    """
     for run in _runs(sorted(stored), segments.shape.slots):
         segments.write_entries(run[0], b"".join(stored[slot] for slot in run))
 

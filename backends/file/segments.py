@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from asynchicache.backends.file.folder import sync_folder
@@ -18,7 +18,7 @@ from asynchicache.errors import StorageFormatError
 
 _MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
 _MOST_BYTES = 64 << 20  # longer calls gain nothing, and Linux moves 2 GiB at most
-_LONG_BYTES = 8 << 20  # a call of the kernel that keeps a disk busy by itself
+_LONG_BYTES = 8 << 20
 _LONG_READS = 2
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
@@ -32,9 +32,9 @@ def segment_path(folder: Path, number: int) -> Path:
 class Segments:
     """Slots, numbered through all files. All methods block; reads and writes may run side by side.
 
-    Long calls take turns, one write and two reads at a time. The disk is as busy as with more; but calls
-    that share it end together, and then all threads compute checksums, or wait for a barrier, while the
-    disk has nothing to do.
+    Long reads take turns, two at a time. The disk is as busy as with more; but calls that share it end
+    together, and then all threads compute checksums while the disk has nothing to do. Long writes are all
+    one thread's (`writer.GroupWriter`).
 
     Args:
         folder: of the pool.
@@ -55,7 +55,6 @@ class Segments:
         self._direct = direct
         self._full = False
         self._files: list[Segment] = []
-        self._write_turn = threading.Lock()
         self._read_turns = threading.Semaphore(_LONG_READS)
         try:
             for number in range(_count(folder)):
@@ -97,7 +96,7 @@ class Segments:
             OSError: none was; ENODATA if the file ends before.
         """
         file, place, frames = self._place(slot, len(views) // 2)
-        with self._turn(self._read_turns, frames):
+        with self._read_turns if self.is_long(frames) else nullcontext():
             return file.read(place, views[: 2 * frames])
 
     def write(self, slot: int, views: Sequence[memoryview]) -> int:
@@ -110,8 +109,11 @@ class Segments:
             OSError: none was; ENOSPC if the disk is full.
         """
         file, place, frames = self._place(slot, len(views) // 2)
-        with self._turn(self._write_turn, frames):
-            return file.write(place, views[: 2 * frames])
+        return file.write(place, views[: 2 * frames])
+
+    def is_long(self, frames: int) -> bool:
+        """Whether a call of the kernel that moves so many slots keeps a disk busy by itself."""
+        return frames * self.shape.frame_bytes >= _LONG_BYTES
 
     def read_entries(self) -> list[memoryview]:
         """The entries of each file.
@@ -198,10 +200,6 @@ class Segments:
         """The file of a slot, the slot's number there, and how many of `frames` lie in that file."""
         number, place = divmod(slot, self.shape.slots)
         return self._files[number], place, min(frames, self.shape.slots - place)
-
-    def _turn(self, turns: AbstractContextManager[bool], frames: int) -> AbstractContextManager[bool | None]:
-        """Held while a call of the kernel moves so many frames."""
-        return turns if frames * self.shape.frame_bytes >= _LONG_BYTES else nullcontext()
 
     def _file(self, number: int) -> Segment:
         path = segment_path(self._folder, number)

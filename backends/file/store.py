@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
-from asynchicache.backends.file.commits import Commits
+from asynchicache.backends.file.commits import Commits, Naming
 from asynchicache.backends.file.index import PageIndex
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.recovery import Identify, PageReader, recover
 from asynchicache.backends.file.segments import Segments
+from asynchicache.backends.file.writer import GroupWriter, Load
 
 logger = logging.getLogger(__name__)
 
@@ -127,19 +128,27 @@ class PageStore:
         self._commits.erase(evicted)
         return taken
 
-    def publish(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Make pages in taken slots durable, then visible; for each, whether no other call came first.
+    def name(self, pages: Sequence[tuple[bytes, int]]) -> Naming:
+        """Entries for pages, by digest and slot, that will be written to taken slots.
 
         In a full store slots for the next call are made free by the same barrier.
-
-        Raises:
-            OSError: they may not be durable, and are not visible.
         """
         with self._lock:
             ahead = min(len(pages), self.index.slots // _AHEAD) if self._full else 0
             leaving = self.index.evict(ahead - self.index.free)
-        self._commits.name(pages, leaving)
-        self.release(leaving)
+        return self._commits.name(pages, leaving)
+
+    def write(self, load: Load) -> None:
+        """Write pages, durably.
+
+        Raises:
+            OSError: they may not be durable.
+        """
+        self._writer.write(load)
+        self.release(load.naming.leaving)
+
+    def publish(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
+        """Make durable pages visible; for each, whether no other call came first."""
         with self._lock:
             held = [self.index.hold(slot, digest) for digest, slot in pages]
         self._give_up([slot for (_, slot), first in zip(pages, held, strict=True) if not first])
@@ -190,6 +199,7 @@ class PageStore:
     def close(self) -> None:
         """Write the order of use, and close the files; twice is harmless."""
         self._budget.leave(self._folder, self)
+        self._writer.close()
         try:
             if self.index.used and not (self.read_only or self.broken):
                 self.index.used = False
@@ -205,6 +215,7 @@ class PageStore:
         found = recover(self.segments, reader)
         self.unfinished = found.unfinished
         self._commits = Commits(self.segments, found.stamp)
+        self._writer = GroupWriter(self.segments, self._commits)
         if not self.read_only:
             self._commits.erase(found.stale)
             self._commits.vouch(found.checked)

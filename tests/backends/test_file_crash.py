@@ -17,7 +17,10 @@ HIT, MISS, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT
 
 WRITE_FOREVER = """
 import asyncio, sys
-from storage.file_stores import bench_at
+from asynchicache.backends.file import segments
+from storage.file_stores import FRAME_BYTES, bench_at
+
+segments._LONG_BYTES = 4 * FRAME_BYTES
 
 async def worker(bench, lane):
     for batch in range(int(sys.argv[3]) + lane, 100_000_000, 4):

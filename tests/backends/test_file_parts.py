@@ -1,18 +1,15 @@
-"""A large batch is moved in parts side by side, and answers as if it were one; long calls take turns."""
+"""A large batch is moved in parts side by side, and answers as if it were one."""
 
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from asynchicache.backends.file import engine, segments
-from asynchicache.backends.file.segments import Segments
 from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.types import Outcome
 from storage.file_stores import FRAME_BYTES, bench_at, capacity_for
@@ -28,8 +25,9 @@ HIT, MISS, STORED, EXISTS, FAILED = (
 SLOT_BYTES = FRAME_BYTES - HEADER_BYTES
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[2, 1000], ids=["long", "short"])
+def small_parts(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(segments, "_LONG_BYTES", request.param * FRAME_BYTES)
     monkeypatch.setattr(engine, "_HOP_BYTES", 3 * SLOT_BYTES)
     monkeypatch.setattr(engine, "_FINE_BYTES", 2 * SLOT_BYTES)
 
@@ -76,7 +74,7 @@ async def test_a_part_that_cannot_be_written_costs_its_pages(
     pwritev = os.pwritev
 
     def refuse_the_second_part(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        if len(views) > 1 and any(key.digest in bytes(views[0]) for key in keys[3:6]):
+        if any(key.digest in bytes(view) for key in keys[3:6] for view in views[::2] if len(views) > 1):
             raise OSError(5, "bad sectors")
         return pwritev(descriptor, views, offset)
 
@@ -122,42 +120,23 @@ async def test_a_lone_read_is_cut_finer(tmp_path: Path, monkeypatch: pytest.Monk
         assert sizes == [3] * 4
 
 
-def test_long_writes_take_turns_and_nothing_else_waits(
+@pytest.mark.asyncio
+async def test_a_page_that_cannot_be_written_costs_no_other_of_its_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "_LONG_BYTES", 2 * FRAME_BYTES)
-    slots = Segments(tmp_path, FRAME_BYTES, read_only=False, direct=True)
-    slots.grow(8, 8)
-    memory = memoryview(mmap.mmap(-1, FRAME_BYTES))
-    frame = [memory[:HEADER_BYTES], memory[HEADER_BYTES:]]
-    under_way, go_on = threading.Event(), threading.Event()
     pwritev = os.pwritev
 
-    def slow_where_long(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        if len(views) > 2:
-            under_way.set()
-            go_on.wait()
+    def refuse_one(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if any(keys[4].digest in bytes(view) for view in views if len(view) == HEADER_BYTES):
+            raise OSError(5, "bad sector")
         return pwritev(descriptor, views, offset)
 
-    monkeypatch.setattr(os, "pwritev", slow_where_long)
-    ended: list[int] = []
-    long_ones = [
-        threading.Thread(target=lambda slot=slot: ended.append(slots.write(slot, frame * 2)))
-        for slot in (0, 2)
-    ]
-    for thread in long_ones:
-        thread.start()
-    assert under_way.wait(10)
-
-    assert slots.write(4, frame) == 1
-    assert slots.read(4, frame) == 1
-    assert slots.read(4, frame * 2) == 2
-    assert slots._write_turn.locked()
-    assert ended == []
-
-    go_on.set()
-    for thread in long_ones:
-        thread.join(10)
-    assert ended == [2, 2]
-    assert not slots._write_turn.locked()
-    slots.close()
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(9)) as bench:
+        keys = bench.keys(*range(9))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwritev", refuse_one)
+            assert await bench.put(keys, range(9)) == [STORED] * 4 + [FAILED] + [STORED] * 4
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(9)) as bench:
+        assert await bench.get(keys, range(9)) == [HIT] * 4 + [MISS] + [HIT] * 4
+        assert await bench.put(keys[4:5], [9]) == [STORED]
+        assert await bench.get(keys, range(9)) == [HIT] * 9

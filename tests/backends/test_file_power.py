@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.file import segments
 from asynchicache.backends.file import store as stores
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.folder import MANIFEST
@@ -23,7 +24,7 @@ from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.file.verify import verify_store
 from asynchicache.storage.binding import sealed_key
 from asynchicache.testing.backends import Bench
-from storage.file_stores import bench_at, capacity_for
+from storage.file_stores import FRAME_BYTES, bench_at, capacity_for
 from storage.power_cuts import DiskLog
 
 PAGES = 48
@@ -73,6 +74,7 @@ async def record(
     with log.recording(monkeypatch), monkeypatch.context() as watching:
         watch_index(log, watching)
         watching.setattr(stores, "_AHEAD", 4)
+        watching.setattr(segments, "_LONG_BYTES", (2 + seed % 2 * 1000) * FRAME_BYTES)  # who writes pages
         async with bench_at(folder, capacity_bytes=capacity) as bench:
             await work(bench, log, random.Random(seed), steps)
     return log

@@ -1,0 +1,184 @@
+"""What several calls have ready is written by one thread, and made durable by one barrier."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.file import entries
+from asynchicache.backends.file.commits import Commits
+from asynchicache.backends.file.runs import Move, Run
+from asynchicache.backends.file.segments import Segments
+from asynchicache.backends.file.writer import GroupWriter, Load
+from asynchicache.storage.binding import HEADER_BYTES
+from storage.file_stores import FRAME_BYTES
+
+
+class Crank:
+    """A thread that runs when the test says so.
+
+    Attributes:
+        calls: that were submitted.
+        submitted: released with each of them.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self.submitted = threading.Semaphore(0)
+
+    def submit(self, call: Callable[[], object]) -> None:
+        self.calls.append(call)
+        self.submitted.release()
+
+    def close(self) -> None:
+        assert not self.calls
+
+    def turn(self) -> None:
+        self.calls.pop(0)()
+
+
+class Pool:
+    """Files of one pool with slots, and their writer.
+
+    Attributes:
+        log: the first slot of each write, and how many; each barrier.
+        most: slots that one write takes; None: more than one are refused.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.segments = Segments(folder, FRAME_BYTES, read_only=False, direct=True)
+        self.segments.grow(8, 8)
+        self.commits = Commits(self.segments, 1)
+        self.crank = Crank()
+        self.log: list[object] = []
+        self.most: int | None = 100
+        self.writer = GroupWriter(self.segments, self.commits)
+        self.writer._worker = self.crank
+        self._threads = ThreadPoolExecutor(4)
+        monkeypatch.setattr(self.segments, "write", partial(self._write, self.segments.write))
+        monkeypatch.setattr(os, "fdatasync", partial(self._sync, os.fdatasync))
+
+    def put(self, slot: int, move: Callable[[Run], list[Move]] | None = None) -> Future[None]:
+        """Let a thread write a page, and return once that is in the queue."""
+        memory = memoryview(mmap.mmap(-1, FRAME_BYTES))
+        memory[:] = bytes([slot]) * FRAME_BYTES
+        run = Run([Move(slot, 0)], [memory[:HEADER_BYTES], memory[HEADER_BYTES:]])
+        load = Load(self.commits.name([(bytes([slot]) * 32, slot)]), move or self._move, [run])
+        ended = self._threads.submit(self.writer.write, load)
+        assert self.crank.submitted.acquire(timeout=10)
+        return ended
+
+    def held(self) -> bytes:
+        """The first byte of each slot that has an entry on the disk."""
+        memory = memoryview(mmap.mmap(-1, FRAME_BYTES))
+        found = bytearray()
+        for slot in sorted(entry.slot for entry in entries.load(self.segments).pages):
+            self.segments.read(slot, [memory[:HEADER_BYTES], memory[HEADER_BYTES:]])
+            found.append(memory[0])
+        return bytes(found)
+
+    def run_dry(self) -> None:
+        """Let the writer do whatever it was asked for."""
+        while self.crank.calls:
+            self.crank.turn()
+
+    def _move(self, run: Run) -> list[Move]:
+        self.segments.write(run.slot, run.views)
+        return list(run.moves)
+
+    def _write(self, real: Callable[..., int], slot: int, views: list[memoryview]) -> int:
+        self.log.append((slot, len(views) // 2))
+        if self.most is None and len(views) > 2:
+            raise OSError(5, "too much")
+        return real(slot, views[: 2 * (self.most or 1)])
+
+    def _sync(self, real: Callable[[int], None], descriptor: int) -> None:
+        self.log.append("barrier")
+        real(descriptor)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.writer.close()
+        self.segments.close()
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    pool = Pool(tmp_path, monkeypatch)
+    yield pool
+    pool.close()
+
+
+def test_what_has_queued_up_shares_a_barrier_and_neighbours_a_write(pool: Pool) -> None:
+    calls = [pool.put(slot) for slot in (2, 4, 1)]
+    assert not any(call.done() for call in calls)
+
+    pool.crank.turn()
+    for call in calls:
+        call.result(timeout=10)
+    assert pool.log == [(1, 2), (4, 1), "barrier"]
+    assert pool.held() == b"\1\2\4"
+
+    last = pool.put(3)
+    pool.run_dry()  # three of the calls find nothing to do, or the last page
+    last.result(timeout=10)
+    assert pool.log == [(1, 2), (4, 1), "barrier", (3, 1), "barrier"]
+    assert pool.held() == b"\1\2\3\4"
+
+
+@pytest.mark.parametrize("most", [1, None])
+def test_neighbours_that_do_not_go_together_go_one_by_one(pool: Pool, most: int | None) -> None:
+    pool.most = most
+    calls = [pool.put(slot) for slot in (1, 2)]
+    pool.run_dry()
+    for call in calls:
+        call.result(timeout=10)
+    assert pool.log == [(1, 2), (1, 1), (2, 1), "barrier"]
+    assert pool.held() == b"\1\2"
+
+
+def test_a_page_that_was_not_written_is_not_named(pool: Pool) -> None:
+    calls = [pool.put(1, lambda run: []), pool.put(3)]
+    pool.run_dry()
+    for call in calls:
+        call.result(timeout=10)
+    assert pool.held() == b"\3"
+
+
+def test_a_call_that_raises_fails_alone(pool: Pool) -> None:
+    def fail(run: Run) -> list[Move]:
+        raise ZeroDivisionError
+
+    calls = [pool.put(1), pool.put(3, fail), pool.put(5)]
+    pool.run_dry()
+    with pytest.raises(ZeroDivisionError):
+        calls[1].result(timeout=10)
+    for call in (calls[0], calls[2]):
+        call.result(timeout=10)
+    assert pool.log == [(1, 1), (5, 1), "barrier"]
+    assert pool.held() == b"\1\5"
+
+
+def test_a_barrier_that_fails_fails_all_of_its_calls_and_those_after(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(5, "lost")
+
+    calls = [pool.put(1), pool.put(2)]
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdatasync", refuse)
+        pool.crank.turn()
+    calls.append(pool.put(3))
+    pool.run_dry()
+    for call in calls:
+        with pytest.raises(OSError, match=r"lost|failed before"):
+            call.result(timeout=10)
+    assert pool.commits.broken
