@@ -117,7 +117,10 @@ class FileEngine:
     async def _close(self) -> None:
         while self._hops:
             await asyncio.wait(self._hops)
-        await self._port.run_blocking(self._store.close)
+        try:
+            await self._port.run_blocking(self._store.close)
+        except RuntimeError:  # whoever closed has given up, and the threads are gone: better here than never
+            self._store.close()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -189,6 +189,38 @@ async def test_a_folder_stays_locked_until_the_last_write_though_nobody_waits(
             pass
 
 
+async def until_shut(port: AsyncioPort) -> None:
+    """The port takes no more calls; those that run may go on."""
+    with suppress(RuntimeError):
+        while True:
+            await port.run_blocking(lambda: None)
+
+
+@pytest.mark.asyncio
+async def test_a_folder_is_free_when_the_last_call_has_ended_though_the_threads_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, gate = AsyncioPort(threads=4, seed=0), Gate()
+    backend = open_backend({"path": tmp_path}, port)
+    bench = await open_bench(backend)
+    await bench.put(bench.keys(1), [0])
+    monkeypatch.setattr(bench.binding, "check", lambda slot, key: gate.pass_through() or HIT)
+    call = asyncio.create_task(bench.engine.get(bench.keys(1), [0]))
+    await gate.reached()
+    closing = asyncio.create_task(backend.aclose())
+    await turns()
+    closing.cancel()
+    shutting = asyncio.create_task(port.aclose())
+    await until_shut(port)
+    gate.open()
+
+    assert await call == [HIT]
+    await shutting
+    await turns()
+    async with backend_at(tmp_path):
+        pass
+
+
 class SlowEngine:
     """Takes as long to close as the test likes."""
 
