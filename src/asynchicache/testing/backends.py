@@ -407,13 +407,13 @@ class BackendConformance:
         async with self.backend(tmp_path) as backend:
             bench = await self.open(backend)
             await bench.put(bench.keys(1), [0])
-            await bench.engine.aclose()
+            await asyncio.gather(bench.engine.aclose(), bench.engine.aclose())
             await bench.engine.aclose()
 
             again = await self.open(backend)
 
             assert await again.get(again.keys(1), [0]) == [HIT]
-            await backend.aclose()
+            await asyncio.gather(backend.aclose(), backend.aclose())
             await backend.aclose()
 
     async def test_durable_pages_are_there_after_reopening(self, tmp_path: Path) -> None:
