@@ -57,7 +57,7 @@ class TransferOptions:
     device: str = option("cpu", "cpu, cuda or cuda:N")
     path: str = option(AUTO, "how to copy; auto measures", choices=[AUTO, *(path.value for path in CopyPath)])
     row_mib: int = option(256, "MiB that a row moves at a time", minimum=1)
-    rounds: int = option(9, "rounds, of which the fastest counts", minimum=1)
+    rounds: int = option(20, "rounds, of which the fastest counts", minimum=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
