@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -354,3 +356,17 @@ async def test_pools_of_another_device_are_refused(open_rig) -> None:
         elsewhere = EmulatedDevice(InlineDriver(), name="cuda:7")
         with pytest.raises(ConfigError, match="pool 'kv' is on cpu, the streams are cuda:7's"):
             TransferEngine(elsewhere, rig.memories, 6, AsyncioPort(threads=1), rig.reactor)
+
+
+@pytest.mark.asyncio
+async def test_what_has_ended_is_freed_without_a_garbage_collection(open_rig, operation: Build) -> None:
+    async with open_rig("inline", group_bytes=1) as rig:
+        gc.disable()
+        try:
+            ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+            await ticket
+            gone = weakref.ref(ticket)
+            del ticket
+            assert gone() is None
+        finally:
+            gc.enable()

@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 GROUP_BYTES = 8 << 20
 """Bytes of layers that are worth a launch of their own: some 150 microseconds of a PCIe 5 bus."""
 
+_NO_POOL = -1, -1
+"""Slots of a pool that is not there: below even a transfer of nothing."""
+
 
 class TransferEngine:
     """Moves pages between device and host memory, and on the device.
@@ -139,8 +142,8 @@ class TransferEngine:
         if self._closed:
             raise ClosedError("the transfer engine is closed")
         for pool, device, host in operation.reach:
-            slots = self._capacities.get(pool)
-            if slots is None or device >= slots[0] or host >= slots[1]:
+            most_device, most_host = self._capacities.get(pool, _NO_POOL)
+            if device >= most_device or host >= most_host:
                 self._refuse(operation)
         if after or reads:
             # The submit thread looks at them later, and whoever owns these lists may change them.
@@ -152,7 +155,8 @@ class TransferEngine:
                 return Ticket(self._layers)
         tick = self._tick or self._open_tick()
         ticket = Ticket(self._layers, tick.planned)
-        tick.wishes.append((operation, after, reads, done, ticket))
+        wishes = tick.onlookers if operation.empty else tick.wishes
+        wishes.append((operation, after, reads, done, ticket))
         return ticket
 
     def statistics(self) -> TransferStatistics:
@@ -257,7 +261,7 @@ class TransferEngine:
             record.error = error
             self._abandon(record, stream, error)
         finally:
-            record.forget_dependencies()
+            record.forget()
 
     def _wait_for_dependencies(self, record: TransferRecord, stream: Stream) -> None:
         for other in record.needs:
@@ -365,7 +369,7 @@ class TransferEngine:
     def _fail_tick(self, tick: Tick, error: BaseException) -> None:
         """Nothing became of what a tick submitted."""
         tick.planned.set()
-        for wish in tick.wishes:
+        for wish in (*tick.wishes, *tick.onlookers):
             for view in wish[-1].views or ():
                 if view.position is not None:  # its own transfer, not what others bring
                     self._fail(view.record, error)

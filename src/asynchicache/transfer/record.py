@@ -137,7 +137,7 @@ class TransferRecord:
     Attributes:
         number: ascending in the order of enqueueing.
         direction: theirs.
-        submissions: the operations; positions in it are those of the plan.
+        submissions: the operations, until all is enqueued; positions in it are those of the plan.
         after: events of the caller's that the copies wait for.
         needs: transfers that write what this one reads.
         follows: transfers that use what this one writes.
@@ -180,9 +180,10 @@ class TransferRecord:
         group = self.groups[index]
         return None if self._untold[index] or group is self.groups[-1] else group.awaited
 
-    def forget_dependencies(self) -> None:
-        """They are waited for; records that held on to each other would never be freed."""
-        self.after, self.needs, self.follows = [], set(), set()
+    def forget(self) -> None:
+        """What only enqueueing needed. Records that held on to each other would never be freed, and
+        tickets, which hold on to theirs, not before a garbage collection."""
+        self.after, self.needs, self.follows, self.submissions = [], set(), set(), ()
 
     def land(self, index: int) -> list[Submission]:
         """Group `index` has landed, and with it those before it, as they are on one stream.
@@ -209,6 +210,7 @@ class TransferRecord:
             group.finish(error)
         self.finished = self._landed_groups >= len(self._untold)
         ended = [submission for some in self._untold[start:stop] for submission in some]
+        self._untold[start:stop] = [[]] * (stop - start)
         for submission in ended:
             call_done(submission.done, error)
         for group in groups:

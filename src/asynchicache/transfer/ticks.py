@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TypeAlias
 
 from asynchicache.streams.base import Event
@@ -18,6 +19,8 @@ Reads: TypeAlias = Sequence[tuple[str, Sequence[int]]]
 Wish: TypeAlias = tuple[CacheOperation, Sequence[Event], Reads, Done, Ticket]
 """One operation as the loop writes it down: a tuple, since an object takes it several times as long."""
 
+_TICKET = itemgetter(4)
+
 
 @dataclass(slots=True, eq=False)
 class Tick:
@@ -25,17 +28,18 @@ class Tick:
 
     Attributes:
         started: when the first came, by the port's clock.
-        wishes: what was submitted, in order.
+        wishes: what was submitted, in order; without `onlookers`, whose operations are empty.
         planned: set once it is known what becomes of them.
     """
 
     started: float
     wishes: list[Wish] = field(default_factory=list)
+    onlookers: list[Wish] = field(default_factory=list)
     planned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def submissions(self) -> list[Submission]:
         """What to plan; on the submit thread."""
-        return [Submission(*wish, self.started) for wish in self.wishes]
+        return [Submission(*wish, self.started) for wish in (*self.wishes, *self.onlookers)]
 
     def settle(self, record: TransferRecord) -> None:
         """One of its transfers is enqueued."""
@@ -63,7 +67,7 @@ class Untold:
     def write_down(self, tick: Tick) -> None:
         """Take in what `tick` has by now; a whole tick at a time, and twice is harmless while it is open."""
         before = len(self._wishes)
-        self._wishes.update({wish[4]: wish for wish in tick.wishes if not wish[0].empty})
+        self._wishes.update(zip(map(_TICKET, tick.wishes), tick.wishes, strict=True))
         self.written += len(self._wishes) - before
         self._tell()
 
