@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.storage.protocol import PoolBinding
@@ -60,7 +60,7 @@ class _Opened(Generic[E]):
 
     async def close(self) -> None:
         """Close the engine, as soon as it is open; twice is harmless."""
-        await asyncio.wait([self.task])
+        await _until_done([self.task])
         if self._came():
             await self.task.result().aclose()
 
@@ -98,7 +98,7 @@ class OpenEngines(Generic[E]):
         """What is known of a pool, once nothing of it is about to be closed."""
         opened = self._opened.get(identity)
         while opened is not None and not opened.usable() and not opened.begin_closing().done():
-            await asyncio.wait([opened.begin_closing()])
+            await _until_done([opened.begin_closing()])
             if self._closed:
                 raise ClosedError(f"the backend was closed while pool {identity[0]!r} was opened")
             opened = self._opened.get(identity)
@@ -111,14 +111,19 @@ class OpenEngines(Generic[E]):
     async def aclose(self) -> None:
         """Close every engine, those that are still being opened too."""
         self._closed = True
-        tasks = [opened.closing or opened.task for opened in self._opened.values()]
-        if tasks:
-            await asyncio.wait(tasks)
+        await _until_done([opened.closing or opened.task for opened in self._opened.values()])
         for opened in self._opened.values():
             await opened.close()
 
     def __len__(self) -> int:
         return len(self._opened)
+
+
+async def _until_done(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Those that are done may be of a loop that is closed: a backend may outlive it."""
+    running = [task for task in tasks if not task.done()]
+    if running:
+        await asyncio.wait(running)
 
 
 async def _run(make: Callable[[], Awaitable[E]]) -> E:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import threading
 from collections.abc import Callable
@@ -256,6 +257,42 @@ async def test_a_pool_is_opened_again_when_it_has_been_closed() -> None:
     second.may_close.set()
     await closing
     await engines.aclose()
+
+
+class QuickEngine:
+    """Is closed at once."""
+
+    closed = False
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+async def open_quickly() -> QuickEngine:
+    return QuickEngine()
+
+
+def use_on_two_loops(logged: list[object]) -> None:
+    binding = SlotBinding(slab_of("kv", 4096, 1), fingerprint_of("w1"))
+    engines: OpenEngines[QuickEngine] = OpenEngines()
+
+    async def use() -> QuickEngine:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        return await engines.open(binding, open_quickly)
+
+    first = asyncio.run(use())
+    asyncio.run(first.aclose())
+    second = asyncio.run(use())
+    assert second is not first
+    asyncio.run(engines.aclose())
+    assert second.closed
+
+
+def test_pools_are_opened_again_on_another_loop() -> None:
+    logged: list[object] = []
+    use_on_two_loops(logged)
+    gc.collect()  # a task whose error nobody has seen says so when it is gone
+    assert not logged
 
 
 class FailingPort(AsyncioPort):
