@@ -77,9 +77,9 @@ class GroupWriter:
         Raises:
             OSError: it may not be.
         """
-        with self._lock:
-            self._queue.append(load)
+        with self._lock:  # which the thread waits for; a call that it could not be told of is not written
             self._worker.submit(self._serve)
+            self._queue.append(load)
         load.ended.acquire()
         if load.error is not None:
             raise load.error
@@ -91,14 +91,21 @@ class GroupWriter:
     def _serve(self) -> None:
         with self._lock:
             loads, self._queue = self._queue, []
+        try:
+            self._carry_out(loads)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: their callers raise it
+            for load in loads:
+                load.error = load.error or error
+        for load in loads:
+            load.ended.release()
+
+    def _carry_out(self, loads: Sequence[Load]) -> None:
         owners = {id(run): load for load in loads for run in load.runs}
         for group in joined((run for load in loads for run in load.runs), self._segments.most_frames):
             whole = len(group) > 1 and self._at_once(group)
             for run in group:
                 _write(owners[id(run)], run, whole=whole)
-        self._commit([load for load in loads if load.error is None])
-        for load in loads:
-            load.ended.release()
+        self._commits.commit([load.naming for load in loads if load.error is None])
 
     def _at_once(self, group: Sequence[Run]) -> bool:
         """Whether runs of several calls were written in one; if not, each of them goes by itself."""
@@ -107,13 +114,6 @@ class GroupWriter:
             return self._segments.write(group[0].slot, views) == len(views) // 2
         except Exception:  # noqa: BLE001 - the boundary of the thread: it is told of the run that fails
             return False
-
-    def _commit(self, loads: Sequence[Load]) -> None:
-        try:
-            self._commits.commit([load.naming for load in loads])
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: their callers raise it
-            for load in loads:
-                load.error = error
 
 
 def _write(load: Load, run: Run, *, whole: bool) -> None:

@@ -78,8 +78,7 @@ class Sender:
             OSError: the connection broke.
         """
         call = _Call(connected, groups, lines)
-        self._waiting.append(call)
-        self._worker.submit(self._next)
+        self._submit(call)
         try:
             await asyncio.wait([call.ended])
         except asyncio.CancelledError:
@@ -90,6 +89,14 @@ class Sender:
     async def aclose(self) -> None:
         """End the thread, once no call is under way; twice is harmless."""
         await self._port.run_blocking(self._worker.close)
+
+    def _submit(self, call: _Call) -> None:
+        self._waiting.append(call)
+        try:
+            self._worker.submit(self._next)
+        except RuntimeError:  # no thread is to be had; a later call must not find this one before it
+            self._waiting.remove(call)
+            raise
 
     async def _withdraw(self, call: _Call) -> None:
         """Take a call back; if the thread is at it, wait, however often the waiter is cancelled."""

@@ -69,8 +69,9 @@ class ThreadWorker:
 
     def submit(self, call: Callable[[], object]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            thread.start()  # a system without threads to spare raises here, and may have one next time
+            self._thread = thread
         self._inbox.put(call)
 
     def _serve(self) -> None:

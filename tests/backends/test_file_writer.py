@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file import entries
+from asynchicache.backends.file import writer as writer_module
 from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.runs import Move, Run
 from asynchicache.backends.file.segments import Segments
@@ -164,6 +165,41 @@ def test_a_call_that_raises_fails_alone(pool: Pool) -> None:
         call.result(timeout=10)
     assert pool.log == [(1, 1), (5, 1), "barrier"]
     assert pool.held() == b"\1\5"
+
+
+def test_calls_end_whatever_becomes_of_the_thread(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    calls = [pool.put(slot) for slot in (1, 2)]
+    with monkeypatch.context() as broken:
+        broken.setattr(writer_module, "joined", fail)
+        pool.crank.turn()
+    for call in calls:
+        with pytest.raises(ZeroDivisionError):
+            call.result(timeout=10)
+    last = pool.put(3)
+    pool.run_dry()
+    last.result(timeout=10)
+    assert pool.held() == b"\3"
+
+
+def test_a_call_that_no_thread_was_told_of_is_not_written(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(call: Callable[[], object]) -> None:
+        pool.crank.submitted.release()
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pool.crank, "submit", refuse)
+        refused = pool.put(1)
+    with pytest.raises(RuntimeError, match="new thread"):
+        refused.result(timeout=10)
+    call = pool.put(2)
+    pool.run_dry()
+    call.result(timeout=10)
+    assert pool.log == [(2, 1), "barrier"]
 
 
 def test_a_barrier_that_fails_fails_all_of_its_calls_and_those_after(

@@ -262,3 +262,21 @@ async def test_a_server_that_goes_or_talks_too_much_is_waited_for_no_longer(
         assert not second.done()
         held.go_on.set()
         await second
+
+
+async def test_a_call_for_which_there_is_no_thread_is_forgotten(
+    sender: Sender, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await sender.send(pairs[0][0], iter([[b"lost"]]), 1)
+    ours, other = pairs[1]
+    sending = asyncio.create_task(sender.send(ours, iter([[b"sent"]]), 1))
+    assert await asyncio.wait_for(receive(other, 4), 30) == b"sent"
+    await asyncio.wait_for(sending, 30)
+    with pytest.raises(BlockingIOError):
+        pairs[0][1].recv(1)
