@@ -250,8 +250,12 @@ async def test_a_close_that_can_be_cancelled_is_found(
     async def exposed(closing: Awaitable[Any]) -> Any:
         return await closing
 
+    async def close_later(backend: FileBackend) -> None:
+        await asyncio.sleep(0)
+        await backend._close()  # which goes on by itself otherwise
+
     monkeypatch.setattr(front_door, "shielded", exposed)
-    monkeypatch.setattr(FileBackend, "aclose", FileBackend._close)  # which goes on by itself otherwise
+    monkeypatch.setattr(FileBackend, "aclose", close_later)
 
     with pytest.raises(StorageLockedError):  # noqa: PT012  one of them is enough
         for at in range(8, 20):
