@@ -195,15 +195,17 @@ def test_cancelling_ends_a_job_and_its_coroutine_notices(bridge: LoopBridge) -> 
 
 
 def test_a_job_cancelled_before_it_begins_never_runs(bridge: LoopBridge) -> None:
-    go, ran = threading.Event(), threading.Event()
+    blocked, go, ran = threading.Event(), threading.Event(), threading.Event()
 
     async def block() -> None:
+        blocked.set()
         go.wait()
 
     async def run() -> None:
         ran.set()
 
     bridge.submit(block())
+    assert blocked.wait(PATIENCE)  # else both may begin in one turn of the loop
     job = bridge.submit(run())
     assert job.cancel()
     go.set()
