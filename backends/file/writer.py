@@ -18,12 +18,6 @@ from asynchicache.backends.file.segments import Segments
 from asynchicache.ports import ThreadWorker
 
 
-def _held() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 @dataclass(slots=True, eq=False)
 class Load:
     """What one call writes.
@@ -34,7 +28,7 @@ class Load:
         runs: what is still to be written.
         written: pages that were written whole.
         error: why they are not durable.
-        ended: held until they are, or cannot be.
+        ended: set once they are, or cannot be.
     """
 
     naming: Naming
@@ -42,7 +36,7 @@ class Load:
     runs: list[Run] = field(default_factory=list)
     written: list[Move] = field(default_factory=list)
     error: Exception | None = None
-    ended: threading.Lock = field(default_factory=_held)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def write(self, run: Run) -> None:
         """Write a run, as much of it as goes."""
@@ -80,7 +74,7 @@ class GroupWriter:
         with self._lock:  # which the thread waits for; a call that it could not be told of is not written
             self._worker.submit(self._serve)
             self._queue.append(load)
-        load.ended.acquire()
+        load.ended.wait()
         if load.error is not None:
             raise load.error
 
@@ -97,7 +91,7 @@ class GroupWriter:
             for load in loads:
                 load.error = load.error or error
         for load in loads:
-            load.ended.release()
+            load.ended.set()
 
     def _carry_out(self, loads: Sequence[Load]) -> None:
         owners = {id(run): load for load in loads for run in load.runs}
