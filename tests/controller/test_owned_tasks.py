@@ -58,3 +58,20 @@ async def test_a_task_that_fails_does_so_alone(caplog: pytest.LogCaptureFixture)
     assert not waiting.cancelled()
     assert "mine" in caplog.text
     await tasks.aclose()
+
+
+@pytest.mark.asyncio
+async def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
+    tasks = OwnedTasks()
+    await tasks.ready()
+
+    async def work() -> None:
+        raise AssertionError("begun")
+
+    waiting = work()
+    task = tasks.spawn(waiting)
+    task.cancel()
+    await tasks.aclose()
+
+    assert task.cancelled()
+    assert waiting.cr_frame is None  # so nobody warns of it

@@ -40,6 +40,7 @@ class OwnedTasks:
         task = self._group.create_task(_contained(work))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
+        task.add_done_callback(lambda _: work.close())  # a task that is cancelled before it begins leaves it
         return task
 
     async def aclose(self) -> None:
