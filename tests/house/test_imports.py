@@ -52,15 +52,23 @@ def deciding_modules() -> list[str]:
     return modules
 
 
-@pytest.mark.parametrize("folder", ["kernels", "backends"])
-def test_one_name_only(folder: str) -> None:
+@pytest.mark.parametrize("line", ["import backends", "from kernels import batch", "import kernels.batch"])
+def test_one_name_only(line: str) -> None:
+    folder = "kernels" if "kernels" in line else "backends"
     if not (ROOT / folder).is_dir():
         pytest.skip("a source distribution has these folders inside the package only")
 
-    run = python(f"import {folder}")
+    run = python(line)
 
     assert run.returncode == 1
-    assert f"import this folder as asynchicache.{folder}, not as {folder}" in run.stderr
+    advice = f"import this folder as asynchicache.{folder}, not as {folder}"
+    assert advice in run.stderr or "No module named 'kernels.batch'" in run.stderr
+
+
+def test_transformers_does_not_take_our_kernels_for_another_package() -> None:
+    run = python("from transformers.utils import is_kernels_available as there; raise SystemExit(there())")
+
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("folder", ["kernels", "backends"])
