@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from asynchicache.errors import ConfigError
@@ -50,6 +52,23 @@ class Options:
         if value < 1:
             raise self.refused(name, value, "must be above 0")
         return value
+
+    def folder(self, name: str) -> Path:
+        """A folder, which must be named; `~` at its beginning is the user's home.
+
+        Raises:
+            ConfigError: it is missing, or cannot be one.
+        """
+        value = self.take(name, object, "")
+        if not isinstance(value, str | os.PathLike) or not value:
+            raise self.refused(name, value, "must name a folder")
+        text = os.fsdecode(value)
+        if "\0" in text:
+            raise self.refused(name, value, "must not contain a NUL")
+        try:  # a shell does it; from a file, a folder of the name ~ would be made
+            return Path(text).expanduser() if text.startswith("~") else Path(text)
+        except RuntimeError:
+            raise self.refused(name, value, "begins with the home of a user whom nobody knows") from None
 
     def refused(self, name: str, value: object, rule: str) -> ConfigError:
         """The error that says which option has which value against which rule."""

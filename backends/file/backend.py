@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ class FileOptions:
     """What the user chooses.
 
     Attributes:
-        path: the folder; made if it is missing.
+        path: the folder; made if it is missing. `~` at its beginning is the user's home.
         capacity_bytes: most bytes of the folder's files, or of the files of single pools, by their names;
             a pool that is not named then has no limit. Default: as many as the disk has. A full store
             evicts what was not used for longest.
@@ -48,11 +47,7 @@ class FileOptions:
             ConfigError: an option is missing, unknown, or breaks its rule.
         """
         taken = Options("file", options)
-        path = taken.take("path", object, "")
-        if not isinstance(path, str | os.PathLike) or not path:
-            raise taken.refused("path", path, "must name a folder")
-        if "\0" in os.fspath(path):
-            raise taken.refused("path", path, "must not contain a NUL")
+        path = taken.folder("path")
         capacity = options.get("capacity_bytes")
         if isinstance(capacity, Mapping):
             taken.take("capacity_bytes", Mapping, {})
@@ -62,7 +57,7 @@ class FileOptions:
         read_only = taken.take("read_only", bool, False)
         direct = taken.take("direct", bool, True)
         taken.finish()
-        return cls(Path(path), capacity, read_only, direct)
+        return cls(path, capacity, read_only, direct)
 
     @property
     def folder_limit(self) -> int | None:

@@ -90,6 +90,8 @@ class BlockFile:
         return self._descriptor
 
     def _open(self, flags: int) -> int:
+        if self.path.exists() and not self.path.is_file():  # a folder opens, a pipe waits
+            raise StorageError(f"{self.path} cannot be opened: it is no file")
         reads_nothing = flags == os.O_RDONLY and not self.path.exists()
         path = os.devnull if reads_nothing else self.path
         try:

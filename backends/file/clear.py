@@ -16,10 +16,12 @@ class Cleared(NamedTuple):
     Attributes:
         pools: names of their folders.
         bytes: of their files.
+        kept: names of the folders of pools that did not fit.
     """
 
     pools: list[str]
     bytes: int
+    kept: list[str]
 
 
 def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
@@ -39,7 +41,8 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
         raise StorageError(f"{path} does not exist")
     folder = StoreFolder(path, read_only=False, new=False)
     try:
-        going = [found for found in folder.pools() if _fits(found, pool, fingerprint.lower())]
+        there = folder.pools()
+        going = [found for found in there if _fits(found, pool, fingerprint.lower())]
         size = sum(map(_remove, going))
         sync_folder(path)
     except StorageError:
@@ -48,7 +51,7 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
         raise StorageError(f"{path} cannot be cleared: {error}") from error
     finally:
         folder.close()
-    return Cleared([found.name for found in going], size)
+    return Cleared([found.name for found in going], size, [one.name for one in there if one not in going])
 
 
 def _fits(folder: Path, pool: str, fingerprint: str) -> bool:

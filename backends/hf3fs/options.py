@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +25,8 @@ class Io(Enum):
 class Hf3fsOptions:
     """
     Attributes:
-        path: a folder on the mount of 3FS, for this cache alone; made if it is missing.
+        path: a folder on the mount of 3FS, for this cache alone; made if it is missing. `~` at its beginning
+            is the user's home.
         metadata: URL of the metadata service. Default: `http://127.0.0.1:18000`.
         capacity_bytes: bytes of a pool's file. Default: 1 GiB.
         fractions: by pool, the share of `capacity_bytes` that its file has, one page at least. Default: 1.0.
@@ -64,7 +64,7 @@ class Hf3fsOptions:
         """
         taken = Options("hf3fs", options)
         found = cls(
-            path=_path(taken),
+            path=taken.folder("path"),
             metadata=taken.take("metadata", str, DEFAULT_METADATA),
             capacity_bytes=taken.positive("capacity_bytes") or _GIB,
             fractions=_fractions(taken),
@@ -86,15 +86,6 @@ class Hf3fsOptions:
     def slots_of(self, pool: str, frame_bytes: int) -> int:
         """Pages that a pool's file has room for."""
         return max(1, int(self.capacity_bytes * self.fractions.get(pool, 1.0)) // frame_bytes)
-
-
-def _path(taken: Options) -> Path:
-    path = taken.take("path", object, "")
-    if not isinstance(path, str | os.PathLike) or not path:
-        raise taken.refused("path", path, "must name a folder")
-    if "\0" in os.fspath(path):
-        raise taken.refused("path", path, "must not contain a NUL")
-    return Path(path)
 
 
 def _io(taken: Options) -> Io:

@@ -288,7 +288,7 @@ async def test_a_folder_where_a_file_should_be(tmp_path: Path) -> None:
     pages = file_of(tmp_path, "00000.pages")
     pages.unlink()
     pages.mkdir()
-    with pytest.raises(StorageError, match=r"00000\.pages cannot be opened: Is a directory"):
+    with pytest.raises(StorageError, match=r"00000\.pages cannot be opened: it is no file"):
         async with bench_at(tmp_path):
             pass
 

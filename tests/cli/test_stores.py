@@ -128,7 +128,7 @@ def test_a_store_whose_names_cannot_be_read(store: Path, capsys: pytest.CaptureF
     pages.unlink()
     pages.mkdir()
     assert main(["verify", str(store)]) == 1
-    assert "cannot be verified" in capsys.readouterr().err
+    assert f"{pages} cannot be opened: it is no file" in capsys.readouterr().err
 
 
 def test_a_store_that_is_open(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +157,18 @@ def test_clear_removes_one_pool(store: Path, capsys: pytest.CaptureFixture[str])
     assert code == 0
     assert [str(name)[:3] for name in result["pools"]] == ["kv-"]  # type: ignore[attr-defined]
     assert run(capsys, "verify", str(store))[1]["pages"] == 1
+
+
+def test_clear_says_what_there_is_where_nothing_fits(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clear", str(store), "--pool", "kvv"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("nothing to clear", "kv-", "mamba-"))
+    _, result = run(capsys, "clear", str(store), "--fingerprint", "ab12")
+    assert (result["pools"], result["bytes"]) == ([], 0)
+    assert result["kept"] == sorted(path.name for path in store.glob("*-*"))
+    assert main(["clear", str(store), "--everything"]) == 0
+    assert main(["clear", str(store), "--everything"]) == 0
+    assert "none is there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

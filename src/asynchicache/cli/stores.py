@@ -78,8 +78,10 @@ def _report(report: StoreReport) -> RenderableType:
 
 
 def _cleared(cleared: Cleared) -> RenderableType:
-    table = Table(title="cleared", show_header=False)
-    for name in cleared.pools:
+    """What was removed; where nothing was, what is there: the name may have been mistyped."""
+    table = Table(title="cleared" if cleared.pools else "nothing to clear; pools", show_header=False)
+    for name in cleared.pools or cleared.kept or ["none is there"]:
         table.add_row(Text(name))  # as it is: brackets are no markup
-    table.add_row(f"{cleared.bytes:,} bytes")
+    if cleared.pools:
+        table.add_row(f"{cleared.bytes:,} bytes")
     return table
