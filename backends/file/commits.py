@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from asynchicache.backends.file import entries
-from asynchicache.backends.file.entries import Entry
 from asynchicache.backends.file.segments import Segments
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Commits:
             first, self._stamp = self._stamp, self._stamp + len(pages)
             self._pending.add(first)
             mark = min(self._pending)
-        return Naming(first, _packed(pages, first, mark) | entries.empty(leaving), leaving)
+        return Naming(first, entries.packed(pages, first, mark) | entries.empty(leaving), leaving)
 
     def commit(self, namings: Sequence[Naming]) -> None:
         """Return when their pages, which were written, and their entries are durable.
@@ -88,7 +87,7 @@ class Commits:
             OSError: the entries may not be.
         """
         first, self._stamp = self._stamp, self._stamp + len(pages)
-        entries.put(self._segments, _packed(pages, first, self._stamp))
+        entries.put(self._segments, entries.packed(pages, first, self._stamp))
         self._segments.sync(slot for _, slot in pages)
 
     def _commit(self, stored: Mapping[int, bytes]) -> None:
@@ -108,8 +107,3 @@ class Commits:
     def _check(self) -> None:
         if self.broken:
             raise OSError(errno.EIO, "a commit has failed before")
-
-
-def _packed(pages: Sequence[tuple[bytes, int]], first: int, mark: int) -> dict[int, bytes]:
-    named = (Entry(stamp, slot, digest, mark) for stamp, (digest, slot) in enumerate(pages, first))
-    return entries.packed(named)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -31,8 +33,19 @@ _FINE_BYTES = 4 << 20
 """The same for a lone read: its parts are read side by side, and checked on more than one processor."""
 _BUSY_HOPS = 3
 """So many hops keep the disk and two processors busy."""
+_MOST_SEALS = 4
 
 Mover = Callable[[int, Sequence[memoryview]], int]
+
+
+def seal_turns() -> threading.Semaphore:
+    """Turns for calls of one backend that compute checksums of pages.
+
+    One processor seals faster than most disks write, and each page lets go of the interpreter: threads that
+    did it side by side on few processors would wait for each other between all pages. With turns the first
+    call is ready to be written while the others wait, and not all of them at the end.
+    """
+    return threading.Semaphore(max(1, min(_MOST_SEALS, (os.cpu_count() or 1) // 2)))
 
 
 class _Batch(NamedTuple):
@@ -68,17 +81,21 @@ class FileEngine:
         binding: the pool's slots in host memory.
         port: threads.
         store: the pool's files.
+        seals: how many calls compute checksums of what they will write at the same time, `seal_turns()`.
     """
 
     capabilities = Capabilities(durable=True, checks=True, batch_keys=4096)
 
-    def __init__(self, binding: PoolBinding, port: Port, store: PageStore) -> None:
+    def __init__(
+        self, binding: PoolBinding, port: Port, store: PageStore, seals: threading.Semaphore
+    ) -> None:
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
         self._port = port
         self._store = store
+        self._seals = seals
         self._hops: set[asyncio.Task[object]] = set()
         self._closing: asyncio.Future[None] | None = None
 
@@ -197,8 +214,9 @@ class FileEngine:
         """
         if not moves:
             return
-        for move in moves:
-            self._binding.seal(batch.slots[move.place], batch.keys[move.place])
+        with self._seals:
+            for move in moves:
+                self._binding.seal(batch.slots[move.place], batch.keys[move.place])
         write = partial(self._move, self._store.segments.write, batch)
         load = Load(self._store.name(list(map(batch.page, moves))), write, written=batch.written)
         for run in self._runs(moves, batch):

@@ -73,13 +73,13 @@ def load(segments: Segments) -> Entries:
     return Entries(pages, damaged, trusted, max(following, trusted))
 
 
-def write(segments: Segments, entries: Iterable[Entry]) -> None:
-    """Overwrite the entries of slots; durable after `Segments.sync`.
+def write(segments: Segments, entry: Entry) -> None:
+    """Overwrite the entry of a slot; durable after `Segments.sync`.
 
     Raises:
-        OSError: some may not be written.
+        OSError: it may not be written.
     """
-    put(segments, packed(entries))
+    put(segments, {entry.slot: _packed(*entry)})
 
 
 def erase(segments: Segments, slots: Iterable[int]) -> None:
@@ -91,9 +91,9 @@ def erase(segments: Segments, slots: Iterable[int]) -> None:
     put(segments, empty(slots))
 
 
-def packed(entries: Iterable[Entry]) -> dict[int, bytes]:
-    """Entries as they are stored, by slot."""
-    return {entry.slot: _packed(entry) for entry in entries}
+def packed(pages: Iterable[tuple[bytes, int]], stamp: int, mark: int) -> dict[int, bytes]:
+    """Entries as they are stored, by slot, of pages by digest and slot; their stamps go up from `stamp`."""
+    return {slot: _packed(used, slot, digest, mark) for used, (digest, slot) in enumerate(pages, stamp)}
 
 
 def empty(slots: Iterable[int]) -> dict[int, bytes]:
@@ -121,13 +121,13 @@ def _used(data: memoryview) -> list[int]:
 def _parse(slot: int, raw: bytes) -> Entry | None:
     digest, stamp, mark = _ENTRY.unpack_from(raw)
     entry = Entry(stamp, slot, digest, mark)
-    return entry if _packed(entry) == raw and max(stamp, mark) < _MOST_STAMP else None
+    return entry if _packed(*entry) == raw and max(stamp, mark) < _MOST_STAMP else None
 
 
-def _packed(entry: Entry) -> bytes:
+def _packed(stamp: int, slot: int, digest: bytes, mark: int) -> bytes:
     """An entry as it is stored; the slot is part of its checksum, so that it holds nowhere else."""
-    fixed = _ENTRY.pack(entry.digest, entry.stamp, entry.mark)
-    return fixed + xxh3_64_digest(fixed, seed=entry.slot)
+    fixed = _ENTRY.pack(digest, stamp, mark)
+    return fixed + xxh3_64_digest(fixed, slot)
 
 
 def _runs(slots: Sequence[int], file_slots: int) -> Iterator[list[int]]:

@@ -164,7 +164,7 @@ class PoolCheck:
         if digest is None or digest in self._named:
             entries.erase(self._segments, [slot])
         else:
-            entries.write(self._segments, [Entry(0, slot, digest)])
+            entries.write(self._segments, Entry(0, slot, digest))
             self._named.add(digest)
             self._report.pages += 1
 

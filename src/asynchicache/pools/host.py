@@ -72,6 +72,8 @@ class HostPool:
         self._pinner = (Pinner.of() if pin else None) if isinstance(pin, bool) else pin
         self._steps: Iterator[tuple[int, int]] = iter(())
         self.ready = self.step_slots = slots
+        self._whole_slots = slots if self.layout.kind.whole_slots else 0
+        self._slot_bytes = self.layout.slot_bytes
         if self._pinner is not None and slots:
             self._begin(self._pinner)
 
@@ -139,7 +141,10 @@ class HostPool:
             UsageError: there is no such slot, or slots are not whole in this layout.
             ClosedError: the pool is closed.
         """
-        return self.pages(slot, 1)
+        if not 0 <= slot < self._whole_slots:
+            return self.pages(slot, 1)  # which says what is wrong
+        size = self._slot_bytes
+        return self._pages.memory[slot * size : (slot + 1) * size]
 
     def pages(self, first: int, count: int) -> memoryview:
         """The `count * slot_bytes` of neighbouring slots, writable.
@@ -161,7 +166,9 @@ class HostPool:
             UsageError: there is no such slot.
             ClosedError: the pool is closed.
         """
-        return self.headers(slot, 1)
+        if not 0 <= slot < self.slots:
+            return self.headers(slot, 1)  # which says what is wrong
+        return self._headers.memory[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
 
     def headers(self, first: int, count: int) -> memoryview:
         """The `count * HEADER_BYTES` of the headers of neighbouring slots, writable.
