@@ -88,7 +88,10 @@ class Sender:
 
     async def aclose(self) -> None:
         """End the thread, once no call is under way; twice is harmless."""
-        await self._port.run_blocking(self._worker.close)
+        try:
+            await self._port.run_blocking(self._worker.close)
+        except RuntimeError:  # whoever closed has given up, and the port's threads are gone
+            self._worker.abandon()
 
     def _submit(self, call: _Call) -> None:
         self._waiting.append(call)

@@ -280,3 +280,19 @@ async def test_a_call_for_which_there_is_no_thread_is_forgotten(
     await asyncio.wait_for(sending, 30)
     with pytest.raises(BlockingIOError):
         pairs[0][1].recv(1)
+
+
+async def test_a_sender_ends_its_thread_though_the_port_is_closed(pairs: Pairs) -> None:
+    port = AsyncioPort(threads=1, seed=0)
+    sender = Sender(port)
+    before = set(threading.enumerate())
+    sending = asyncio.create_task(sender.send(pairs[0][0], iter([[b"sent"]]), 1))
+    assert await receive(pairs[0][1], 4) == b"sent"
+    await sending
+    (thread,) = set(threading.enumerate()) - before
+    await port.aclose()
+
+    await sender.aclose()
+    await sender.aclose()
+    thread.join(30)
+    assert not thread.is_alive()
