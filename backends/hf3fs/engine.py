@@ -90,7 +90,10 @@ class Hf3fsEngine:
         self._data.stop()
         while self._calls:
             await asyncio.wait(self._calls)
-        await self._port.run_blocking(self._data.close)
+        try:
+            await self._port.run_blocking(self._data.close)
+        except RuntimeError:  # whoever closed has given up, and the threads are gone: better here than never
+            self._data.close()
 
     def _check_open(self) -> None:
         if self.closed:

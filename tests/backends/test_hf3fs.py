@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.hf3fs.backend import open_backend
 from asynchicache.backends.hf3fs.datafile import Frame
 from asynchicache.backends.hf3fs.posix import PosixPath, runs
+from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 from asynchicache.types import Outcome
@@ -43,6 +45,10 @@ def url(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[str]
     """One service for all: every test has weights of its own."""
     with service_here(tmp_path_factory.mktemp("metadata"), clock) as url:
         yield url
+
+
+def open_files() -> set[str]:
+    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
 
 
 def pages_file(path: Path) -> Path:
@@ -343,6 +349,18 @@ async def test_a_service_that_dies_during_a_write_makes_it_fail_or_be_stored(tmp
 
         assert await bench.get(bench.keys(1, 2), [4, 5]) == [MISS] * 2
         assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
+
+
+@pytest.mark.asyncio
+async def test_files_are_closed_though_the_threads_are_gone(tmp_path: Path, url: str) -> None:
+    port = AsyncioPort(threads=1, seed=0)
+    backend = open_backend({"path": tmp_path, "metadata": url, "capacity_bytes": 1 << 20}, port)
+    await open_bench(backend)
+    assert str(pages_file(tmp_path)) in open_files()
+    await port.aclose()
+
+    await backend.aclose()
+    assert str(pages_file(tmp_path)) not in open_files()
 
 
 @pytest.mark.asyncio
