@@ -21,6 +21,7 @@ from asynchicache.bench.demo.run import Rounds, Stage, run_demo
 from asynchicache.cache import HybridCache
 from asynchicache.cli.main import main
 from asynchicache.config import CacheConfig
+from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers import bridge
 from asynchicache.integrations.transformers.demo_model import build_demo_model
 from asynchicache.integrations.transformers.thread import ModelThread
@@ -235,3 +236,18 @@ def test_torch_has_its_threads_back(tmp_path: Path) -> None:
     asyncio.run(run_demo(options, Silent()))
 
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.asyncio
+async def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    for report in (tmp_path, f"{tmp_path}/new/", ""):
+        with pytest.raises(ConfigError, match="must be a file, such as"):
+            DemoOptions(report=str(report))
+    (tmp_path / "taken").write_text("a file")
+
+    class Unserved(Silent):
+        def round_served(self, mode: str, served: Sequence[Served]) -> None:
+            raise AssertionError("begun")
+
+    with pytest.raises(FileExistsError):
+        await run_demo(DemoOptions(report=str(tmp_path / "taken" / "index.html")), Unserved())

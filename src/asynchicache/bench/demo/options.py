@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.errors import ConfigError
 
 PAGE_SIZE = 8
 """Small, so that short conversations have many pages; servers use 16 to 64 and more."""
@@ -13,7 +15,11 @@ PAGE_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The flags of `demo`; lengths are in tokens."""
+    """The flags of `demo`; lengths are in tokens.
+
+    Raises:
+        ConfigError: a value is outside its rule.
+    """
 
     num_clients: int = option(10, "conversations", minimum=1)
     num_rounds: int = option(12, "turns of each conversation", minimum=1)
@@ -24,6 +30,8 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         check_minimums(self)
+        if self.report.endswith("/") or Path(self.report).is_dir():
+            raise ConfigError(f"--report {self.report!r}: must be a file, such as report/index.html")
 
     def history(self, round_: int) -> int:
         """Tokens of a conversation before round `round_`."""

@@ -12,7 +12,7 @@ from asynchicache.bench.demo.results import DemoResult, ModeResult
 
 
 def write_report(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[str, str]) -> None:
-    """Write `result.report`, making its folder.
+    """Write `result.report`, in a folder that is there.
 
     Args:
         result: what was found.
@@ -22,9 +22,7 @@ def write_report(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[s
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(result.report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(result, ceiling, blurbs), encoding="utf-8")
+    Path(result.report).write_text(render(result, ceiling, blurbs), encoding="utf-8")
 
 
 def render(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[str, str]) -> str:

@@ -44,6 +44,7 @@ async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
         OSError: the report cannot be written.
     """
     started = time.perf_counter()
+    Path(options.report).parent.mkdir(parents=True, exist_ok=True)  # now, and not after a minute's work
     model, config = build_demo_model(options.seed)
     with _one_core(), ModelThread(model.device) as thread:
         owned = OwnedModel(model, config, thread)

@@ -257,10 +257,11 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def load(cls, path: Path) -> Script:
         """
         Raises:
-            ConfigError: the file is no script.
-            OSError: it cannot be read.
+            ConfigError: the file is no script, or cannot be read.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"script {str(path)!r} does not fit: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"script {str(path)!r} cannot be read: {error.strerror}") from error
