@@ -257,3 +257,29 @@ def test_seeded_synchronize_that_could_never_return_raises(frozen_loop: FrozenLo
 def test_seeded_durations_are_checked(frozen_loop: FrozenLoop, mean: float) -> None:
     with pytest.raises(ConfigError, match=r"mean_seconds is .*; it must be above 0"):
         SeededDriver(frozen_loop, random.Random(1), mean_seconds=mean)
+
+
+def test_where_a_stream_gets_no_thread_the_device_fails_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    device, ran, told = EmulatedDevice(ThreadDriver()), [], []
+    first, second = device.stream("first"), device.stream("second")
+    gate, end, both = threading.Event(), device.event(), device.event()
+    first.launch(lambda: gate.wait(PATIENCE))
+    first.record(end)
+    second.wait_event(end)
+    for number in range(3):
+        second.launch(lambda number=number: ran.append(number))
+    second.record(both)
+    device.notify(second, both, told.append)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        gate.set()
+        device.close()  # once all has run
+
+    assert ran == []
+    assert [str(error) for error in told] == [str(device.error)]
+    assert "no thread for stream 'second': can't start new thread" in str(device.error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -97,6 +97,33 @@ async def test_a_closed_device_or_reactor_fails_transfers(open_rig, operation: B
                 await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
 
         assert [type(error) for error in rig.outcomes] == [ClosedError]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("refused", "lasting"), [("asynchicache-submit", False), ("stream-", True)])
+async def test_where_no_thread_is_to_be_had_everybody_is_told(
+    open_rig, operation: Build, refused: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(refused):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def fails(what: Awaitable[None]) -> None:
+        with pytest.raises(TransferError, match="can't start new thread"):
+            await asyncio.wait_for(what, 30)
+
+    async with open_rig() as rig:
+        load = operation(Direction.LOAD, kv=([1], [1]))
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(threading.Thread, "start", refuse)
+            ticket = rig.engine.submit(load, done=rig.done)
+            await fails(ticket)
+        assert len(rig.outcomes) == 1
+        later = rig.engine.submit(load, done=rig.done)
+        await (fails(later) if lasting else later)  # a stream that lost its work is a device that failed
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
-from asynchicache.errors import ConfigError, InternalError
+from asynchicache.errors import ConfigError, DeviceError, InternalError
 from asynchicache.ports import ThreadWorker
 
 _MOMENT = 20e-6
@@ -25,7 +25,9 @@ class Driver(Protocol):
     """Runs work for one device. The device decides what may run; a driver decides when, and where."""
 
     def lane(self, name: str) -> Callable[[Run], None]:
-        """How one stream hands over its work: a piece at a time, the next when the last has run."""
+        """How one stream hands over its work: a piece at a time, the next when the last has run. What it
+        gives raises DeviceError if it cannot take a piece.
+        """
         ...
 
     def wait(self, reached: threading.Event) -> None:
@@ -53,7 +55,14 @@ class ThreadDriver:
         # A stream hands over a piece only after the last one has run: one thread at a time, as it must be.
         thread = ThreadWorker(f"stream-{name}")
         self._threads.append(thread)
-        return thread.submit
+
+        def hand_over(run: Run) -> None:
+            try:
+                thread.submit(run)
+            except RuntimeError as error:  # the system has none to spare
+                raise DeviceError(f"no thread for stream {name!r}: {error}") from error
+
+        return hand_over
 
     def wait(self, reached: threading.Event) -> None:
         reached.wait()

@@ -143,7 +143,7 @@ class _Machine:
                     mark.blocked.append(lane)
                 case _Launch(work):
                     lane.busy = True
-                    acts.append(partial(lane.start, partial(self._run, lane, work)))
+                    acts.append(partial(self._start, lane, partial(self._run, lane, work)))
         return woken
 
     def _reach(self, mark: _Mark, acts: list[Run]) -> list[_Lane]:
@@ -154,6 +154,13 @@ class _Machine:
             lane.busy = False
         mark.callbacks, mark.blocked = [], []
         return woken
+
+    def _start(self, lane: _Lane, run: Run) -> None:
+        try:
+            lane.start(run)
+        except DeviceError as error:  # what waits behind it is told, by a failed device
+            self._fail(error)
+            run()
 
     def _run(self, lane: _Lane, work: Work) -> None:
         """Called by the driver, where and when it likes."""
@@ -175,8 +182,7 @@ class _Machine:
         failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         with self._lock:
-            if self.error is None:
-                self.error = failure
+            self.error = self.error or failure
 
 
 def _perform(acts: list[Run]) -> None:

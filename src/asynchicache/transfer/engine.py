@@ -233,8 +233,11 @@ class TransferEngine:
         self._tick = None
         if self._submitter is None:
             self._carry_out(tick)
-        else:
+            return
+        try:
             self._submitter.submit(partial(self._carry_out, tick))
+        except RuntimeError as error:  # there is no thread to be had
+            self._fail_tick(tick, error)
 
     # The copies, on the submit thread.
 
