@@ -46,11 +46,32 @@ async def thread(cache: HybridCache) -> None:
         worker.join()
 
 
+async def thread_and_stream(cache: HybridCache) -> None:
+    """An engine whose forward is launched by a thread of its own, on a stream that waits there."""
+    compute, end = cache.device.stream("engine"), cache.device.event()
+    async with cache.request(TOKENS) as request:
+        ticket = request.load()
+
+        def forward() -> None:
+            for layer in range(SPEC.layers):
+                if not ticket.host_fence(layer).wait_on(compute, timeout=10):
+                    raise TimeoutError(f"layer {layer} was not enqueued")
+                compute.launch(lambda layer=layer: print("layer", layer, "on the stream"))
+            compute.record(end)
+            end.synchronize()
+
+        worker = threading.Thread(target=forward)
+        worker.start()
+        await ticket
+        worker.join()
+
+
 async def main() -> None:
     async with HybridCache.open(SPEC, CacheConfig(device_slots={"kv": 16, "mamba": 4})) as cache:
         await Toy(cache).serve(TOKENS)
         await graph(cache)
         await thread(cache)
+        await thread_and_stream(cache)
 
 
 asyncio.run(main())

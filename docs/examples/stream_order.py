@@ -20,9 +20,10 @@ def compute_stream(cache: HybridCache) -> Stream:
     return device.stream("compute")
 
 
-def follow(ticket: Ticket, compute: Stream) -> None:
+async def follow(ticket: Ticket, compute: Stream) -> None:
     """Let nothing that is launched on `compute` from now on run before the ticket's bytes are there."""
     for layer in range(SPEC.layers):
+        await ticket.submitted(layer)  # it is enqueued: its fence means something
         ticket.fence(layer).wait_on(compute)
 
 
@@ -32,16 +33,14 @@ async def serve(toy: Toy, compute: Stream, tokens: list[int]) -> int:
     async with request:
         await request.prefetch()
         ticket = request.load()
-        await ticket.submitted()  # all layers are enqueued: their fences mean something
-        follow(ticket, compute)  # a real forward waits layer by layer, each before its attention
+        await follow(ticket, compute)  # a real forward waits layer by layer, each before its attention
         done = request.hit.tokens
         for end in sorted({*request.cuts, len(tokens)}):
             request.extend(end - done)
             slots = request.pages("kv"), request.state("mamba")  # now: the work runs later
             compute.launch(partial(toy.compute, tokens[done:end], done, *slots))
             saved = request.checkpoint(end, after=compute)  # its copies run behind this forward
-            await saved.submitted()
-            follow(saved, compute)  # the next forward overwrites the state that is being copied
+            await follow(saved, compute)  # the next forward overwrites the state that is being copied
             done = end
         answer = torch.empty(1, dtype=torch.int64)
         compute.launch(partial(answer.copy_, toy.sums[0, request.state("mamba")]))

@@ -75,6 +75,7 @@ async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
 
     assert (result["device"], result["ok"], len(result["rows"])) == ("cpu", True, len(SHARES))
     assert result["submit_us_per_layer"] > 0
+    assert result["first_layer_us"] > 0
     assert os.sched_getaffinity(0) == cores
     for row in result["rows"]:
         whole = {"layerwise_ms", "serial_ms", "compute_ms", "transfer_ms", "together_ms"}

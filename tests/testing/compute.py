@@ -57,8 +57,8 @@ class Engine:
             await self._follow(request.checkpoint(cut, after=self._compute))
 
     async def _follow(self, ticket) -> None:
-        await ticket.submitted()
         for layer in range(SPEC.layers):
+            await ticket.submitted(layer)
             ticket.fence(layer).wait_on(self._compute)
 
     def _launch(self, work, *args) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -192,9 +193,19 @@ async def test_of_two_backups_to_one_slot_the_second_counts(
 ) -> None:
     async with _open(0.5, inline=inline) as rig:
         rig.audit._rng = _Draws(0.0, second)
-        first = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [3])), done=rig.outcomes.append)
-        await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
-        await first
+        drawn = threading.Event()
+        if rig.engine._auditor is not None:  # which could else have seen the first before the second is drawn
+            rig.engine._auditor.submit(drawn.wait)
+        backups = [
+            rig.engine.submit(operation(Direction.BACKUP, kv=([slot], [3])), done=rig.outcomes.append)
+            for slot in (0, 1)
+        ]
+        try:
+            await backups[1].submitted()
+        finally:
+            drawn.set()
+        for backup in backups:
+            await backup
         await rig.run(operation(Direction.LOAD, kv=([3], [6])))
 
         assert rig.outcomes == [None] * 3

@@ -174,7 +174,7 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
         monkeypatch.setattr(rig.engine._batcher, "batch", broken)
         ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         watcher = rig.engine.submit(operation(Direction.LOAD), reads=[("kv", [0])], done=lambda _: None)
-        for method in (ticket.submitted, lambda: ticket.layer(0)):
+        for method in (ticket.submitted, lambda: ticket.submitted(0), lambda: ticket.layer(0)):
             with pytest.raises(TransferError, match="a bug in the batcher"):
                 await method()
         with pytest.raises(TransferError, match="a bug in the batcher"):

@@ -107,10 +107,9 @@ class Program:
         )
         tickets = [arriving, *self._readers[slot]]
         self._readers[slot] = []
-        for ticket in tickets:
-            await ticket.submitted()
         for layer in range(LAYERS):
             for ticket in tickets:
+                await ticket.submitted(layer)
                 ticket.fence(layer).wait_on(self._compute)
             self._compute.launch(
                 lambda layer=layer: self._change(self._device.items("keys"), layer, slot, other)

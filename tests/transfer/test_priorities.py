@@ -20,10 +20,10 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[tuple[D
         written: list[tuple[Direction, int, int]] = []
         original = engine._enqueue
 
-        def enqueue(record) -> None:
+        def enqueue(record, begun) -> None:
             priority = record.plan.priority
             written.append((record.direction, priority, len(record.submissions)))
-            original(record)
+            original(record, begun)
 
         monkeypatch.setattr(engine, "_enqueue", enqueue)
         return written

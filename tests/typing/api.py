@@ -38,6 +38,7 @@ async def restore(request: Request, spec: ModelSpec) -> MissReason:
     ticket = request.load()
     await ticket.submitted()
     for layer in range(spec.layers):
+        await ticket.submitted(layer)
         await ticket.layer(layer)
     assert_type(request.extend(1), dict[str, list[int]])
     assert_type(hit.tokens, int)

@@ -46,7 +46,7 @@ class OverlapRow:
     """Medians, in milliseconds.
 
     Attributes:
-        layerwise_ms: load and forward, each layer behind its own fence.
+        layerwise_ms: load and forward, each layer launched behind its own fence as soon as that is enqueued.
         serial_ms: the forward after all layers are loaded.
         compute_ms, transfer_ms: each by itself.
         ideal_ms: the longer of both, and one layer's transfer before it.
@@ -73,12 +73,14 @@ class OverlapReport:
         device: as torch names it.
         rows: one for each share of compute.
         submit_us_per_layer: from submitting a load until all its layers are enqueued, by their number.
+        first_layer_us: from submitting a load until its first layer is, and the forward is launched on it.
         ok: every layer that was computed on had its bytes by then.
     """
 
     device: str
     rows: list[OverlapRow]
     submit_us_per_layer: float
+    first_layer_us: float
     ok: bool
 
     def as_json(self) -> dict[str, object]:
@@ -87,6 +89,7 @@ class OverlapReport:
             "device": self.device,
             "ok": self.ok,
             "submit_us_per_layer": self.submit_us_per_layer,
+            "first_layer_us": self.first_layer_us,
             "rows": rows,
         }
 
@@ -123,19 +126,22 @@ async def run_overlap(options: OverlapOptions, advance: Callable[[int, int], Non
                 rows.append(await runner.row(share, options.rounds))
                 advance(done + 1, len(SHARES))
             submit = median(runner.submit_seconds) / options.layers * 1e6
-            return OverlapReport(rig.device.name, rows, submit, runner.wrong_layers == 0)
+            first = median(runner.first_seconds) * 1e6
+            return OverlapReport(rig.device.name, rows, submit, first, runner.wrong_layers == 0)
 
 
 class _Runner:
     """Runs one model's load and forward in several orders.
 
     Attributes:
-        submit_seconds: how long each layer-wise load took to be enqueued.
+        submit_seconds: how long each load by itself took to be enqueued.
+        first_seconds: how long the first layer of each layer-wise load did.
         wrong_layers: layers whose first byte was not that of the host when they were computed on.
     """
 
     def __init__(self, rig: CopyRig, layers: int) -> None:
         self.submit_seconds: list[float] = []
+        self.first_seconds: list[float] = []
         self.wrong_layers = 0
         self._rig = rig
         self._layers = layers
@@ -177,7 +183,11 @@ class _Runner:
             torch.mm(self._matrix, self._matrix, out=self._out)
 
     async def _load(self, repeats: int = 0) -> None:
-        await self._submit()
+        started = time.perf_counter()
+        ticket = self._submit()
+        await ticket.submitted()
+        self.submit_seconds.append(time.perf_counter() - started)
+        await ticket
 
     async def _forward(self, repeats: int) -> None:
         seen: list[torch.Tensor] = []
@@ -199,10 +209,11 @@ class _Runner:
     async def _layerwise(self, repeats: int) -> None:
         started = time.perf_counter()
         ticket = self._submit()
-        await ticket.submitted()
-        self.submit_seconds.append(time.perf_counter() - started)
         seen: list[torch.Tensor] = []
         for layer in range(self._layers):
+            await ticket.submitted(layer)
+            if layer == 0:
+                self.first_seconds.append(time.perf_counter() - started)
             ticket.fence(layer).wait_on(self._compute)
             self._launch(layer, seen, repeats)
         await self._end()

@@ -350,7 +350,7 @@ class Request:
 
         Returns:
             The ticket of the state's copy. The next forward overwrites the working state, so it must
-            come after: `await ticket`, or, on the device, `await ticket.submitted()` and
+            come after: `await ticket`, or, on the device, `await ticket.submitted(layer)` and
             `ticket.fence(layer).wait_on(stream)`.
 
         Raises:

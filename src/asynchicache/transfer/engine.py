@@ -250,16 +250,17 @@ class TransferEngine:
             return
         self._launches += len(records)
         for record in records:
-            self._enqueue(record)
+            self._enqueue(record, tick.planned.set)
             self._tell(partial(tick.settle, record))
         if not records:
             self._tell(tick.planned.set)
 
-    def _enqueue(self, record: TransferRecord) -> None:
+    def _enqueue(self, record: TransferRecord, begun: Callable[[], object]) -> None:
+        """`begun`: called on the loop, for those who wait for the first layers while others are enqueued."""
         stream = self._streams[record.direction]
         try:
             self._wait_for_dependencies(record, stream)
-            self._enqueue_groups(record, stream)
+            self._enqueue_groups(record, stream, begun)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
             record.error = error
             self._abandon(record, stream, error)
@@ -279,7 +280,7 @@ class TransferEngine:
             if last is not None and other.direction is not record.direction:
                 stream.wait_event(last)
 
-    def _enqueue_groups(self, record: TransferRecord, stream: Stream) -> None:
+    def _enqueue_groups(self, record: TransferRecord, stream: Stream, begun: Callable[[], object]) -> None:
         plan = record.plan
         if plan is None:
             raise record.error or TransferError("there is no plan")
@@ -292,12 +293,14 @@ class TransferEngine:
                     sample.stage(stream, group)
                 event = record.last_event = self._recorded(stream)
                 state.submit(event)
+                if record.asked(state):
+                    self._tell(partial(record.tell, state))
                 audited = sample if state is record.groups[-1] else None
                 reached = partial(self._reached, record, index, audited)
-                urgent = record.urgency(index)
-                self._reactor.track(self._device, stream, reached, event=event, urgent=urgent)
+                self._reactor.track(self._device, stream, reached, event=event, urgent=record.urgency(index))
                 if index == 0 and len(plan.groups) > 1 and self._submitter is not None:
-                    self._device.give_way()  # the first layers are what a forward waits for
+                    self._tell(begun)  # the first layers are what a forward waits for
+                    self._device.give_way()
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asynchicache.errors import DeviceError, RequestStateError
@@ -73,15 +73,15 @@ class Fence:
 
     def _too_early(self) -> RequestStateError:
         return RequestStateError(
-            f"layer {self._layer} is not submitted yet; await Ticket.submitted() before its fence"
+            f"layer {self._layer} is not submitted yet: await Ticket.submitted({self._layer}) first"
         )
 
 
 class HostFence:
     """Lets a thread of another engine wait for one layer, as vLLM's `wait_for_layer_load` does.
 
-    It asks the layer's events and never needs the loop, which may stand still meanwhile. As with other
-    fences, a failed transfer lets through.
+    It asks the layer's events and never needs the loop, which may stand still meanwhile, but for the turn
+    in which the ticket was made: that must end. As with other fences, a failed transfer lets through.
     """
 
     __slots__ = ("_layer", "_ticket")
@@ -107,15 +107,37 @@ class HostFence:
         Returns:
             Whether the fence is open; False if the time was up first.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pause = _FIRST_PAUSE
-        while not self.open:
-            left = _LONGEST_PAUSE if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        return _look_until(lambda: self.open, timeout)
+
+    def wait_on(self, stream: Stream, timeout: float | None = None) -> bool:
+        """As `Fence.wait_on`, but block this thread, never the loop's own, until the layer is enqueued.
+
+        Args:
+            stream: this thread's.
+            timeout: seconds to wait at most; None waits without end.
+
+        Returns:
+            Whether `stream` is ordered behind the layer; False if the time was up first.
+        """
+        if not _look_until(self._submitted, timeout):
+            return False
+        groups = [view.group(self._layer) for view in self._ticket.views or ()]
+        for event in [group.event for group in groups if group is not None]:
+            if event is not None:
+                stream.wait_event(event)
         return True
+
+    def _submitted(self) -> bool:
+        """Whether the layer is enqueued, or will never be."""
+        views = self._ticket.views
+        if views is None:
+            return False
+        groups = [(view.group(self._layer), view.record) for view in views]
+        return all(
+            (group is not None and (group.submitted or group.finished))
+            or (record.failure or record.error) is not None
+            for group, record in groups
+        )
 
     def _passes(self, view: TransferView) -> bool:
         group = view.group(self._layer)
@@ -130,3 +152,16 @@ class HostFence:
             return event.query()
         except DeviceError:
             return True
+
+
+def _look_until(reached: Callable[[], bool], timeout: float | None) -> bool:
+    """Block this thread until `reached()`, for `timeout` seconds at most; False if the time was up first."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    pause = _FIRST_PAUSE
+    while not reached():
+        left = _LONGEST_PAUSE if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return True

@@ -164,6 +164,7 @@ class TransferRecord:
         self.failure: BaseException | None = None
         self.finished = False
         self.settled = asyncio.Event()
+        self._asked: dict[GroupState, asyncio.Event] = {}  # somebody waits for these to be enqueued
         self._landed_groups = 0
         self._untold: list[list[Submission]] = [list(submissions)]  # by the group they end with
 
@@ -179,6 +180,28 @@ class TransferRecord:
         operation ends, and with the last group; else if somebody waits for the group."""
         group = self.groups[index]
         return None if self._untold[index] or group is self.groups[-1] else group.awaited
+
+    async def submitted(self, group: GroupState) -> None:
+        """Wait until a group is enqueued, or never will be; on the loop. At once if that is known."""
+        if not (group.submitted or self.settled.is_set()):
+            asked = self._asked.setdefault(group, asyncio.Event())
+            # The thread that enqueues looks the other way round, so one of the two sees the other.
+            if not group.submitted:
+                await asked.wait()
+
+    def asked(self, group: GroupState) -> bool:
+        """Whether somebody is to be told, by `tell`, that a group is enqueued; on the enqueueing thread."""
+        return group in self._asked
+
+    def tell(self, group: GroupState) -> None:
+        """A group is enqueued; on the loop."""
+        self._asked[group].set()
+
+    def settle(self) -> None:
+        """Every group is enqueued, or never will be; on the loop."""
+        self.settled.set()
+        for asked in self._asked.values():
+            asked.set()
 
     def forget(self) -> None:
         """What only enqueueing needed. Records that held on to each other would never be freed, and
@@ -200,7 +223,7 @@ class TransferRecord:
         """What has not landed by now will not be waited for; as `land`."""
         self.failure = error
         ended = self._finish(len(self._untold), error)
-        self.settled.set()
+        self.settle()
         return ended
 
     def _finish(self, stop: int, error: BaseException | None) -> list[Submission]:
@@ -243,11 +266,6 @@ class TransferView(NamedTuple):
         return groups[-1].finished if groups else self.record.failure is not None
 
     @property
-    def submitted(self) -> bool:
-        groups = self.groups
-        return groups[-1].submitted if groups else False
-
-    @property
     def error(self) -> BaseException | None:
         """Why it will not land, as far as is known; what the device knows, the loop may not know yet."""
         groups = self.groups
@@ -268,6 +286,15 @@ class TransferView(NamedTuple):
         if group is None:
             return LayerStatus.PENDING if self.record.failure is None else LayerStatus.FAILED
         return group.status
+
+    async def submitted(self, layer: int) -> bool:
+        """Wait until `layer` is enqueued, or never will be; whether it is."""
+        group = self.group(layer)
+        if group is None:
+            await self.record.settled.wait()
+            return False
+        await self.record.submitted(group)
+        return group.submitted
 
     async def landed(self, layer: int) -> BaseException | None:
         """Wait until the bytes of `layer` have landed, or will not; why they will not."""

@@ -76,7 +76,7 @@ class Ticket:
         return next((status for status in _WORST_FIRST if status in found), LayerStatus.COMPLETE)
 
     def fence(self, layer: int) -> Fence:
-        """The fence of layer `layer`; to be waited on after `submitted`.
+        """The fence of layer `layer`; to be waited on after `submitted(layer)`.
 
         Raises:
             UsageError: the model has no such layer.
@@ -93,19 +93,26 @@ class Ticket:
         self._check(layer)
         return HostFence(self, layer)
 
-    async def submitted(self) -> None:
-        """Wait until every layer is enqueued, so that fences mean something.
+    async def submitted(self, layer: int | None = None) -> None:
+        """Wait until a layer is enqueued, so that its fence means something.
+
+        Args:
+            layer: which one, so that a forward begins on the first while the others are still being
+                enqueued; returns at once, without a turn of the loop, where it is known to be.
+                Default: every layer.
 
         Raises:
-            TransferError: some layer never will be.
+            TransferError: it never will be.
+            UsageError: the model has no such layer.
         """
-        views = await self._known()
-        for view in views:
-            await view.record.settled.wait()
+        last = self._layers - 1 if layer is None else layer
+        self._check(last)
+        views = await self._known() if layer is None or self._views is None else self._views
+        enqueued = [await view.submitted(last) for view in views]
         if self._failure is not None:
             raise _failed("was not submitted", self._failure)
-        for view in views:
-            if not view.submitted:
+        for view, there in zip(views, enqueued, strict=True):
+            if not there:
                 raise _failed("was not submitted", view.error or view.record.error)
 
     async def layer(self, layer: int) -> None:

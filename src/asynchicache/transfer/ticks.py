@@ -29,7 +29,7 @@ class Tick:
     Attributes:
         started: when the first came, by the port's clock.
         wishes: what was submitted, in order; without `onlookers`, whose operations are empty.
-        planned: set once it is known what becomes of them.
+        planned: set, on the loop, once it is known what becomes of them, and the first of it is enqueued.
     """
 
     started: float
@@ -44,7 +44,7 @@ class Tick:
     def settle(self, record: TransferRecord) -> None:
         """One of its transfers is enqueued."""
         self.planned.set()
-        record.settled.set()
+        record.settle()
 
 
 class Untold:

@@ -142,8 +142,8 @@ class Engine:
 
     async def follow(self, ticket: Ticket) -> None:
         """Let the stream wait for what a ticket stands for."""
-        await ticket.submitted()
         for layer in range(self._cache.spec.layers):
+            await ticket.submitted(layer)
             ticket.fence(layer).wait_on(self._stream)
 
     def launch(self, work: Callable[[], object]) -> None:
