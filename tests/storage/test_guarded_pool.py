@@ -144,6 +144,27 @@ async def test_calls_are_cut_into_batches_and_taken_in_turns() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("concurrency", "order"), [(2, [4, 1]), (1, [4, 1, 4, 4])])
+async def test_puts_do_not_keep_others_waiting_behind_all_of_them(concurrency: int, order: list[int]) -> None:
+    async with scene(ScriptedEngine(concurrency=concurrency)) as s:
+        s.engine.outcome = Outcome.STORED
+        s.engine.gate.clear()
+        putting = asyncio.create_task(s.pool.put(s.keys(12), range(12)))
+        await s.engine.entered(1)
+        asking = asyncio.create_task(s.pool.exists(s.keys(1)))
+        if concurrency > 1:
+            await s.engine.entered(1)  # before any put has ended
+            assert s.engine.batches == order
+        await asyncio.sleep(0)
+        s.engine.gate.set()
+
+        await asking
+        assert (await putting).outcomes == [Outcome.STORED] * 12
+        assert s.engine.batches[: len(order)] == order
+        assert s.engine.most == concurrency
+
+
+@pytest.mark.asyncio
 async def test_answers_keep_their_places_over_batches() -> None:
     async with scene() as s:
         numbers = iter([Outcome.HIT, Outcome.MISS, Outcome.CORRUPT])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -72,6 +73,8 @@ class GuardedPool:
         self._families = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
         self._turns = asyncio.Semaphore(self._capabilities.concurrency)
+        # Nobody waits for puts, and there may be a GiB of them: they leave a turn to what is waited for.
+        self._puts = asyncio.Semaphore(max(1, self._capabilities.concurrency - 1))
         self._known = KnownPages(self._limits, shared=self._capabilities.shared, now=port.now)
         self._calls: set[_Call] = set()
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
@@ -261,7 +264,7 @@ class GuardedPool:
 
     async def _batch(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
-        async with self._turns:
+        async with self._puts if verb is PUT else nullcontext(), self._turns:
             if self._refuses() or not self._breaker.allow():
                 return self._refuse(verb, len(keys))
             return await self._start(verb, keys, slots).answer
