@@ -370,3 +370,48 @@ async def test_what_has_ended_is_freed_without_a_garbage_collection(open_rig, op
             assert gone() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.asyncio
+async def test_a_ticket_that_is_kept_holds_on_to_nothing_that_only_its_moving_needed(
+    open_rig, operation: Build
+) -> None:
+    async with open_rig() as rig:
+        gate, told = rig.gate(), Told()
+        kept = [
+            rig.engine.submit(operation(Direction.LOAD, kv=([slot], [slot])), done=told, reads=[("kv", [5])])
+            for slot in range(2)
+        ]
+        late = rig.engine.submit(
+            operation(Direction.BACKUP, mamba=([0], [0])), after=[gate.event], done=rig.done
+        )
+        for ticket in kept:
+            await ticket
+        gone = weakref.ref(told)
+        del told
+        assert [ticket.operation.empty for ticket in kept] == [True, True]
+        assert (kept[0].reads, kept[0].after, gone()) == ((), (), None)
+        assert rig.engine.live() == [late.operation]
+        gate.open()
+        await late
+        assert late.tick.wishes == []
+        assert rig.engine.live() == []
+
+
+class Told:
+    """Called when an operation has ended."""
+
+    def __call__(self, error: BaseException | None) -> None:
+        assert error is None
+
+
+@pytest.mark.asyncio
+async def test_what_moves_nothing_has_to_name_pools_all_the_same(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        for reads in ([], [("kv", [0])]):
+            with pytest.raises(UsageError, match="'swa' is none of"):
+                rig.engine.submit(operation(Direction.LOAD, swa=([], [])), done=rig.done, reads=reads)
+        with pytest.raises(UsageError, match="'swa' is none of"):
+            rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), swa=([], [])), done=rig.done)
+
+    assert rig.outcomes == []

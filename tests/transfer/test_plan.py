@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from asynchicache.errors import InternalError, UsageError
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -48,6 +50,109 @@ def test_operations_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         CacheOperation(Direction.LOAD, (PoolTransfer("kv", sources, destinations),))
+
+
+COUNTS = [1, 2, 8, 64, 65, 200]
+"""Slots of a transfer: one, few and many are looked at in ways of their own."""
+
+
+def _spoilt(count: int, place: int, slot: object) -> list[object]:
+    slots: list[object] = list(range(300, 300 + count))
+    slots[place] = slot
+    return slots
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    ("slot", "message"),
+    [
+        (-2, "slot -2 is negative"),
+        (np.int64(-2), "slot -2 is negative"),
+        (1.0, "not a run of 64-bit integers"),
+        (np.float64(1), "not a run of 64-bit integers"),
+        (2**63, "not a run of 64-bit integers"),
+        ("1", "not a run of 64-bit integers"),
+        (None, "not a run of 64-bit integers"),
+        ([1], "not a run of 64-bit integers"),
+    ],
+)
+def test_one_slot_that_is_none_is_found_wherever_it_is(
+    direction: Direction, side: int, place: int, count: int, slot: object, message: str
+) -> None:
+    sides = [list(range(1000, 1000 + count)), list(range(5000, 5000 + count))]
+    sides[side] = _spoilt(count, place, slot)
+
+    with pytest.raises(UsageError, match=message):
+        CacheOperation(direction, (PoolTransfer("mamba", [1], [2]), PoolTransfer("kv", *sides)))
+
+
+@pytest.mark.parametrize("count", COUNTS[1:])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("kind", [int, np.int64, bool])
+def test_a_slot_that_is_written_twice_is_found(direction: Direction, count: int, kind: type) -> None:
+    sources, destinations = list(range(1000, 1000 + count)), list(range(count))
+    destinations[0], destinations[-1] = 1, kind(1)
+
+    with pytest.raises(UsageError, match="destination slot 1 is written twice"):
+        CacheOperation(direction, (PoolTransfer("kv", sources, destinations),))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_slot_that_is_read_and_written_is_found_in_forks_only(direction: Direction, count: int) -> None:
+    sources, destinations = list(range(count)), list(range(1000, 1000 + count))
+    destinations[0] = sources[-1]
+    transfers = (PoolTransfer("kv", sources, destinations),)
+
+    if direction is Direction.FORK:
+        with pytest.raises(UsageError, match=f"slot {count - 1} is read and written"):
+            CacheOperation(direction, transfers)
+    else:
+        CacheOperation(direction, transfers)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda slots: array("q", slots)])
+def test_slots_are_copied_whatever_they_come_in(kind: Callable[[list[int]], object], count: int) -> None:
+    numbers = random.Random(count).sample(range(1000), count)
+    sources, destinations = kind(numbers), kind(numbers[::-1])
+    operation = CacheOperation(Direction.LOAD, (PoolTransfer("kv", sources, destinations),))
+    if not isinstance(sources, tuple):
+        sources[0] = destinations[0] = -1
+
+    ((pool, read, written),) = operation.transfers
+    assert (pool, list(read), list(written)) == ("kv", numbers, numbers[::-1])
+    assert operation.reach == (("kv", max(numbers), max(numbers)),)
+    assert all(type(slot) is int for slot in (*read, *written, *operation.reach[0][1:]))
+    assert isinstance(operation.transfers[0], PoolTransfer)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_reach_of_each_direction(count: int) -> None:
+    low, high = list(range(count)), list(range(500, 500 + count))
+    reaches = {
+        direction: CacheOperation(direction, (PoolTransfer("kv", low[::-1], high),)).reach
+        for direction in Direction
+    }
+
+    assert reaches == {
+        Direction.LOAD: (("kv", high[-1], low[-1]),),
+        Direction.BACKUP: (("kv", low[-1], high[-1]),),
+        Direction.FORK: (("kv", high[-1], -1),),
+    }
+
+
+def test_an_operation_may_move_nothing_and_nobody_says_otherwise() -> None:
+    nothing = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []),), 0, (("kv", 5, 5),))
+    some = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []), PoolTransfer("mamba", [0], [0])))
+
+    assert (nothing.empty, nothing.reach, CacheOperation(Direction.LOAD, ()).empty) == (True, (), True)
+    assert (some.empty, some.reach) == (False, (("kv", -1, -1), ("mamba", 0, 0)))
+    with pytest.raises(AttributeError):
+        some.priority = 3
 
 
 @pytest.mark.parametrize("transfer", [5, "kv", ("kv", [1]), None])

@@ -275,7 +275,7 @@ class HybridCacheController:
         """Carry out a publication; the ticket of its states' copy, done if it has none."""
         ticket = self.carry_out(copies)
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return Ticket(self.planner.books.spec.layers)
+            return Ticket.of_nothing(self.planner.books.spec.layers)
         return ticket
 
     # Copies

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from asynchicache.errors import CacheError
 from asynchicache.transfer.hazards import HazardTable, Independence
 from asynchicache.transfer.plan import Direction, PoolExtent, columns_of, merge
-from asynchicache.transfer.record import GroupState, Submission, TransferRecord, TransferView
+from asynchicache.transfer.record import GroupState, TransferRecord, TransferView
+from asynchicache.transfer.ticks import Submission
 from asynchicache.types import Tier
 
 _URGENCY = {Direction.FORK: 0, Direction.LOAD: 1, Direction.BACKUP: 2}
@@ -56,10 +57,10 @@ class Batcher:
         for record in records:
             for position, submission in enumerate(record.submissions):
                 others = [view for view in self._writers(submission) if view.record is not record]
-                submission.ticket.resolve((TransferView(record, position), *others))
+                submission.resolve((TransferView(record, position), *others))
         for submission in submissions:
             if submission.operation.empty:
-                submission.ticket.resolve(tuple(self._writers(submission)))
+                submission.resolve(tuple(self._writers(submission)))
         return records
 
     def _forget_finished(self) -> None:

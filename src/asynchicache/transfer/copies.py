@@ -20,7 +20,8 @@ from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
-from asynchicache.transfer.plan import Direction, LayerGroup, PoolExtent, Slots, TensorPart, TransferPlan
+from asynchicache.transfer.plan import Direction, LayerGroup, PoolExtent, TensorPart, TransferPlan
+from asynchicache.transfer.slots import Slots
 
 CHUNK_BYTES = 32 << 20
 """Bytes of one launch: a long copy must let others in between, on a copy engine that takes turns

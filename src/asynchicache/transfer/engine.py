@@ -30,11 +30,12 @@ from asynchicache.transfer.audit import AuditSample, AuditStatistics, PageAudit
 from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PageCopier, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable
-from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, slot_array
-from asynchicache.transfer.record import Done, GroupState, Submission, TransferRecord, call_done
+from asynchicache.transfer.plan import CacheOperation, Direction, check_slots
+from asynchicache.transfer.record import GroupState, TransferRecord
+from asynchicache.transfer.slots import slot_array
 from asynchicache.transfer.statistics import Landed, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
-from asynchicache.transfer.ticks import Reads, Tick, Untold, Wish
+from asynchicache.transfer.ticks import Done, Reads, Submission, Tick, Untold, call_done
 from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -149,18 +150,15 @@ class TransferEngine:
             # The submit thread looks at them later, and whoever owns these lists may change them.
             after, reads = tuple(after), [(pool, slot_array(slots)) for pool, slots in reads]
             self._check_surroundings(after, reads)
-        if operation.empty:
-            call_done(done, None)
-            if not (reads and (self._untold or self._tick)):
-                return Ticket(self._layers)
+        if not operation.reach:
+            return self._look_on(operation, after, reads, done)
         tick = self._tick or self._open_tick()
-        ticket = Ticket(self._layers, tick.planned)
-        wishes = tick.onlookers if operation.empty else tick.wishes
-        wishes.append((operation, after, reads, done, ticket))
+        ticket = Ticket(self._layers, tick, operation, done, after, reads)
+        tick.wishes.append(ticket)
         return ticket
 
     def statistics(self) -> TransferStatistics:
-        self._write_down()
+        self._untold.write_down(self._tick)
         return TransferStatistics(
             self._untold.written,
             self._launches,
@@ -175,8 +173,8 @@ class TransferEngine:
 
     def live(self) -> list[CacheOperation]:
         """Operations whose end was not told yet."""
-        self._write_down()
-        return self._untold.operations()
+        self._untold.write_down(self._tick)
+        return [submission.operation for submission in self._untold.submissions()]
 
     async def aclose(self, deadline_seconds: float) -> int:
         """Refuse new operations and wait for those in flight, for `deadline_seconds` at most.
@@ -191,7 +189,9 @@ class TransferEngine:
         with anyio.move_on_after(deadline_seconds):
             await self._untold.idle.wait()
         given_up = len(self._untold)
-        self._give_up(TransferError(f"given up after {deadline_seconds} s: the engine closed"))
+        error = TransferError(f"given up after {deadline_seconds} s: the engine closed")
+        self._disappoint(self._untold.submissions(), error)
+        self._gave_up = True
         if self._submitter is not None and given_up:
             self._submitter.abandon()  # it may hang in the driver: nobody could join it
         elif self._submitter is not None:
@@ -203,10 +203,21 @@ class TransferEngine:
     # Before the copies, on the loop.
 
     def _refuse(self, operation: CacheOperation) -> None:
-        """Say what is wrong with an operation that is known to be."""
+        """Say what is wrong with an operation, if anything is."""
         for pool, sources, destinations in operation.transfers:
             check_slots(pool, operation.direction.source, sources, self._extents)
             check_slots(pool, operation.direction.destination, destinations, self._extents)
+
+    def _look_on(self, operation: CacheOperation, after: Sequence[Event], reads: Reads, done: Done) -> Ticket:
+        """Submit an operation that moves nothing: what is in flight may bring what it reads."""
+        self._refuse(operation)
+        call_done(done, None)
+        if not (reads and (self._untold or self._tick)):
+            return Ticket.of_nothing(self._layers)
+        tick = self._tick or self._open_tick()
+        ticket = Ticket(self._layers, tick, operation, None, after, reads)
+        tick.onlookers.append(ticket)
+        return ticket
 
     def _check_surroundings(self, after: Sequence[Event], reads: Reads) -> None:
         for pool, slots in reads:
@@ -222,14 +233,10 @@ class TransferEngine:
         asyncio.get_running_loop().call_soon(self._flush, tick)
         return tick
 
-    def _write_down(self) -> None:
-        if self._tick is not None:
-            self._untold.write_down(self._tick)
-
     def _flush(self, tick: Tick) -> None:
         if self._tick is not tick:
             return  # it was flushed ahead of its time
-        self._write_down()
+        self._untold.write_down(self._tick)
         self._tick = None
         if self._submitter is None:
             self._carry_out(tick)
@@ -244,7 +251,7 @@ class TransferEngine:
     def _carry_out(self, tick: Tick) -> None:
         """Enqueue what one tick submitted, whatever happens: a failure is told, so nobody waits for ever."""
         try:
-            records = self._batcher.batch(tick.submissions())
+            records = self._batcher.batch([*tick.wishes, *tick.onlookers])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
             self._tell(partial(self._fail_tick, tick, error))
             return
@@ -375,26 +382,19 @@ class TransferEngine:
     def _fail_tick(self, tick: Tick, error: BaseException) -> None:
         """Nothing became of what a tick submitted."""
         tick.planned.set()
-        for wish in (*tick.wishes, *tick.onlookers):
-            for view in wish[-1].views or ():
+        self._disappoint([*tick.wishes, *tick.onlookers], error)
+
+    def _disappoint(self, submissions: Sequence[Submission], error: BaseException) -> None:
+        """Fail these, also those of which no transfer will tell."""
+        for submission in submissions:
+            for view in submission.views or ():
                 if view.position is not None:  # its own transfer, not what others bring
                     self._fail(view.record, error)
-            self._disappoint(wish, error)
-
-    def _give_up(self, error: BaseException) -> None:
-        for wish in self._untold.wishes():
-            for view in wish[-1].views or ():
-                self._fail(view.record, error)
-            self._disappoint(wish, error)
-        self._gave_up = True
-
-    def _disappoint(self, wish: Wish, error: BaseException) -> None:
-        """Fail an operation of which no transfer will tell."""
-        *_, done, ticket = wish
-        ticket.give_up(error)
-        if self._untold.take(ticket):
-            call_done(done, error)
+            submission.give_up(error)
+            if submission.end(error):
+                self._untold.strike_out(submission)
 
     def _end(self, submissions: Sequence[Submission]) -> None:
         for submission in submissions:
-            self._untold.take(submission.ticket)
+            submission.forget()
+            self._untold.strike_out(submission)

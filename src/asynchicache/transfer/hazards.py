@@ -12,15 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from asynchicache.transfer.plan import (
-    CacheOperation,
-    Columns,
-    Direction,
-    PoolExtent,
-    Slots,
-    columns_of,
-    slot_numbers,
-)
+from asynchicache.transfer.plan import CacheOperation, Columns, Direction, PoolExtent, columns_of
+from asynchicache.transfer.slots import Slots, slot_numbers
 from asynchicache.types import Tier
 
 _TIERS = (Tier.DEVICE, Tier.HOST)

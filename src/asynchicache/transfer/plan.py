@@ -8,27 +8,24 @@ lists, and with overlapping or dependent copies refused, because a batch has no 
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
+from msgspec.structs import force_setattr
 
 from asynchicache.errors import InternalError, UsageError
 from asynchicache.specs import PoolSpec
+from asynchicache.transfer.slots import FEW, Slots, copied, looked_at, slot_numbers
 from asynchicache.types import PoolTransfer, Tier
 
-Slots: TypeAlias = npt.NDArray[np.int64]
 Columns: TypeAlias = dict[str, tuple[Slots, Slots]]
 """By pool, (sources, destinations) of all that is to be moved."""
-
-_FEW = 64
-"""Up to so many slots Python's own loops are quicker than numpy, which takes microseconds to begin."""
 
 
 class Direction(Enum):
@@ -47,31 +44,29 @@ class Direction(Enum):
         return Tier.HOST if self is Direction.BACKUP else Tier.DEVICE
 
 
-class Reach(NamedTuple):
-    """The highest slots that a transfer touches in each tier, -1 if it touches none."""
+_LOAD, _BACKUP, _FORK = Direction
+# To look a member up takes an enum longer than a function takes to be called.
 
-    pool: str
-    device: int
-    host: int
+Reach: TypeAlias = tuple[str, int, int]
+"""(pool, highest slot on the device, highest slot on the host) of one transfer; -1 if it touches none."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOperation:
+class CacheOperation(msgspec.Struct, frozen=True):
     """What one request wants moved.
 
     Attributes:
         direction: from which tier to which.
         transfers: by pool, slots to slots; a pool may come more than once.
         priority: lower is sooner; of operations of one tick only, see `transfer.batches`.
-        reach: the highest slots of each transfer, so that whoever knows the pools checks it in no time.
-        empty: there is nothing to move.
+        reach: of each transfer, so that whoever knows the pools checks it in no time; none if there is
+            nothing to move. Not to be given: it is worked out.
     """
 
+    # A struct: to set the fields of a frozen dataclass takes longer than to check a few slots.
     direction: Direction
     transfers: tuple[PoolTransfer, ...]
     priority: int = 0
-    reach: tuple[Reach, ...] = field(init=False, repr=False, compare=False)
-    empty: bool = field(init=False, repr=False, compare=False)
+    reach: tuple[Reach, ...] = ()
 
     def __post_init__(self) -> None:
         """
@@ -79,16 +74,28 @@ class CacheOperation:
             UsageError: no direction, a priority that is no integer, lists of unequal length, a slot that
                 is no integer or negative, a destination twice, or a slot forked and written at once.
         """
-        if not isinstance(self.direction, Direction) or not isinstance(self.priority, int):
-            raise UsageError(f"{self.direction!r} must be a Direction, priority {self.priority!r} an int")
-        transfers = tuple([_as_arrays(transfer) for transfer in self.transfers])
-        reach = tuple([_reach(self.direction, transfer) for transfer in transfers])
-        object.__setattr__(self, "transfers", transfers)
-        object.__setattr__(self, "reach", reach)
-        object.__setattr__(self, "empty", all(device < 0 for _, device, _ in reach))
-        if not _plainly_independent(self.direction, transfers):
-            for pool, (sources, destinations) in self.columns().items():
-                _check_independent(self.direction, pool, sources, np.sort(destinations))
+        direction = self.direction
+        if not isinstance(direction, Direction) or not isinstance(self.priority, int):
+            raise UsageError(f"{direction!r} must be a Direction, priority {self.priority!r} an int")
+        transfers, reaches, moves, plain = [], [], False, set()
+        for transfer in self.transfers:
+            pool, sources, destinations = copy = copied(transfer)
+            source, destination, independent = looked_at(pool, sources, destinations, direction is _FORK)
+            transfers.append(tuple.__new__(PoolTransfer, copy))  # its own way is twice as long
+            reaches.append(_reach(direction, pool, source, destination))
+            moves = moves or destination >= 0
+            if independent:
+                plain.add(pool)
+        force_setattr(self, "transfers", tuple(transfers))
+        force_setattr(self, "reach", tuple(reaches) if moves else ())
+        if len(plain) < len(transfers):
+            for pool, (read, written) in self.columns().items():
+                _check_independent(direction, pool, read, np.sort(written))
+
+    @property
+    def empty(self) -> bool:
+        """There is nothing to move."""
+        return not self.reach
 
     def columns(self) -> Columns:
         """Slots by pool of all its transfers; pools with nothing to move left out."""
@@ -219,69 +226,16 @@ def check_slots(pool: str, tier: Tier, slots: Slots | Sequence[int], pools: Mapp
         raise UsageError(f"pool {pool!r} has no {tier.name.lower()} slot {wrong[0]}; it has {capacity}")
 
 
-def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
-    """`slots` as an array; no copy where they are an `array('q')` already."""
-    return np.asarray(slots, np.int64)
-
-
 # Slots.
 
 
-def _as_arrays(transfer: PoolTransfer) -> PoolTransfer:
-    try:
-        pool, sources, destinations = transfer
-    except (TypeError, ValueError):
-        raise UsageError(f"{transfer!r} must be a PoolTransfer") from None
-    if not isinstance(pool, str):
-        raise UsageError(f"pool {pool!r} must be the name of one")
-    sources, destinations = slot_array(sources), slot_array(destinations)
-    if len(sources) != len(destinations):
-        raise UsageError(f"pool {pool!r}: {len(sources)} sources for {len(destinations)} destinations")
-    return PoolTransfer(pool, sources, destinations)
-
-
-def _reach(direction: Direction, transfer: PoolTransfer) -> Reach:
-    pool, sources, destinations = transfer
-    source, destination = _highest(pool, sources), _highest(pool, destinations)
-    if direction is Direction.LOAD:
-        return Reach(pool, destination, source)
-    if direction is Direction.BACKUP:
-        return Reach(pool, source, destination)
-    return Reach(pool, max(source, destination), -1)
-
-
-def _highest(pool: str, slots: Sequence[int]) -> int:
-    if not slots:
-        return -1
-    few = len(slots) <= _FEW
-    lowest = min(slots) if few else int(slot_numbers(slots).min())
-    if lowest < 0:
-        raise UsageError(f"pool {pool!r}: slot {lowest} is negative")
-    return max(slots) if few else int(slot_numbers(slots).max())
-
-
-def _plainly_independent(direction: Direction, transfers: Sequence[PoolTransfer]) -> bool:
-    """True if a quick look suffices: few slots, each pool once, nothing written twice or also read."""
-    for _, sources, destinations in transfers:
-        if len(destinations) > _FEW or len(set(destinations)) != len(destinations):
-            return False
-        if direction is Direction.FORK and not set(sources).isdisjoint(destinations):
-            return False
-    return len(transfers) <= 1 or len({transfer.pool for transfer in transfers}) == len(transfers)
-
-
-def slot_array(slots: Sequence[int]) -> array[int]:
-    """A copy of `slots`.
-
-    Raises:
-        UsageError: they are no run of 64-bit integers.
-    """
-    if isinstance(slots, (bytes, bytearray)):  # an array would take their bits for 64-bit numbers
-        raise UsageError("slots are not a run of 64-bit integers, but bytes: pass their numbers")
-    try:
-        return array("q", slots)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"slots are not a run of 64-bit integers: {error}") from None
+def _reach(direction: Direction, pool: str, source: int, destination: int) -> Reach:
+    """`source` and `destination` are the highest slots."""
+    if direction is _LOAD:
+        return pool, destination, source
+    if direction is _BACKUP:
+        return pool, source, destination
+    return pool, max(source, destination), -1
 
 
 def columns_of(operations: Sequence[CacheOperation]) -> Columns:
@@ -321,7 +275,7 @@ def _common_direction(operations: Sequence[CacheOperation]) -> Direction:
 
 def _runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
     """Slots in runs that are contiguous on both sides, ascending by destination; `[runs, 3]`."""
-    if len(sources) <= _FEW and direction is not Direction.FORK:
+    if len(sources) <= FEW and direction is not Direction.FORK:
         return _few_runs(direction, pool, sources, destinations)
     order = np.argsort(destinations)
     sources, destinations = sources[order], destinations[order]

@@ -7,20 +7,14 @@ threads (`submitted`, `finished`) are written once, after what they speak of.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from asynchicache.errors import DeviceError
 from asynchicache.streams.base import Event
-from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan
-
-Done: TypeAlias = Callable[[BaseException | None], None]
-"""Called on the loop, once, when the bytes of an operation have landed, or with the error."""
-
-logger = logging.getLogger(__name__)
+from asynchicache.transfer.plan import Direction, TransferPlan
+from asynchicache.transfer.ticks import Submission
 
 
 class LayerStatus(Enum):
@@ -97,38 +91,6 @@ class GroupState:
         """Let those who wait look again; on the loop."""
         if self._landed is not None:
             self._landed.set()
-
-
-class Claim(Protocol):
-    """What a submission has to know of its ticket."""
-
-    @property
-    def views(self) -> Sequence[TransferView] | None: ...
-
-    def resolve(self, views: Sequence[TransferView]) -> None: ...
-
-    def give_up(self, error: BaseException) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """One operation as it was submitted.
-
-    Attributes:
-        operation: what to move; it may be empty where only `reads` matter.
-        after: recorded events that its copies wait for.
-        reads: (pool, device slots) that its submitter will read besides.
-        done: to be called once it has ended.
-        ticket: to be given what it sees, before any of that is enqueued.
-        started: when its tick of the loop did, by the port's clock.
-    """
-
-    operation: CacheOperation
-    after: Sequence[Event]
-    reads: Sequence[tuple[str, Sequence[int]]]
-    done: Done
-    ticket: Claim
-    started: float
 
 
 class TransferRecord:
@@ -212,7 +174,7 @@ class TransferRecord:
         """Group `index` has landed, and with it those before it, as they are on one stream.
 
         Returns:
-            The submissions that have ended by that, whose `done` was called.
+            The submissions that have ended by that, and were told.
         """
         ended = self._finish(index + 1, None)
         if self.finished:
@@ -232,10 +194,9 @@ class TransferRecord:
         for group in groups:
             group.finish(error)
         self.finished = self._landed_groups >= len(self._untold)
-        ended = [submission for some in self._untold[start:stop] for submission in some]
+        ending = [submission for some in self._untold[start:stop] for submission in some]
         self._untold[start:stop] = [[]] * (stop - start)
-        for submission in ended:
-            call_done(submission.done, error)
+        ended = [submission for submission in ending if submission.end(error)]
         for group in groups:
             group.wake()
         return ended
@@ -313,11 +274,3 @@ def device_error(event: Event) -> DeviceError | None:
     except DeviceError as error:
         return error
     return None
-
-
-def call_done(done: Done, error: BaseException | None) -> None:
-    """Call `done`, which is not ours: what it raises is logged, and the others are told all the same."""
-    try:
-        done(error)
-    except Exception:
-        logger.exception("the completion of a transfer could not be handled")

@@ -9,7 +9,7 @@ from asynchicache.histograms import Distribution, Histogram
 from asynchicache.transfer.audit import AuditStatistics
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import Direction
-from asynchicache.transfer.record import Submission
+from asynchicache.transfer.ticks import Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class Landed:
     def count(self, direction: Direction, submissions: Iterable[Submission], now: float) -> None:
         """These have landed at `now`, by the clock that they were submitted by."""
         for submission in submissions:
-            self._latencies[direction].observe(now - submission.started)
+            if submission.tick is not None:
+                self._latencies[direction].observe(now - submission.tick.started)
 
     def latencies(self) -> dict[Direction, Distribution]:
         return {direction: histogram.snapshot() for direction, histogram in self._latencies.items()}

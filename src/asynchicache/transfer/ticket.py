@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
+from typing import Self
 
 from asynchicache.errors import TransferError, UsageError
 from asynchicache.transfer.fences import Fence, HostFence
 from asynchicache.transfer.record import LayerStatus, TransferView
+from asynchicache.transfer.ticks import Submission
 
 _WORST_FIRST = (LayerStatus.FAILED, LayerStatus.PENDING, LayerStatus.SUBMITTED)
 
 
-class Ticket:
+class Ticket(Submission, eq=False, weakref=True):
     """One operation's share of a transfer, and the transfers of others that its user depends on.
 
     Any number of tasks may wait. Cancelling one detaches it: the transfer goes on, and nothing is
@@ -21,45 +23,20 @@ class Ticket:
     Until the end of the loop's tick, in which operations merge, nothing is known: all is pending.
     """
 
-    __slots__ = ("__weakref__", "_failure", "_layers", "_planned", "_views")
-
-    def __init__(self, layers: int, planned: asyncio.Event | None = None) -> None:
-        """
-        Args:
-            layers: of the model.
-            planned: set, on the loop, some time after `resolve`. None: there is nothing to wait for.
-        """
-        self._layers = layers
-        self._planned = planned
-        self._views: Sequence[TransferView] | None = () if planned is None else None
-        self._failure: BaseException | None = None
-
-    def resolve(self, views: Sequence[TransferView]) -> None:
-        """What the ticket sees, once that is known; from any thread, before anything is enqueued."""
-        if self._views is None:
-            self._views = views
-
-    def give_up(self, error: BaseException) -> None:
-        """Nobody will tell what the ticket sees; on the loop."""
-        if self._views is None:
-            self._views, self._failure = (), error
-            if self._planned is not None:
-                self._planned.set()
-
-    @property
-    def views(self) -> Sequence[TransferView] | None:
-        """The transfers that it stands for; None while that is not known."""
-        return self._views
+    @classmethod
+    def of_nothing(cls, layers: int) -> Self:
+        """One that is done, of a model of `layers` layers."""
+        return cls(layers, views=())
 
     @property
     def done(self) -> bool:
         """Whether every layer is complete or failed."""
-        return self._views is not None and all(view.finished for view in self._views)
+        return self.views is not None and all(view.finished for view in self.views)
 
     @property
     def ok(self) -> bool:
         """Whether nothing has failed so far, as the device knows it; final once `done`."""
-        return self._failure is None and all(view.error is None for view in self._views or ())
+        return self.failure is None and all(view.error is None for view in self.views or ())
 
     def status(self, layer: int) -> LayerStatus:
         """How far layer `layer` is, of all that this ticket depends on: what is least far counts.
@@ -68,11 +45,11 @@ class Ticket:
             UsageError: the model has no such layer.
         """
         self._check(layer)
-        if self._failure is not None:
+        if self.failure is not None:
             return LayerStatus.FAILED
-        if self._views is None:
+        if self.views is None:
             return LayerStatus.PENDING
-        found = {view.status(layer) for view in self._views}
+        found = {view.status(layer) for view in self.views}
         return next((status for status in _WORST_FIRST if status in found), LayerStatus.COMPLETE)
 
     def fence(self, layer: int) -> Fence:
@@ -105,12 +82,12 @@ class Ticket:
             TransferError: it never will be.
             UsageError: the model has no such layer.
         """
-        last = self._layers - 1 if layer is None else layer
+        last = self.layers - 1 if layer is None else layer
         self._check(last)
-        views = await self._known() if layer is None or self._views is None else self._views
+        views = await self._known() if layer is None or self.views is None else self.views
         enqueued = [await view.submitted(last) for view in views]
-        if self._failure is not None:
-            raise _failed("was not submitted", self._failure)
+        if self.failure is not None:
+            raise _failed("was not submitted", self.failure)
         for view, there in zip(views, enqueued, strict=True):
             if not there:
                 raise _failed("was not submitted", view.error or view.record.error)
@@ -124,7 +101,7 @@ class Ticket:
         """
         self._check(layer)
         errors = [await view.landed(layer) for view in await self._known()]
-        for error in (self._failure, *errors):
+        for error in (self.failure, *errors):
             if error is not None:
                 raise _failed(f"failed at layer {layer}", error)
 
@@ -134,22 +111,22 @@ class Ticket:
         Raises:
             TransferError: some will not.
         """
-        return self.layer(self._layers - 1).__await__()
+        return self.layer(self.layers - 1).__await__()
 
     async def _known(self) -> Sequence[TransferView]:
         """What it stands for; always a cancellation point."""
         await asyncio.sleep(0)
-        if self._views is None and self._planned is not None:
-            await self._planned.wait()
-        return self._views or ()
+        if self.views is None and self.tick is not None:
+            await self.tick.planned.wait()
+        return self.views or ()
 
     def _check(self, layer: int) -> None:
-        if not 0 <= layer < self._layers:
-            raise UsageError(f"layer {layer} is not within 0 to {self._layers - 1}")
+        if not 0 <= layer < self.layers:
+            raise UsageError(f"layer {layer} is not within 0 to {self.layers - 1}")
 
     def __repr__(self) -> str:
-        state = "pending" if self._views is None else "done" if self.done else "in flight"
-        return f"<Ticket {state}, ok={self.ok}, {len(self._views or ())} transfers>"
+        state = "pending" if self.views is None else "done" if self.done else "in flight"
+        return f"<Ticket {state}, ok={self.ok}, {len(self.views or ())} transfers>"
 
 
 def _failed(what: str, error: BaseException | None) -> TransferError:
