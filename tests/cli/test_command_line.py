@@ -199,7 +199,7 @@ def test_what_cannot_be_done_exits_with_1(
 
 def test_an_interrupt_is_quiet() -> None:
     """A real process and a real signal, as from a person, while the turns run."""
-    arguments = ["-m", "asynchicache.cli.main", "bench", "multiturn", "--num-rounds", "1000", "--json", "-"]
+    arguments = ["-m", "asynchicache", "bench", "multiturn", "--num-rounds", "1000", "--json", "-"]
     with subprocess.Popen(
         [sys.executable, *arguments, "--request-length", "16", "--output-length", "16", "--page-size", "16",
          "--checkpoint-interval", "16"],

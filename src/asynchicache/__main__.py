@@ -1,0 +1,8 @@
+"""`python -m asynchicache`: the command line, where its script is not on the path."""
+
+import sys
+
+from asynchicache.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
