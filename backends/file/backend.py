@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from asynchicache.backends.file.budget import FIXED_BYTES, Budget
-from asynchicache.backends.file.engine import FileEngine, seal_turns
+from asynchicache.backends.file.engine import FileEngine, Turns
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.recovery import Identify
@@ -95,7 +96,7 @@ class FileBackend:
         self._budget = Budget(options.folder_limit)
         for pool in self._folder.pools():
             self._budget.found(pool)
-        self._seals = seal_turns()
+        self._turns = Turns.of(os.cpu_count() or 1)
         self._engines: OpenEngines[FileEngine] = OpenEngines()
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
@@ -143,7 +144,7 @@ class FileBackend:
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
         store = await self._port.run_blocking(partial(self._store, path, manifest, binding.identify))
-        return FileEngine(binding, self._port, store, self._seals)
+        return FileEngine(binding, self._port, store, self._turns)
 
     def _check_room(self, manifest: Manifest) -> None:
         """A pool that can never store a page is a mistake, and not a full store."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from asynchicache.backends.file.runs import Move, Run, neighbours
 from asynchicache.backends.file.store import PageStore
@@ -33,19 +32,33 @@ _FINE_BYTES = 4 << 20
 """The same for a lone read: its parts are read side by side, and checked on more than one processor."""
 _BUSY_HOPS = 3
 """So many hops keep the disk and two processors busy."""
+_MOST_PUTS = 4
 _MOST_SEALS = 4
 
 Mover = Callable[[int, Sequence[memoryview]], int]
 
 
-def seal_turns() -> threading.Semaphore:
-    """Turns for calls of one backend that compute checksums of pages.
+class Turns(NamedTuple):
+    """How much the calls of all pools of one backend do at once.
 
-    One processor seals faster than most disks write, and each page lets go of the interpreter: threads that
-    did it side by side on few processors would wait for each other between all pages. With turns the first
-    call is ready to be written while the others wait, and not all of them at the end.
+    Attributes:
+        puts: hops that write. A read, which a request waits for, finds a thread and a disk that has an end in
+            sight; more writes at once gain nothing.
+        seals: threads that compute checksums of what they will write. One processor seals faster than most
+            disks write, and each page lets go of the interpreter: threads that did it side by side on few
+            processors would wait for each other between all pages. With turns the first call is ready to be
+            written while the others wait, and not all of them at the end.
     """
-    return threading.Semaphore(max(1, min(_MOST_SEALS, (os.cpu_count() or 1) // 2)))
+
+    puts: asyncio.Semaphore
+    seals: threading.Semaphore
+
+    @classmethod
+    def of(cls, processors: int) -> Self:
+        """For a machine with so many."""
+        return cls(
+            asyncio.Semaphore(_MOST_PUTS), threading.Semaphore(max(1, min(_MOST_SEALS, processors // 2)))
+        )
 
 
 class _Batch(NamedTuple):
@@ -81,21 +94,19 @@ class FileEngine:
         binding: the pool's slots in host memory.
         port: threads.
         store: the pool's files.
-        seals: how many calls compute checksums of what they will write at the same time, `seal_turns()`.
+        turns: of all engines of the backend.
     """
 
     capabilities = Capabilities(durable=True, checks=True, batch_keys=4096)
 
-    def __init__(
-        self, binding: PoolBinding, port: Port, store: PageStore, seals: threading.Semaphore
-    ) -> None:
+    def __init__(self, binding: PoolBinding, port: Port, store: PageStore, turns: Turns) -> None:
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
         self._port = port
         self._store = store
-        self._seals = seals
+        self._turns = turns
         self._hops: set[asyncio.Task[object]] = set()
         self._closing: asyncio.Future[None] | None = None
 
@@ -109,7 +120,7 @@ class FileEngine:
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         cuts = self._cuts(len(keys), _HOP_BYTES)
-        return await _all([self._hop(partial(self._put, keys[cut], slots[cut])) for cut in cuts])
+        return await _all([self._hop(partial(self._put, keys[cut], slots[cut]), writes=True) for cut in cuts])
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._hop(partial(self._delete, keys))
@@ -153,13 +164,17 @@ class FileEngine:
         step = max(1, nbytes // self._binding.slot_bytes)
         return [slice(start, start + step) for start in range(0, count, step)]
 
-    def _hop(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def _hop(self, work: Callable[[], T], *, writes: bool = False) -> asyncio.Future[T]:
         """Run `work` in a thread, to its end; `aclose` waits for it, whatever its caller does."""
         self._check_open()
-        task = asyncio.create_task(self._port.run_blocking(work))
+        task = asyncio.create_task(self._in_turn(work) if writes else self._port.run_blocking(work))
         self._hops.add(task)
         task.add_done_callback(self._hops.discard)
         return asyncio.shield(task)
+
+    async def _in_turn(self, work: Callable[[], T]) -> T:
+        async with self._turns.puts:
+            return await self._port.run_blocking(work)
 
     def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         batch = _Batch(keys, slots, [Outcome.MISS] * len(keys), [], [])
@@ -214,7 +229,7 @@ class FileEngine:
         """
         if not moves:
             return
-        with self._seals:
+        with self._turns.seals:
             for move in moves:
                 self._binding.seal(batch.slots[move.place], batch.keys[move.place])
         write = partial(self._move, self._store.segments.write, batch)

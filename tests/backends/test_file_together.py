@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -330,6 +331,33 @@ async def test_a_call_ends_when_nothing_of_it_runs(tmp_path: Path, monkeypatch: 
     gate.open()
     with pytest.raises(RuntimeError, match="start new thread"):
         await call
+    await backend.aclose()
+    await port.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_read_finds_a_thread_while_pages_of_all_pools_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_HOP_BYTES", 1)  # a hop for each page
+    port, gate, pwritev = AsyncioPort(threads=5, seed=0), threading.Event(), os.pwritev
+    backend = open_backend({"path": tmp_path}, port)
+    pools = [await open_bench(backend, pool) for pool in ("kv", "mamba")]
+    for pool in pools:
+        await pool.put(pool.keys(0), [0])
+
+    def slow(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        assert gate.wait(30)
+        return pwritev(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    puts = [asyncio.create_task(pool.put(pool.keys(*range(1, 9)), range(1, 9))) for pool in pools]
+    await turns()
+    for pool in pools:
+        assert await asyncio.wait_for(pool.get(pool.keys(0), [20]), 20) == [HIT]
+    gate.set()
+
+    assert await asyncio.gather(*puts) == [[STORED] * 8] * 2
     await backend.aclose()
     await port.aclose()
 
