@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Self, TypeVar
 
+from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.file.runs import Move, Run, neighbours
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.file.writer import Load
@@ -145,10 +146,7 @@ class FileEngine:
     async def _close(self) -> None:
         while self._hops:
             await asyncio.wait(self._hops)
-        try:
-            await self._port.run_blocking(self._store.close)
-        except RuntimeError:  # whoever closed has given up, and the threads are gone: better here than never
-            self._store.close()
+        await off_the_loop(self._port, self._store.close, self._store.close)  # better on it than never
 
     def _check_open(self) -> None:
         if self.closed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from uuid import uuid4
 
+from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.hf3fs.datafile import DataPath, Frame
 from asynchicache.backends.hf3fs.metadata.client import Namespace
 from asynchicache.backends.hf3fs.metadata.messages import Claim, Place
@@ -90,10 +91,7 @@ class Hf3fsEngine:
         self._data.stop()
         while self._calls:
             await asyncio.wait(self._calls)
-        try:
-            await self._port.run_blocking(self._data.close)
-        except RuntimeError:  # whoever closed has given up, and the threads are gone: better here than never
-            self._data.close()
+        await off_the_loop(self._port, self._data.close, self._data.close)  # better on it than never
 
     def _check_open(self) -> None:
         if self.closed:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
+from asynchicache.backends.closing import off_the_loop
 from asynchicache.ports import Port
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
@@ -88,10 +89,8 @@ class Sender:
 
     async def aclose(self) -> None:
         """End the thread, once no call is under way; twice is harmless."""
-        try:
-            await self._port.run_blocking(self._worker.close)
-        except RuntimeError:  # whoever closed has given up, and the port's threads are gone
-            self._worker.abandon()
+        # At worst it is not waited for: the loop must not stand still for a server that does not read.
+        await off_the_loop(self._port, self._worker.close, self._worker.abandon)
 
     def _submit(self, call: _Call) -> None:
         self._waiting.append(call)

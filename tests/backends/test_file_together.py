@@ -28,6 +28,7 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from storage.file_stores import backend_at, capacity_for, open_bench, other_process, pages_file
+from turns import turns
 
 STORED, HIT = Outcome.STORED, Outcome.HIT
 T = TypeVar("T")
@@ -60,12 +61,6 @@ except StorageLockedError:
 os.write(go_on, b"x")
 os.wait()
 """
-
-
-async def turns() -> None:
-    """Everything on the loop that can go on has done so; what is on threads may have not."""
-    for _ in range(100):
-        await asyncio.sleep(0)
 
 
 class Gate:

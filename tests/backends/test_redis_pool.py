@@ -9,6 +9,7 @@ import pytest
 
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.pool import ConnectionPool
+from turns import turns
 
 
 class Silent:
@@ -23,11 +24,6 @@ class Silent:
 
 async def dial() -> Connection:
     return Connection(Silent())  # type: ignore[arg-type]
-
-
-async def turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio

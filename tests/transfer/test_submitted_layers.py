@@ -15,6 +15,7 @@ from asynchicache.transfer.copies import PlanCopies
 from asynchicache.transfer.graph_fences import GraphFences
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
+from turns import turns
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,7 +45,7 @@ class HeldCopies:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCopies]:
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldCopies:
     held, enqueue = HeldCopies(), PlanCopies.enqueue
 
     def enqueue_held(*args) -> None:
@@ -52,8 +53,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCopies]:
         enqueue(*args)
 
     monkeypatch.setattr(PlanCopies, "enqueue", enqueue_held)
-    yield held
-    held.permit(1000)
+    return held
 
 
 @contextmanager
@@ -73,12 +73,6 @@ def at_once(waiting) -> bool:
         return True
     waiting.close()
     return False
-
-
-async def turns(count: int = 20) -> None:
-    """Every chance for who waits to go on, although it must not."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def load_all(rig, operation: Build):
