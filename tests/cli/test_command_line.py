@@ -157,6 +157,23 @@ def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.Captu
     assert capsys.readouterr().out
 
 
+def test_help_shows_every_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in commands.COMMANDS:
+        with pytest.raises(SystemExit):
+            main([*command.path, "--help"])
+        shown = capsys.readouterr().out
+        assert "(default: )" not in shown
+        for setting in settings(command.options):
+            default = setting.default
+            if isinstance(default, bool):
+                assert f"{setting.help} (default: {'yes' if default else 'no'})" in shown
+            elif isinstance(default, int | float):
+                assert f"{setting.help} (default: {default})" in shown
+
+
 def test_every_command_takes_json_and_seed() -> None:
     parser = build_parser()
     for command in commands.COMMANDS:

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple, Self
 
 from rich.console import RenderableType
-from rich.table import Table
 
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.bench.tables import facts
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.ports import AsyncioPort
@@ -77,17 +77,16 @@ class BridgeReport:
         return asdict(self)
 
     def present(self) -> RenderableType:
-        table = Table(title="loop and device", show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        table.add_row(f"make {OPERATIONS} operations", f"{self.build_us:.0f} us")
         submit = f"{self.submit_us:.0f} us of CPU, {self.submit_wall_us:.0f} us by the clock"
-        table.add_row(f"submit {OPERATIONS} operations", submit)
-        table.add_row("completion to loop", f"{self.wake_us:.0f} us")
-        table.add_row("completion to task", f"{self.resume_us:.0f} us")
-        table.add_row(f"plan {_PLAN_PAGES:,} pages", f"{self.plan_us:.0f} us")
-        table.add_row(f"wakes for {OPERATIONS} completions", f"{self.wakes_per_64:g}")
-        return table
+        rows = [
+            (f"make {OPERATIONS} operations", f"{self.build_us:.0f} us"),
+            (f"submit {OPERATIONS} operations", submit),
+            ("completion to loop", f"{self.wake_us:.0f} us"),
+            ("completion to task", f"{self.resume_us:.0f} us"),
+            (f"plan {_PLAN_PAGES:,} pages", f"{self.plan_us:.0f} us"),
+            (f"wakes for {OPERATIONS} completions", f"{self.wakes_per_64:g}"),
+        ]
+        return facts(rows, "loop and device")
 
 
 async def run_bridge(options: BridgeOptions) -> BridgeReport:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from asynchicache.bench.copy_rig import CopyRig, on_core, open_rig, single_threaded, torch_threads, two_cores
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.tables import add_figures
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import CacheOperation, Direction
@@ -95,9 +96,8 @@ class OverlapReport:
 
     def present(self) -> RenderableType:
         table = Table(title=f"overlap, {self.device}, ms")
-        headings = ("compute", "transfer", "serial", "layer-wise", "ideal", "of it", "together", "of that")
-        for heading in headings:
-            table.add_column(heading, justify="right")
+        add_figures(table, "compute", "transfer", "serial", "layer-\nwise", "ideal", "of it", "together")
+        add_figures(table, "of\nthat")
         for row in self.rows:
             times = (row.compute_ms, row.transfer_ms, row.serial_ms, row.layerwise_ms, row.ideal_ms)
             ratio = f"{row.layerwise_ms / row.ideal_ms:.2f}"

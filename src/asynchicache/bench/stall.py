@@ -7,9 +7,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from rich.console import RenderableType
-from rich.table import Table
 
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.tables import facts
 from asynchicache.bench.ticker import longest_gap
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
@@ -49,13 +49,12 @@ class StallReport:
         return asdict(self)
 
     def present(self) -> RenderableType:
-        table = Table(title="the loop while pages move", show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        table.add_row("moved", f"{self.moved_bytes / 1e6:,.0f} MB in {self.seconds:.2f} s")
-        table.add_row("longest gap, idle", f"{self.idle_gap_ms:.1f} ms")
-        table.add_row("longest gap, moving", f"{self.gap_ms:.1f} ms")
-        return table
+        rows = [
+            ("moved", f"{self.moved_bytes / 1e6:,.0f} MB in {self.seconds:.2f} s"),
+            ("longest gap, idle", f"{self.idle_gap_ms:.1f} ms"),
+            ("longest gap, moving", f"{self.gap_ms:.1f} ms"),
+        ]
+        return facts(rows, "the loop while pages move")
 
 
 async def run_stall(options: StallOptions) -> StallReport:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from asynchicache.bench.tables import add_figures, facts
 from asynchicache.types import Tier
 
 Progress = Callable[[int, int], None]
@@ -83,26 +84,23 @@ class HitReport:
 
     def present(self, title: str) -> RenderableType:
         rounds = Table(title=title)
-        rounds.add_column("round", justify="right")
-        rounds.add_column("hit rate", justify="right")
+        add_figures(rounds, "round", "hit rate")
         for number, rate in enumerate(self.round_rates):
             rounds.add_row(str(number), f"{rate:.2%}")
         return Group(rounds, self._summary())
 
     def _summary(self) -> Table:
-        table = Table(show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        table.add_row("hit rate", f"{self.hit_rate:.4%}")
-        table.add_row(self.limit.key.replace("_", " "), f"{self.limit.hit_rate:.4%}")
-        for tier, tokens in self.tokens_by_tier.items():
-            table.add_row(f"tokens from {tier}", f"{tokens:,}")
-        table.add_row("turns/s", f"{self.turns_s:,.0f}")
-        table.add_row("pages and states verified", f"{self.verified_pages:,}")
-        table.add_row("wrong", f"{self.wrong_pages:,}")
-        for problem in self.problems:
-            table.add_row("problem", escape(problem))
-        return table
+        return facts(
+            [
+                ("hit rate", f"{self.hit_rate:.4%}"),
+                (self.limit.key.replace("_", " "), f"{self.limit.hit_rate:.4%}"),
+                *((f"tokens from {tier}", f"{tokens:,}") for tier, tokens in self.tokens_by_tier.items()),
+                ("turns/s", f"{self.turns_s:,.0f}"),
+                ("pages and states verified", f"{self.verified_pages:,}"),
+                ("wrong", f"{self.wrong_pages:,}"),
+                *(("problem", escape(problem)) for problem in self.problems),
+            ]
+        )
 
 
 class Tally:

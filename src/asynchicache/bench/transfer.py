@@ -12,6 +12,7 @@ from rich.table import Table
 
 from asynchicache.bench.copy_rig import CopyRig, open_rig, torch_threads
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.tables import add_figures
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.pools.slabs import Slab
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -99,14 +100,25 @@ class TransferReport:
         return {"device": self.device, "ok": self.ok, "rows": [asdict(row) for row in self.rows]}
 
     def present(self) -> RenderableType:
-        table = Table(title=f"transfer, {self.device}")
-        for heading in ("pool", "layout", "direction", "page", "run", "path", "GB/s", "limit", "ratio"):
-            table.add_column(heading, justify="left" if heading in ("pool", "layout", "path") else "right")
-        for row in self.rows:
-            sizes = (_size(row.page_bytes), _size(row.run_bytes))
-            rates = (f"{row.gb_s:.2f}", f"{row.limit_gb_s:.2f}", f"{row.ratio:.2f}")
-            table.add_row(row.pool, row.layout, row.direction, *sizes, row.path, *rates)
+        """A table with a section for each pool and page, in which a row has both directions of a layout."""
+        caption = "share: of the speed of one plain copy of as many bytes"
+        table = Table(title=f"transfer, {self.device}, GB/s", caption=caption)
+        table.add_column("pool, page\nlayout", no_wrap=True)
+        add_figures(table, "run")
+        table.add_column("path")
+        add_figures(table, "load", "share", "backup", "share")
+        section = ""
+        for load, backup in zip(self._of("load"), self._of("backup"), strict=True):
+            if section != (section := f"{load.pool}, {_size(load.page_bytes)}"):
+                table.add_section()
+                table.add_row(section)
+            paths = dict.fromkeys((load.path, backup.path))  # one word where both are the same
+            rates = [f"{value:.2f}" for row in (load, backup) for value in (row.gb_s, row.ratio)]
+            table.add_row(load.layout, _size(load.run_bytes), ", ".join(paths), *rates)
         return table
+
+    def _of(self, direction: str) -> list[TransferRow]:
+        return [row for row in self.rows if row.direction == direction]
 
 
 def _size(nbytes: int) -> str:

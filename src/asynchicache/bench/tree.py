@@ -16,6 +16,7 @@ from typing import TypedDict
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from asynchicache.bench.tables import add_figures
 from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, turns
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
@@ -299,13 +300,12 @@ def present(result: TreeResult) -> RenderableType:
         f"{result['scenario']}: {result['turns']:,} turns, pages of {result['page_size']}, {result['fill']}"
     )
     sets = Table("pools", title=title, title_justify="left")
-    for heading in ("turns/s", "match us", "Mtokens/s", "hit rate"):
-        sets.add_column(heading, justify="right")
+    add_figures(sets, "turns/s", "match us", "Mtokens/s", "hit rate")
     for name, row in result["sets"].items():
         rate, tokens = f"{row['turns_s']:,.0f}", f"{row['tokens_s'] / 1e6:,.1f}"
         sets.add_row(name, rate, f"{row['match_us']:.1f}", tokens, f"{row['hit_rate']:.2%}")
-    hits = Table("path", title=f"match of {FULL_HIT_TOKENS:,} tokens, all there", title_justify="left")
-    hits.add_column("us", justify="right")
+    hits = Table("path")
+    add_figures(hits, "us")
     for path, microseconds in result["full_hit_match_us"].items():
         hits.add_row(path, f"{microseconds:.1f}")
-    return Group(sets, hits)
+    return Group(sets, f"match of {FULL_HIT_TOKENS:,} tokens, all there", hits)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.tables import add_figures
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.run import run_script
@@ -97,9 +98,8 @@ def _path(paths: dict[int, Path], found: Finding) -> str | None:
 
 def _present(findings: Findings, paths: dict[int, Path]) -> RenderableType:
     """What was done, what went wrong on purpose, and what is violated."""
-    table = Table(title=f"{findings.seeds:,} seeds", box=SIMPLE)
-    for heading in ("fault", "times"):
-        table.add_column(heading, justify="left" if heading == "fault" else "right")
+    table = Table("fault", title=f"{findings.seeds:,} seeds", box=SIMPLE)
+    add_figures(table, "times")
     for kind in KINDS:
         table.add_row(kind, f"{findings.faults[kind]:,}")
     done = findings.operations.total()

@@ -17,6 +17,7 @@ from rich.text import Text
 from asynchicache.bench.demo.modes import MODES
 from asynchicache.bench.demo.options import DemoOptions
 from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
+from asynchicache.bench.tables import add_figures
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.errors import ConfigError
 
@@ -63,8 +64,7 @@ def present(result: DemoResult) -> RenderableType:
 
 def _rounds_table(name: str, mode: ModeResult) -> Table:
     table = Table(title=name, box=SIMPLE)
-    for heading in ("", "hits", "TTFT, ms"):
-        table.add_column(heading, justify="right")
+    add_figures(table, "", "hits", "TTFT, ms")
     for number, round_ in enumerate(mode.rounds):
         table.add_row(str(number), f"{round_.hit_rate:.1%}", f"{round_.ttft_ms:.1f}")
     return table
@@ -72,9 +72,8 @@ def _rounds_table(name: str, mode: ModeResult) -> Table:
 
 def _comparison(result: DemoResult) -> Table:
     table = Table(title=f"{result.model}\n{result.workload}", box=SIMPLE)
-    headings = ("mode", "hits", "p50, ms", "p90, ms", "device", "host", "storage", "equal")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    table.add_column("mode")
+    add_figures(table, "hits", "p50,\nms", "p90,\nms", "device", "host", "storage", "equal")
     for name, mode in result.modes.items():
         tiers = [f"{tokens:,}" for tokens in mode.tokens_by_tier.values()]
         times = f"{mode.ttft_p50:.1f}", f"{mode.ttft_p90:.1f}"

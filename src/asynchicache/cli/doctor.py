@@ -71,9 +71,8 @@ def checks(folder: Path = Path()) -> list[Check]:
 
 def present(checks: Iterable[Check]) -> RenderableType:
     """Checks as a table for people."""
-    table = Table(title="doctor")
-    for heading in ("check", "ok", "detail"):
-        table.add_column(heading)
+    table = Table("check", "ok", title="doctor")
+    table.add_column("detail", overflow="fold")
     for check in checks:
         answer = Text("yes", "green") if check.ok else Text("no", "red")
         table.add_row(check.name, answer, Text(check.detail))  # as it is: brackets are no markup

@@ -71,23 +71,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(parser: argparse.ArgumentParser, command: AnyCommand) -> None:
-    parser.description = command.help
+    parser.description = command.help[0].upper() + command.help[1:] + "."
     parser.set_defaults(command=command, parser=parser)
     for setting in settings(command.options):
         _add_flag(parser, setting)
-    parser.add_argument("--seed", type=int, metavar="N", help="of everything random (default: fixed)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="seed of everything random (default: a fixed one)"
+    )
     parser.add_argument(
         "--json", type=json_target, metavar="FILE", help="write the result as JSON; - for standard output"
     )
 
 
 def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
-    text = f"{setting.help} (default: {setting.default})"
     kind = type(setting.default)
+    shown = ("yes" if setting.default else "no") if kind is bool else setting.default
+    text = setting.help if shown == "" else f"{setting.help} (default: {shown})"
     if setting.positional:
         parser.add_argument(setting.name, metavar=setting.flag, help=setting.help)
     elif isinstance(setting.default, bool):
-        parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=setting.help)
+        parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=text)
     elif isinstance(setting.default, tuple):
         again = f"{setting.help}; may be given again"
         parser.add_argument(setting.flag, action="append", metavar="TEXT", help=again)

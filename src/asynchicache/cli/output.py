@@ -58,6 +58,7 @@ class Output:
             *notes,
             console=self.console,
             transient=True,
+            disable=not self.console.is_terminal,  # elsewhere all that it leaves is an empty line
         )
 
     @contextmanager

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 from rich.console import RenderableType
-from rich.table import Table
 
 from asynchicache.bench.options import check_minimums, named_values, option
 from asynchicache.bench.serve.options import ServeBenchOptions
+from asynchicache.bench.tables import facts
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
@@ -185,15 +185,15 @@ def _announce(output: Output, where: str) -> None:
 
 
 def _present(counts: Counts) -> RenderableType:
-    table = Table(title="served", show_header=False)
-    table.add_row("requests", f"{counts.answered:,}")
-    table.add_row("prompt tokens", f"{counts.prompt_tokens:,}")
-    table.add_row("of them cached", f"{counts.cached_tokens:,}")
-    table.add_row("generated tokens", f"{counts.completion_tokens:,}")
-    table.add_row("clients that left", f"{counts.cancelled:,}")
-    for status, number in sorted(counts.refused.items()):
-        table.add_row(f"refused with status {status}", f"{number:,}")
-    return table
+    numbers = {
+        "requests": counts.answered,
+        "prompt tokens": counts.prompt_tokens,
+        "of them cached": counts.cached_tokens,
+        "generated tokens": counts.completion_tokens,
+        "clients that left": counts.cancelled,
+    }
+    refused = {f"refused with status {status}": number for status, number in sorted(counts.refused.items())}
+    return facts([(name, f"{number:,}") for name, number in (numbers | refused).items()], "served")
 
 
 def _json_object(text: str) -> dict[str, object]:

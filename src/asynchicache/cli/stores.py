@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import hexdigits
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +14,7 @@ from rich.text import Text
 from asynchicache.backends.file.clear import Cleared, clear_store
 from asynchicache.backends.file.verify import StoreReport, verify_store
 from asynchicache.bench.options import option
+from asynchicache.bench.tables import facts
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.errors import ConfigError
 from asynchicache.storage.binding import sealed_key
@@ -65,21 +66,22 @@ def clear(options: ClearOptions, output: Output) -> Outcome:
 
 
 def _report(report: StoreReport) -> RenderableType:
-    table = Table(title=f"{len(report.pools)} pools", show_header=False)
-    table.add_row("whole pages", f"{report.pages:,}")
-    table.add_row("damaged", f"{report.corrupt:,}")
-    table.add_row("repaired", f"{report.repaired:,}")
-    table.add_row("unfinished", f"{report.unfinished:,}")
-    table.add_row("whole, but forgotten", f"{report.orphaned:,}")
-    table.add_row("bytes", f"{report.bytes:,}")
-    for problem in report.problems:
-        table.add_row("", Text(problem))
-    return table
+    numbers = {
+        "whole pages": report.pages,
+        "damaged": report.corrupt,
+        "repaired": report.repaired,
+        "unfinished": report.unfinished,
+        "whole, but forgotten": report.orphaned,
+        "bytes": report.bytes,
+    }
+    table = facts([(name, f"{number:,}") for name, number in numbers.items()], f"{len(report.pools)} pools")
+    return Group(table, *map(Text, report.problems))  # as they are: brackets are no markup
 
 
 def _cleared(cleared: Cleared) -> RenderableType:
     """What was removed; where nothing was, what is there: the name may have been mistyped."""
     table = Table(title="cleared" if cleared.pools else "nothing to clear; pools", show_header=False)
+    table.add_column(overflow="fold")
     for name in cleared.pools or cleared.kept or ["none is there"]:
         table.add_row(Text(name))  # as it is: brackets are no markup
     if cleared.pools:

@@ -30,7 +30,9 @@ class ReplayOptions:
         "prompt+branch", "where states are kept: prompt, branch, a spacing in tokens, joined by +; or none"
     )
     window: int = option(1024, "tokens of the sliding window, for swa", minimum=1)
-    block_size: int = option(0, "tokens of a block, for traces whose lines do not say it", minimum=0)
+    block_size: int = option(
+        0, "tokens of a block, for traces whose lines do not say it; 0: they do", minimum=0
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asynchicache.bench.replay.player import Miss, Served
+from asynchicache.bench.tables import add_figures, facts
 from asynchicache.types import MissReason, Tier
 
 REMEDIES: Mapping[str, str] = {
@@ -75,24 +76,22 @@ class ReplayReport:
         return Group(escape(title), self._summary(), self._pools(), self._losses(), *problems)
 
     def _summary(self) -> Table:
-        table = Table(show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        table.add_row("requests", f"{self.requests:,}")
-        table.add_row("prompt tokens", f"{self.prompt_tokens:,}")
-        table.add_row("hit rate", f"{self.hit_rate:.2%}")
-        for tier, rate in self.hit_rate_by_tier.items():
-            table.add_row(f"  from {tier}", f"{rate:.2%}")
-        table.add_row("ceiling", f"{self.ceiling:.2%}")
-        table.add_row("requests with a hit", f"{self.request_hit_rate:.2%}")
-        table.add_row("states kept", f"{self.states_kept:,}")
-        table.add_row("seconds", f"{self.seconds:.1f}")
-        return table
+        return facts(
+            [
+                ("requests", f"{self.requests:,}"),
+                ("prompt tokens", f"{self.prompt_tokens:,}"),
+                ("hit rate", f"{self.hit_rate:.2%}"),
+                *((f"  from {tier}", f"{rate:.2%}") for tier, rate in self.hit_rate_by_tier.items()),
+                ("ceiling", f"{self.ceiling:.2%}"),
+                ("requests with a hit", f"{self.request_hit_rate:.2%}"),
+                ("states kept", f"{self.states_kept:,}"),
+                ("seconds", f"{self.seconds:.1f}"),
+            ]
+        )
 
     def _pools(self) -> Table:
         table = Table("pool", title="slots", title_justify="left")
-        for heading in ("working set", "device", "host", "evicted, device", "evicted, host"):
-            table.add_column(heading, justify="right")
+        add_figures(table, "working set", "device", "host", "evicted,\ndevice", "evicted,\nhost")
         for name, needed in self.working_set.items():
             slots, evicted = self.slots[name], self.evicted[name]
             numbers = needed, slots["device"], slots["host"], evicted["device"], evicted["host"]
@@ -101,7 +100,7 @@ class ReplayReport:
 
     def _losses(self) -> Table:
         table = Table("pool", "why", title="what was computed", title_justify="left")
-        table.add_column("of the prompts", justify="right")
+        add_figures(table, "of the prompts")
         table.add_column("what would have helped")
         for pool, reasons in self.misses.items():
             for reason, tokens in reasons.items():

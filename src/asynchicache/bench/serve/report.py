@@ -14,6 +14,7 @@ from rich.table import Table
 from asynchicache.bench.serve.clients import Turn
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.plain import PlainTurn
+from asynchicache.bench.tables import add_figures, facts
 
 Rounds = list[list[Turn | None]]
 """Turns by round and client; None where there was no answer."""
@@ -114,17 +115,8 @@ class ServeReport:
 
     def _rounds_table(self) -> Table:
         table = Table(title=f"{self.options.num_clients} clients at once")
-        headings = (
-            "round",
-            "hit rate",
-            "ceiling",
-            "TTFT, ms",
-            "uncached, ms",
-            "ratio",
-            "storage killed",
-        )
-        for heading in headings:
-            table.add_column(heading, justify="right")
+        add_figures(table, "round", "hit rate", "ceiling", "TTFT, ms", "uncached,\nms", "ratio")
+        add_figures(table, "storage\nkilled")
         for number in range(self.options.num_rounds):
             row = self._round(number)
             table.add_row(
@@ -139,15 +131,17 @@ class ServeReport:
         return table
 
     def _summary_table(self) -> Table:
-        table = Table(show_header=False)
-        table.add_row("cached tokens", f"{_cached(self.cached):,} of {self.options.ceiling:,} at best")
-        table.add_row("later turns' first token", f"{self.ttft_ratio:.1f} times as early as without hits")
-        table.add_row("answers equal", "yes" if self.tokens_equal else "[red]no[/red]")
         memory = f"{self.rss_bytes[-1] / 1e6:,.0f} MB, {self.rss_growth:+.1%} in the second play"
-        table.add_row("server's memory", memory)
-        table.add_row("requests that failed", f"{len(self.errors):,}")
-        table.add_row("errors nobody handled", f"{len(self.unhandled):,}")
-        return table
+        return facts(
+            [
+                ("cached tokens", f"{_cached(self.cached):,} of {self.options.ceiling:,} at best"),
+                ("later turns' first token", f"{self.ttft_ratio:.1f} times as early as without hits"),
+                ("answers equal", "yes" if self.tokens_equal else "[red]no[/red]"),
+                ("server's memory", memory),
+                ("requests that failed", f"{len(self.errors):,}"),
+                ("errors nobody handled", f"{len(self.unhandled):,}"),
+            ]
+        )
 
 
 def _tokens(rounds: Rounds) -> list[list[list[int] | None]]:

@@ -8,7 +8,6 @@ from typing import Self
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.samples import (
@@ -22,6 +21,7 @@ from asynchicache.bench.soak.samples import (
 )
 from asynchicache.bench.soak.traffic import Served
 from asynchicache.bench.soak.watchdog import LoopWatchdog
+from asynchicache.bench.tables import facts
 from asynchicache.types import Tier
 
 _MOST_TOLD = 20
@@ -130,11 +130,7 @@ class SoakReport:
 
     def present(self) -> RenderableType:
         served = self.served
-        table = Table(title=f"soak: {self.storage}, {self.loop}", show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        for name, value in self._rows(served):
-            table.add_row(name, value)
+        table = facts(self._rows(served), f"soak: {self.storage}, {self.loop}")
         told = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MOST_TOLD]]
         return Group(table, *told)
 

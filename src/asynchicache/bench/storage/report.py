@@ -13,6 +13,7 @@ from rich.table import Table
 
 from asynchicache.bench.storage.limits import Peer
 from asynchicache.bench.storage.options import StorageBenchOptions
+from asynchicache.bench.tables import add_figures
 
 
 class Sample(NamedTuple):
@@ -150,8 +151,8 @@ class StorageReport:
             f"{options.batch_pages} a call, {options.depth} calls in flight",
             caption=f"limit: {self.limit_title}; medians of {options.rounds} rounds",
         )
-        for heading in ("", "MB/s", "limit, MB/s", "share of it", "CPU us/MiB"):
-            table.add_column(heading, justify="right" if heading else "left")
+        table.add_column()
+        add_figures(table, "MB/s", "limit, MB/s", "share of it", "CPU us/MiB")
         for what in ("put", "get", "get scattered"):
             cpu = self.cpu_us(f"engine {what}", 1 << 20)
             speeds = [self.mb_s(f"{side} {what}") for side in ("engine", "limit")]
