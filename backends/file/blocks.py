@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from asynchicache.backends.file.folder import check_file
 from asynchicache.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,7 @@ class BlockFile:
         return self._descriptor
 
     def _open(self, flags: int) -> int:
-        if self.path.exists() and not self.path.is_file():  # a folder opens, a pipe waits
-            raise StorageError(f"{self.path} cannot be opened: it is no file")
+        check_file(self.path)
         reads_nothing = flags == os.O_RDONLY and not self.path.exists()
         path = os.devnull if reads_nothing else self.path
         try:
@@ -108,10 +108,11 @@ class BlockFile:
 
     def _direct_or_not(self, io: Io, views: Sequence[memoryview], offset: int) -> int:
         """Some file systems take O_DIRECT when a file is opened and refuse it when it is used."""
+        direct = self.direct  # another thread may be refused beside us, and turn it off first
         try:
             return io(self._fileno, views, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
         self._use_kernel_cache()
         return io(self._fileno, views, offset)

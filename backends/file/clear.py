@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asynchicache.backends.file.folder import MANIFEST, StoreFolder, sync_folder
-from asynchicache.backends.file.manifest import parse
+from asynchicache.backends.file.manifest import read
 from asynchicache.errors import StorageError
 
 
@@ -59,7 +59,7 @@ def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
         return True
     if not (folder / MANIFEST).exists():  # nobody knows whose pages these are
         return False
-    manifest = parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+    manifest = read(folder / MANIFEST)
     return pool in ("", manifest.pool) and manifest.fingerprint.startswith(fingerprint)
 
 

@@ -26,6 +26,7 @@ _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
 MANIFEST = "pool.json"
 """What a folder of a pool holds, in the folder; written before anything else in it."""
+MANIFEST_DRAFT = f"{MANIFEST}.new"
 _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
 
 _POOL = re.compile(r"[a-z0-9_]+")
@@ -77,13 +78,16 @@ class StoreFolder:
         """Make a pool's folder, if it is missing and may be written; its name is durable then.
 
         Raises:
-            StorageError: it cannot be made.
+            StorageError: it cannot be made, or its manifest cannot be one.
         """
-        if self.read_only:
-            return
         try:
-            pool.mkdir(exist_ok=True)
-            sync_folder(self.path)
+            for name in (MANIFEST, MANIFEST_DRAFT):
+                check_file(pool / name)
+            if not self.read_only:
+                pool.mkdir(exist_ok=True)
+                sync_folder(self.path)
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError(self._advice(error)) from error
 
@@ -111,6 +115,8 @@ class StoreFolder:
             self._write_format()
 
     def _check_content(self) -> None:
+        for name in sorted(_OURS):
+            check_file(self.path / name)
         try:
             text = (self.path / _FORMAT).read_text("utf-8")
         except FileNotFoundError:
@@ -174,6 +180,16 @@ class StoreFolder:
             return f"{self.path} cannot be read: {error.strerror}"
         advice = "make it writable, or open it with read_only=true"
         return f"{self.path} cannot be written: {error.strerror}; {advice}"
+
+
+def check_file(path: Path) -> None:
+    """Whoever opens a pipe waits for its other end, perhaps for ever.
+
+    Raises:
+        StorageError: what lies there is a folder, a pipe or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise StorageError(f"{path} cannot be opened: it is no file")
 
 
 def _is_pool(folder: Path) -> bool:

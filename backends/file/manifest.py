@@ -9,7 +9,7 @@ import aiofiles
 import msgspec
 from aiofiles.os import replace, wrap
 
-from asynchicache.backends.file.folder import MANIFEST, sync_folder
+from asynchicache.backends.file.folder import MANIFEST, MANIFEST_DRAFT, check_file, sync_folder
 from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import PoolBinding
@@ -66,6 +66,17 @@ def parse(text: bytes, path: Path) -> Manifest:
     return manifest
 
 
+def read(path: Path) -> Manifest:
+    """
+    Raises:
+        StorageFormatError: this is no manifest.
+        StorageError: this is no file.
+        OSError: it cannot be read.
+    """
+    check_file(path)
+    return parse(path.read_bytes(), path)
+
+
 async def settle(folder: Path, wanted: Manifest, *, read_only: bool) -> None:
     """Compare a pool's manifest with what is wanted; write it where there is none.
 
@@ -90,7 +101,7 @@ async def settle(folder: Path, wanted: Manifest, *, read_only: bool) -> None:
 
 
 async def _write(folder: Path, manifest: Manifest) -> None:
-    draft = folder / f"{MANIFEST}.new"
+    draft = folder / MANIFEST_DRAFT
     try:
         async with aiofiles.open(draft, "wb") as file:
             await file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 from asynchicache.backends.file import entries
 from asynchicache.backends.file.entries import Entry
 from asynchicache.backends.file.folder import MANIFEST, StoreFolder
-from asynchicache.backends.file.manifest import parse
+from asynchicache.backends.file.manifest import read
 from asynchicache.backends.file.recovery import Identify, PageReader
 from asynchicache.backends.file.segments import Segments
 from asynchicache.errors import StorageError, StorageFormatError
@@ -85,7 +85,7 @@ def _check_pool(folder: Path, identify: Identify, report: StoreReport, *, repair
         report.problems.append(f"{folder} has no {MANIFEST}: its pages are checked once it has been open")
         return
     try:
-        manifest = parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+        manifest = read(folder / MANIFEST)
     except StorageFormatError as error:
         report.corrupt += 1
         report.problems.append(str(error))

@@ -398,6 +398,27 @@ async def test_a_file_system_that_takes_o_direct_back(
 
 
 @pytest.mark.asyncio
+async def test_o_direct_is_refused_to_two_threads_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+    real, refusals = os.preadv, iter(range(2))
+
+    def picky(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if next(refusals, None) is None:
+            return real(descriptor, views, offset)
+        both.wait(60)
+        raise OSError(errno.EINVAL, "no O_DIRECT")
+
+    async with bench_at(tmp_path) as bench:
+        keys = bench.keys(1, 2)
+        assert await bench.put(keys, [0, 1]) == [STORED] * 2
+        monkeypatch.setattr(os, "preadv", picky)
+        answers = await asyncio.gather(bench.get(keys[:1], [2]), bench.get(keys[1:], [3]))
+        assert answers == [[HIT], [HIT]]
+
+
+@pytest.mark.asyncio
 async def test_a_file_system_without_preallocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(descriptor: int, start: int, size: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "no fallocate")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from asynchicache.backends.file.clear import clear_store
 from asynchicache.backends.file.folder import StoreFolder
+from asynchicache.backends.file.verify import verify_store
 from asynchicache.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
+from asynchicache.storage.binding import sealed_key
 from asynchicache.types import Outcome
 from storage.file_stores import backend_at, bench_at, other_process
 
@@ -125,6 +129,33 @@ async def test_another_format_is_refused(tmp_path: Path, text: bytes, words: str
             pass
 
     assert names_in(tmp_path) == ["FORMAT"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("name", ["FORMAT", "LOCK", "FORMAT.new"])
+async def test_what_is_no_file_is_not_opened(tmp_path: Path, name: str, read_only: bool) -> None:
+    (tmp_path / name).symlink_to(os.devnull)  # a pipe, say, would be waited for, perhaps for ever
+    with pytest.raises(StorageError, match=f"{name} cannot be opened: it is no file"):
+        async with backend_at(tmp_path, read_only=read_only):
+            pass
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["pool.json", "pool.json.new"])
+async def test_a_manifest_that_is_no_file_is_not_opened(tmp_path: Path, name: str) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1), [1])
+    (pages,) = tmp_path.glob("*/*.pages")
+    (pages.parent / "pool.json").unlink()
+    (pages.parent / name).symlink_to(os.devnull)
+    with pytest.raises(StorageError, match=rf"{name} cannot be opened: it is no file"):
+        async with bench_at(tmp_path):
+            pass
+    with pytest.raises(StorageError, match="it is no file") if name == "pool.json" else nullcontext():
+        verify_store(tmp_path, sealed_key)
+    with pytest.raises(StorageError, match="it is no file") if name == "pool.json" else nullcontext():
+        clear_store(tmp_path, "kv")
 
 
 @pytest.mark.asyncio
