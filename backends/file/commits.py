@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from asynchicache.backends.file import entries
@@ -66,7 +66,8 @@ class Commits:
         Raises:
             OSError: they may not be, and no later commit will be.
         """
-        self._commit({slot: entry for naming in namings for slot, entry in naming.entries.items()})
+        stored = {slot: entry for naming in namings for slot, entry in naming.entries.items()}
+        self._commit(stored, self._segments.sync)
         with self._lock:
             self._pending.difference_update(naming.first for naming in namings)
 
@@ -76,7 +77,7 @@ class Commits:
         Raises:
             OSError: they may hold what they held, and no later commit will be durable.
         """
-        self._commit(entries.empty(slots))
+        self._commit(entries.empty(slots), self._segments.sync_entries)
 
     def vouch(self, pages: Sequence[tuple[bytes, int]]) -> None:
         """Name pages anew, the least recently used first, and say that all are durable.
@@ -90,13 +91,13 @@ class Commits:
         entries.put(self._segments, entries.packed(pages, first, self._stamp))
         self._segments.sync(slot for _, slot in pages)
 
-    def _commit(self, stored: Mapping[int, bytes]) -> None:
+    def _commit(self, stored: Mapping[int, bytes], sync: Callable[[Iterable[int]], None]) -> None:
         if not stored:
             return
         self._check()
         try:
             entries.put(self._segments, stored)
-            self._segments.sync(stored)
+            sync(stored)
         except OSError:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.
             self.broken = True

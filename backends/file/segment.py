@@ -94,6 +94,15 @@ class Segment:
         """
         self._frames.sync()
 
+    def sync_entries(self) -> None:
+        """As `sync`, for those who erase beside it: the kernel tells each open file of a lost write once, and
+        of two calls on the same one only one would learn of it.
+
+        Raises:
+            OSError: they may not be.
+        """
+        self._entries.sync()
+
     def grow(self, slots: int) -> bool:
         """Preallocate up to so many slots; False, and as before, if the disk refuses."""
         return self._frames.grow(self._shape.file_bytes(slots))

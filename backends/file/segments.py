@@ -133,13 +133,23 @@ class Segments:
         self._files[number].write_entries(place, data)
 
     def sync(self, slots: Iterable[int]) -> None:
-        """Make everything durable that was written to these slots, and to their entries.
+        """Make everything durable that was written to these slots, and to their entries; for one caller at a
+        time, others have `sync_entries`.
 
         Raises:
             OSError: it may not be.
         """
-        for number in sorted({slot // self.shape.slots for slot in slots}):
-            self._files[number].sync()
+        for file in self._holding(slots):
+            file.sync()
+
+    def sync_entries(self, slots: Iterable[int]) -> None:
+        """Make durable what was written to the entries of these slots; beside a `sync`, too.
+
+        Raises:
+            OSError: it may not be.
+        """
+        for file in self._holding(slots):
+            file.sync_entries()
 
     def sync_all(self) -> None:
         """Make everything durable that was written, by those before us too.
@@ -200,6 +210,9 @@ class Segments:
         """The file of a slot, the slot's number there, and how many of `frames` lie in that file."""
         number, place = divmod(slot, self.shape.slots)
         return self._files[number], place, min(frames, self.shape.slots - place)
+
+    def _holding(self, slots: Iterable[int]) -> list[Segment]:
+        return [self._files[number] for number in sorted({slot // self.shape.slots for slot in slots})]
 
     def _file(self, number: int) -> Segment:
         path = segment_path(self._folder, number)

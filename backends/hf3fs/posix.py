@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from asynchicache.backends.hf3fs.datafile import DataFile, Frame
@@ -33,6 +34,8 @@ class PosixPath:
         self._binding = binding
         self._most = max(1, min(_MOST_FRAMES, _MOST_BYTES // file.frame_bytes))
         self._broken = False
+        self._syncing = threading.Lock()
+        self._syncs_begun = self._synced_up_to = 0
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
         return self._move(os.preadv, frames, whole=Outcome.HIT, short=Outcome.MISS)
@@ -78,24 +81,37 @@ class PosixPath:
         return self._binding.header(frame.memory), self._binding.page(frame.memory)
 
     def _direct_or_not(self, io: _Io, views: Sequence[memoryview], offset: int) -> int:
+        direct = self._file.direct  # another thread may be refused beside us, and turn it off first
         try:
             moved = io(self._file.fileno, views, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._file.direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
             self._file.use_kernel_cache()
             moved = io(self._file.fileno, views, offset)
         return moved // self._file.frame_bytes
 
     def _synced(self) -> bool:
+        """Whether all that was written until now is durable.
+
+        One call at a time: of several, the kernel would tell one only of what is lost. Those that waited
+        share the next.
+        """
+        begun = self._syncs_begun
+        with self._syncing:
+            if not self._broken and self._synced_up_to <= begun:
+                self._sync()
+            return not self._broken
+
+    def _sync(self) -> None:
+        self._syncs_begun += 1
         try:
             os.fdatasync(self._file.fileno)
         except OSError:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.
             logger.exception("%s: nothing is written any more until it is reopened", self._file.path)
             self._broken = True
-            return False
-        return True
+        self._synced_up_to = self._syncs_begun
 
 
 def runs(frames: Sequence[Frame], most: int) -> Iterator[list[int]]:

@@ -362,6 +362,34 @@ async def test_nothing_is_acknowledged_after_a_sync_failed(
 
 
 @pytest.mark.asyncio
+async def test_what_one_barrier_is_told_of_the_one_beside_it_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux tells an open file of a lost write once (errseq_t): a deletion is told while a put waits."""
+    told: set[int] = set()
+    erasing, put_ended = threading.Event(), threading.Event()
+
+    def losing(descriptor: int) -> None:
+        if threading.current_thread().name == "asynchicache-file":  # the put's
+            erasing.wait(60)
+            if descriptor in told:
+                return
+        else:
+            told.add(descriptor)
+            erasing.set()
+            put_ended.wait(60)
+        raise OSError(errno.EIO, "lost")
+
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1), [0])
+        monkeypatch.setattr(os, "fdatasync", losing)
+        deletion = asyncio.create_task(bench.engine.delete(bench.keys(1)))
+        put = await bench.put(bench.keys(2), [1])
+        put_ended.set()
+        assert (put, await deletion) == ([FAILED], [FAILED])
+
+
+@pytest.mark.asyncio
 async def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: pwritev(fd, views[:4], offset))
@@ -401,13 +429,19 @@ async def test_a_file_system_that_takes_o_direct_back(
 async def test_o_direct_is_refused_to_two_threads_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = threading.Barrier(2)
     real, refusals = os.preadv, iter(range(2))
+    refused, tried_again = threading.Event(), threading.Event()
 
     def picky(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        if next(refusals, None) is None:
+        call = next(refusals, None)
+        if call is None:
+            tried_again.set()
             return real(descriptor, views, offset)
-        both.wait(60)
+        if call == 0:
+            refused.wait(60)  # the other is on its way
+        else:
+            refused.set()
+            tried_again.wait(60)  # the first has found out by now
         raise OSError(errno.EINVAL, "no O_DIRECT")
 
     async with bench_at(tmp_path) as bench:

@@ -14,7 +14,7 @@ from asynchicache.backends.file.verify import verify_store
 from asynchicache.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 from asynchicache.storage.binding import sealed_key
 from asynchicache.types import Outcome
-from storage.file_stores import backend_at, bench_at, other_process
+from storage.file_stores import backend_at, bench_at, other_process, pages_file
 
 HOLD = """
 import asyncio, sys
@@ -146,9 +146,9 @@ async def test_what_is_no_file_is_not_opened(tmp_path: Path, name: str, read_onl
 async def test_a_manifest_that_is_no_file_is_not_opened(tmp_path: Path, name: str) -> None:
     async with bench_at(tmp_path) as bench:
         await bench.put(bench.keys(1), [1])
-    (pages,) = tmp_path.glob("*/*.pages")
-    (pages.parent / "pool.json").unlink()
-    (pages.parent / name).symlink_to(os.devnull)
+    folder = pages_file(tmp_path).parent
+    (folder / "pool.json").unlink()
+    (folder / name).symlink_to(os.devnull)
     with pytest.raises(StorageError, match=rf"{name} cannot be opened: it is no file"):
         async with bench_at(tmp_path):
             pass

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -275,6 +278,67 @@ async def test_writes_that_fail_give_back_their_slots_and_no_others(
     async with bench_at(tmp_path / "pages", url, weights=weights) as bench:
         assert await bench.put(bench.keys(2, 3, 4), [1, 2, 3]) == [STORED] * 3
         assert await bench.get(bench.keys(1), [4]) == [HIT]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("lost", "outcome", "syncs"), [(True, FAILED, 1), (False, STORED, 2)])
+async def test_who_writes_while_the_disk_is_waited_for_learns_what_is_lost_and_waits_too(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, lost: bool, outcome: Outcome, syncs: int
+) -> None:
+    """Linux tells an open file of a lost write once: a call that ends beside that one is told nothing."""
+    real, writes, synced = os.pwritev, count(), []
+    syncing, both_written = threading.Event(), threading.Event()
+
+    def write(*given: Any) -> int:
+        second = next(writes) == 1
+        if second:
+            syncing.wait(60)
+        done = real(*given)
+        if second:
+            both_written.set()
+        return done
+
+    def sync(descriptor: int) -> None:
+        synced.append(descriptor)
+        syncing.set()
+        both_written.wait(60)
+        if lost and len(synced) == 1:
+            raise OSError(5, os.strerror(5))
+
+    weights = str(tmp_path)
+    async with bench_at(tmp_path / "pages", url, weights=weights, capacity_bytes=4 * FRAME_BYTES) as bench:
+        monkeypatch.setattr(os, "pwritev", write)
+        monkeypatch.setattr(os, "fdatasync", sync)
+        puts = [bench.put(bench.keys(page), [page]) for page in (1, 2)]
+        assert await asyncio.gather(*puts) == [[outcome], [outcome]]
+    assert len(synced) == syncs
+
+
+@pytest.mark.asyncio
+async def test_o_direct_is_refused_to_two_threads_at_once(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refusals = os.preadv, iter(range(2))
+    refused, tried_again = threading.Event(), threading.Event()
+
+    def picky(*given: Any) -> int:
+        call = next(refusals, None)
+        if call is None:
+            tried_again.set()
+            return real(*given)
+        if call == 0:
+            refused.wait(60)  # the other is on its way
+        else:
+            refused.set()
+            tried_again.wait(60)  # the first has found out by now
+        raise OSError(22, "no O_DIRECT")
+
+    async with bench_at(tmp_path / "pages", url, weights=str(tmp_path)) as bench:
+        keys = bench.keys(1, 2)
+        assert await bench.put(keys, [0, 1]) == [STORED] * 2
+        monkeypatch.setattr(os, "preadv", picky)
+        answers = await asyncio.gather(bench.get(keys[:1], [2]), bench.get(keys[1:], [3]))
+        assert answers == [[HIT], [HIT]]
 
 
 def _no_space(write: Callable[..., int], *given: object) -> int:
