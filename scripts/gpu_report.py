@@ -1,6 +1,10 @@
-"""What `make gpu` runs on a machine with an NVIDIA GPU: tests, round trips, benches; one JSON, one table.
+"""What `make gpu` runs on a machine with an NVIDIA GPU: tests, round trips, benches; JSON, tables and a log.
 
-Without a GPU it says so, in both, and runs nothing: the same code runs on a CPU in `make test`.
+Whoever reads these need not be at the machine: all that a step printed is in the log, and all of it is on
+disk after each step. Each step is a process of its own, because an error of the device ends every later use
+of it in the same one; and this one never calls CUDA, where a sick machine hangs.
+
+Without a GPU it says so, and runs nothing: the same code runs on a CPU in `make test`.
 """
 
 from __future__ import annotations
@@ -8,60 +12,112 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict
+from typing import IO, Any, NamedTuple, TypedDict
 
-import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
-SUITES = {
-    "conformance": "tests/streams",
-    "kernels": "tests/kernels",
-    "pools": "tests/pools",
-    "round trips": "tests/transfer",
+SUITES: dict[str, tuple[str, str]] = {
+    "streams": ("tests/streams", ""),
+    "pinned memory": ("tests/pools", ""),
+    "kernels": ("tests/kernels", ""),
+    "plain copies": ("tests/transfer", "plain"),
+    "batched copies": ("tests/transfer", "batch"),
+    "copies by kernel": ("tests/transfer", "kernel"),
+    "transfers": ("tests/transfer", "not plain and not batch and not kernel"),
+    "whole cache": ("tests/cache/test_front_door_on_a_gpu.py", ""),
 }
-"""Rooms whose tests of a GPU are run, by what they are for."""
+"""By what they are for, rooms whose tests of a GPU are run, and which of those (pytest's `-k`)."""
 
+POOLS = ("mha", "mla", "dsa", "swa", "mamba")
+_COPIES: dict[str, dict[str, object]] = {
+    "transfer": {"device": "cuda", "row_mib": 256},
+    "transfer by single copies": {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},
+}
 BENCHES: dict[str, tuple[str, dict[str, object]]] = {
-    "transfer": ("transfer", {"device": "cuda", "row_mib": 256}),
-    "transfer by single copies": (
-        "transfer",
-        {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},
-    ),
     "overlap": ("overlap", {"device": "cuda", "layers": 16, "layer_mib": 64}),
+    **{
+        f"{name}, {pool}": ("transfer", {**options, "pool": pool})
+        for name, options in _COPIES.items()
+        for pool in POOLS
+    },
 }
-"""By name, a module of `asynchicache.bench` and options of it."""
+"""By name, a module of `asynchicache.bench` and options of it; a pool that fails leaves the others' rows."""
 
-# Not through the command line, which wants the package installed; a process of its own, because an error
-# of the device ends every later use of it in the same one.
+# Neither goes through the command line, which wants the package installed.
+_LOOK_ROUND = """
+import json, os, platform, torch
+from importlib.metadata import distributions
+found = {
+    "cuda": torch.cuda.is_available(), "device": None, "torch": torch.__version__,
+    "cuda_runtime": torch.version.cuda, "python": platform.python_version(), "kernel": platform.release(),
+    "cores": len(os.sched_getaffinity(0)),
+    "packages": dict(sorted((str(one.metadata["Name"]), one.version) for one in distributions())),
+}
+if found["cuda"]:
+    made = torch.cuda.get_device_properties(0)
+    found |= {"device": made.name, "properties": str(made), "memory": torch.cuda.mem_get_info(0)}
+    found["devices"] = torch.cuda.device_count()
+print(json.dumps(found))
+"""
+_RUN_DOCTOR = """
+import json, sys
+from asynchicache.cli import doctor
+from asynchicache.transfer.calibration import measured_paths
+names = ("torch", "triton", "device", "pinning", "copy_paths", "memory_limits")
+checks = [getattr(doctor, f"check_{name}")() for name in names]
+rates = [
+    {"direction": shape.direction.value, "tokens": shape.tokens, "run_bytes": shape.nbytes,
+     "gb_s": {path.value: rate for path, rate in found.items()}}
+    for shape, found in measured_paths("cuda:0").rates.items()
+]
+print(json.dumps({"checks": [check._asdict() for check in checks], "rates": rates}))
+sys.exit(not all(check.ok for check in checks))
+"""
 _RUN_BENCH = """
-import asyncio, json, sys
+import asyncio, json, sys, time
 from importlib import import_module
 name, options = sys.argv[1], json.loads(sys.argv[2])
 bench = import_module(f"asynchicache.bench.{name}")
 made = getattr(bench, f"{name.capitalize()}Options")(**options)
-report = asyncio.run(getattr(bench, f"run_{name}")(made, lambda done, total: None))
+started = time.perf_counter()
+def advance(done, total):
+    print(f"{done} of {total} after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+report = asyncio.run(getattr(bench, f"run_{name}")(made, advance))
 print(json.dumps(report.as_json()))
 sys.exit(not report.ok)
 """
-SECONDS, TOTAL_SECONDS = 140, 570
+_SYSTEM = (["nvidia-smi"], ["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"], ["lscpu"], ["free", "-m"])
+"""What says more of a machine, for the log; any of it may be missing."""
+
+SECONDS, TOTAL_SECONDS = 140, 540
 """Most that one step may take, and all of them: a machine that hangs does not hang the report."""
 
-_KILL_SECONDS = 5
+_LOOK_SECONDS, _SYSTEM_SECONDS, _KILL_SECONDS = 120, 15, 5  # the first look reads torch from a cold disk
 _LARGE, _SMALL = 64 << 10, range(4 << 10, (16 << 10) + 1)
 _WANTED_SHARE, _WANTED_GAIN, _WANTED_OVERLAP, _WANTED_HOST_US = 0.9, 3.0, 1.10, 20.0
+
+# Plugins that the machine's own pytest brings may not suit the one that is carried. What a process that dies
+# was doing is printed, by each of its threads.
+_ENVIRONMENT = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "pytest_asyncio.plugin,pytest_timeout",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 class Step(TypedDict):
@@ -82,47 +138,92 @@ class Goal(TypedDict):
     met: bool
 
 
+class Ran(NamedTuple):
+    """How a process ended: its seconds, exit code, standard output, and error output."""
+
+    seconds: float
+    code: int
+    out: str
+    err: str
+
+    @property
+    def end(self) -> str:
+        """The last it said."""
+        return (self.out + self.err)[-2000:]
+
+
+class Report:
+    """What was found so far, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """An empty one; what the folder has of an older one is overwritten."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.found: dict[str, Any] = {
+            "ok": False,
+            "machine": {},
+            "steps": [],
+            "doctor": {},
+            "benches": {},
+            "goals": [],
+        }
+        self._folder = folder
+        self.log = folder / "gpu.log"
+        self.log.write_text("")
+
+    def add(self, step: Step) -> None:
+        self.found["steps"].append(step)
+        Console().print(Text(f"{step['name']}: {'ok' if step['ok'] else 'FAILED'}, {step['seconds']:.0f} s"))
+        self.write()
+
+    def write(self) -> None:
+        """All of it, as it is now."""
+        self.found["goals"] = list(goals(self.found["benches"]))
+        (self._folder / "gpu.json").write_text(json.dumps(self.found, indent=2) + "\n")
+        with (self._folder / "gpu.txt").open("w") as file:
+            present(self.found, Console(file=file, width=140))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("gpu-report"), help="where the report is written")
-    folder: Path = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": describe_machine(), "steps": [], "benches": {}, "goals": []}
-    if torch.cuda.is_available():
-        run_all(report, folder)
-    else:
-        report["skipped"] = f"torch {torch.__version__} sees no CUDA device: nothing was run"
-    ok = all(step["ok"] for step in report["steps"])
-    report["ok"] = ok
-    (folder / "gpu.json").write_text(json.dumps(report, indent=2) + "\n")
-    with (folder / "gpu.txt").open("w") as file:
-        for console in (Console(file=file, width=140), Console()):
-            present(report, console)
-    return 0 if ok else 1
-
-
-def describe_machine() -> dict[str, object]:
-    found: dict[str, object] = {
-        "cuda": torch.cuda.is_available(),
-        "device": None,
-        "torch": torch.__version__,
-        "cuda_runtime": torch.version.cuda,
-        "python": platform.python_version(),
-    }
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name(0)
-    return found
-
-
-def run_all(report: dict[str, Any], folder: Path) -> None:
+    report = Report(parser.parse_args().folder)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what dies here would write gigabytes
     end = time.monotonic() + TOTAL_SECONDS
-    for name, path in SUITES.items():
-        report["steps"].append(run_suite(name, path, folder, seconds=seconds_until(end)))
+    looked = look_round(report)
+    if looked["ok"] and not report.found["machine"]["cuda"]:
+        version = report.found["machine"]["torch"]
+        report.found["skipped"] = f"torch {version} sees no CUDA device: nothing was run"
+    else:
+        report.add(looked)
+        run_all(report, end)
+    report.found["ok"] = all(step["ok"] for step in report.found["steps"])
+    report.write()
+    present(report.found, Console())
+    return 0 if report.found["ok"] else 1
+
+
+def look_round(report: Report) -> Step:
+    """What the machine is; its step fails where torch, or the driver, does not come up."""
+    for command in _SYSTEM:
+        _run(command, _SYSTEM_SECONDS, report.log)
+    step, report.found["machine"] = _run_for_json(
+        "machine", [sys.executable, "-c", _LOOK_ROUND], _LOOK_SECONDS, report.log
+    )
+    step["detail"] = step["detail"] or str(report.found["machine"]["device"])
+    return step
+
+
+def run_all(report: Report, end: float) -> None:
+    """Every step, each within what is left until `end`."""
+    for name, (path, which) in SUITES.items():
+        report.add(run_suite(name, path, report.log, which=which, seconds=seconds_until(end)))
+    command = [sys.executable, "-c", _RUN_DOCTOR]
+    step, report.found["doctor"] = _run_for_json("doctor", command, seconds_until(end), report.log)
+    report.add(step)
     for name, (module, options) in BENCHES.items():
-        step, result = run_bench(name, module, options, seconds=seconds_until(end))
-        report["steps"].append(step)
-        report["benches"][name] = result
-    report["goals"] = list(goals(report["benches"]))
+        step, result = run_bench(name, module, options, report.log, seconds=seconds_until(end))
+        report.found["benches"][name] = result
+        report.add(step)
 
 
 def seconds_until(end: float) -> float:
@@ -130,16 +231,19 @@ def seconds_until(end: float) -> float:
     return max(0.0, min(SECONDS, end - time.monotonic()))
 
 
-def run_suite(name: str, path: str, folder: Path, *, marks: str = "gpu", seconds: float = SECONDS) -> Step:
+def run_suite(
+    name: str, path: str, log: Path, *, which: str = "", marks: str = "gpu", seconds: float = SECONDS
+) -> Step:
     """The tests of one room that are marked so; some must run, and none may fail."""
-    file = folder.absolute() / f"{path.replace('/', '-')}.xml"
-    options = ["-q", "-m", marks, "-p", "no:cacheprovider", f"--junitxml={file}"]
-    took, code, output = _run([sys.executable, "-m", "pytest", *options, path], seconds)
-    counts = _counts(file)
-    ran = counts["tests"] - counts["skipped"]
-    ok = code == 0 and ran > 0
-    words = f"{ran} ran, {counts['skipped']} skipped, {counts['failures'] + counts['errors']} failed"
-    return Step(name=name, ok=ok, seconds=took, detail=words if ok else f"{words}\n{output[-2000:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "junit.xml"
+        options = ["-v", "-m", marks, "-k", which, "-p", "no:cacheprovider", f"--junitxml={file}"]
+        ran = _run([sys.executable, "-m", "pytest", *options, "--durations=5", path], seconds, log)
+        counts = _counts(file)
+    executed = counts["tests"] - counts["skipped"]
+    ok = ran.code == 0 and executed > 0
+    words = f"{executed} ran, {counts['skipped']} skipped, {counts['failures'] + counts['errors']} failed"
+    return Step(name=name, ok=ok, seconds=ran.seconds, detail=words if ok else f"{words}\n{ran.end}")
 
 
 def _counts(file: Path) -> dict[str, int]:
@@ -151,56 +255,94 @@ def _counts(file: Path) -> dict[str, int]:
 
 
 def run_bench(
-    name: str, module: str, options: dict[str, object], *, seconds: float = SECONDS
+    name: str, module: str, options: dict[str, object], log: Path, *, seconds: float = SECONDS
 ) -> tuple[Step, dict[str, Any]]:
-    """One bench on the GPU, whose bytes must be right."""
-    took, code, output = _run([sys.executable, "-c", _RUN_BENCH, module, json.dumps(options)], seconds)
-    result: dict[str, Any] = {}
-    if code == 0:
-        result = json.loads(output)
-    detail = f"{len(result['rows'])} rows, bytes right" if result else output[-2000:]
-    return Step(name=f"bench {name}", ok=code == 0, seconds=took, detail=detail), result
+    """One bench on the GPU, whose bytes must be right; its figures are kept where they are not."""
+    command = [sys.executable, "-c", _RUN_BENCH, module, json.dumps(options)]
+    step, result = _run_for_json(f"bench {name}", command, seconds, log)
+    if result:
+        step["detail"] = f"{len(result['rows'])} rows, bytes {'right' if step['ok'] else 'WRONG'}"
+    return step, result
 
 
-def _run(command: list[str], seconds: float) -> tuple[float, int, str]:
-    """Seconds, exit code, and standard output; with the error output where the code is not 0."""
+def _run_for_json(
+    name: str, command: Sequence[str], seconds: float, log: Path
+) -> tuple[Step, dict[str, Any]]:
+    """Run what prints a JSON object; its detail is how it ended where it did not end well."""
+    ran = _run(command, seconds, log)
+    found: dict[str, Any] = {}
+    with suppress(json.JSONDecodeError):
+        found = json.loads(ran.out)
+    ok = ran.code == 0 and bool(found)
+    return Step(name=name, ok=ok, seconds=ran.seconds, detail="" if ok else ran.end), found
+
+
+def _run(command: Sequence[str], seconds: float, log: Path) -> Ran:
+    """Run a command, and write down all that it said."""
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)  # noqa: S603 - our own
+    environment = os.environ | _ENVIRONMENT
+    with _text_file() as out, _text_file() as err:
         try:
-            code = run.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = 124
-            os.killpg(run.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
-                run.wait(_KILL_SECONDS)
+            run = subprocess.Popen(  # noqa: S603 - our own
+                command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True, env=environment
+            )
+            code = _wait(run, seconds)
+        except OSError as error:  # there is no such program
+            print(error, file=err)
+            code = 127
+        if code == 124:
+            print(f"not done after {seconds:.0f} s", file=err)
         texts = [file.read() for file in (out, err) if file.seek(0) == 0]
-    output = texts[0] if code == 0 else "".join(texts)
-    late = f"not done after {seconds:.0f} s\n" if code == 124 else ""
-    return time.perf_counter() - started, code, late + output
+    ran = Ran(time.perf_counter() - started, code, *texts)
+    with log.open("a") as file:
+        words = [word if len(word) < 200 else "..." for word in command]
+        print(f"\n=== {' '.join(words)}\n=== exit {code}, {ran.seconds:.1f} s", file=file)
+        print(ran.out, ran.err, sep="\n", file=file)
+    return ran
+
+
+def _text_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _wait(run: subprocess.Popen[bytes], seconds: float) -> int:
+    """The exit code; 124 for what had to be killed, after it was asked where it was."""
+    with suppress(subprocess.TimeoutExpired):
+        return run.wait(seconds)
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, number)
+        with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
+            run.wait(_KILL_SECONDS)
+    return 124
 
 
 def goals(benches: dict[str, dict[str, Any]]) -> Iterator[Goal]:
     """What the benches are held against; nothing where a bench did not run."""
-    rows = benches["transfer"].get("rows", [])
+    rows = _rows(benches, "transfer")
     for direction in ("load", "backup"):
         ratios = [
             row["ratio"] for row in rows if row["direction"] == direction and row["run_bytes"] >= _LARGE
         ]
         if ratios:
             yield _goal(f"{direction}: share of a plain copy, runs of 64 KiB up", min(ratios), _WANTED_SHARE)
-    single = {_key(row): row["gb_s"] for row in benches["transfer by single copies"].get("rows", [])}
+    single = {_key(row): row["gb_s"] for row in _rows(benches, "transfer by single copies")}
     gains = [
         row["gb_s"] / single[_key(row)] for row in rows if row["run_bytes"] in _SMALL and _key(row) in single
     ]
     if gains:
         yield _goal("gain over single copies, runs of 4 to 16 KiB", min(gains), _WANTED_GAIN)
-    overlap = benches["overlap"].get("rows", [])
+    overlap = benches.get("overlap", {}).get("rows", [])
     if overlap:
         shares = [row["layerwise_ms"] / row["ideal_ms"] for row in overlap]
         yield _goal("layer-wise loading, of the ideal", max(shares), _WANTED_OVERLAP, least=False)
         host = benches["overlap"]["submit_us_per_layer"]
         yield _goal("host, microseconds a layer", host, _WANTED_HOST_US, least=False)
+
+
+def _rows(benches: dict[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Of all pools."""
+    return [row for pool in POOLS for row in benches.get(f"{name}, {pool}", {}).get("rows", [])]
 
 
 def _goal(name: str, value: float, wanted: float, *, least: bool = True) -> Goal:
@@ -214,21 +356,24 @@ def _key(row: dict[str, Any]) -> tuple[object, ...]:
 
 def present(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
-    console.print(
-        f"{machine['device'] or 'no GPU'}, torch {machine['torch']}, CUDA {machine['cuda_runtime']}"
-    )
+    names = [
+        machine.get("device") or "no GPU",
+        f"torch {machine.get('torch')}",
+        f"CUDA {machine.get('cuda_runtime')}",
+    ]
+    console.print(Text(", ".join(names)))
     if "skipped" in report:
         console.print(report["skipped"])
         return
     steps = Table("step", "ok", "seconds", "detail", title="steps")
     for step in report["steps"]:
-        steps.add_row(step["name"], _yes(step["ok"]), f"{step['seconds']:.0f}", step["detail"])
+        steps.add_row(step["name"], _yes(step["ok"]), f"{step['seconds']:.0f}", Text(step["detail"]))
     console.print(steps)
     found = Table("goal", "value", "wanted", "met", title="goals")
     for goal in report["goals"]:
         found.add_row(goal["name"], f"{goal['value']:.2f}", f"{goal['wanted']:.2f}", _yes(goal["met"]))
     console.print(found)
-    console.print(_rates(report["benches"]["transfer"].get("rows", [])))
+    console.print(_rates(_rows(report["benches"], "transfer")))
 
 
 def _rates(rows: list[dict[str, Any]]) -> Table:

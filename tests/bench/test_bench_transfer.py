@@ -49,11 +49,10 @@ async def test_every_pool_and_layout_has_a_row_each_way() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", list(CopyPath))
-async def test_a_path_can_be_forced(monkeypatch: pytest.MonkeyPatch, path: CopyPath) -> None:
-    monkeypatch.setattr("asynchicache.bench.transfer.POOLS", {"swa": POOLS["swa"]})
-    report = await run_transfer(TransferOptions(**SMALL, path=path.value), _ignore)
+async def test_a_pool_and_a_path_can_be_chosen(path: CopyPath) -> None:
+    report = await run_transfer(TransferOptions(**SMALL, pool="swa", path=path.value), _ignore)
 
-    assert {row.path for row in report.rows} == {path.value}
+    assert {(row.pool, row.path) for row in report.rows} == {("swa", path.value)}
     written = StringIO()
     Console(file=written, width=140).print(report.present())
     assert path.value in written.getvalue()
@@ -61,10 +60,9 @@ async def test_a_path_can_be_forced(monkeypatch: pytest.MonkeyPatch, path: CopyP
 
 @pytest.mark.asyncio
 async def test_copies_that_do_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynchicache.bench.transfer.POOLS", {"swa": POOLS["swa"]})
     monkeypatch.setattr(PlanCopies, "enqueue", lambda *_: None)
 
-    assert not (await run_transfer(TransferOptions(**SMALL), _ignore)).ok
+    assert not (await run_transfer(TransferOptions(**SMALL, pool="swa"), _ignore)).ok
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,7 @@ from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import PoolTransfer, trailing_pages
 
-AUTO = "auto"
+AUTO, ALL = "auto", "all"
 _LAYERS = tuple(range(4))
 _DIRECTIONS = (Direction.LOAD, Direction.BACKUP)
 
@@ -57,6 +57,7 @@ class TransferOptions:
 
     device: str = option("cpu", "cpu, cuda or cuda:N")
     path: str = option(AUTO, "how to copy; auto measures", choices=[AUTO, *(path.value for path in CopyPath)])
+    pool: str = option(ALL, "whose pages to copy", choices=[ALL, *POOLS])
     row_mib: int = option(256, "MiB that a row moves at a time", minimum=1)
     rounds: int = option(20, "rounds, of which the fastest counts", minimum=1)
     seed: int = 0
@@ -142,8 +143,9 @@ class _Case:
         return layout.page_bytes // units
 
 
-def _cases() -> Iterator[_Case]:
-    for name, (pool, page_sizes) in POOLS.items():
+def _cases(chosen: str) -> Iterator[_Case]:
+    for name in POOLS if chosen == ALL else [chosen]:
+        pool, page_sizes = POOLS[name]
         for page_size in page_sizes:
             for layout in HostLayout:
                 yield _Case(name, pool, page_size, layout)
@@ -156,7 +158,7 @@ async def run_transfer(options: TransferOptions, advance: Callable[[int, int], N
         ConfigError: no such device, or no such path on it.
         DeviceError: the device is not there.
     """
-    cases, rows, ok, device = list(_cases()), [], True, options.device
+    cases, rows, ok, device = list(_cases(options.pool)), [], True, options.device
     with torch_threads(1):  # as many for the plain copy as a stream of the engine's has
         for done, case in enumerate(cases):
             found, right, device = await _run_case(case, options)
@@ -232,12 +234,18 @@ def _sides(rig: CopyRig, direction: Direction) -> Iterator[tuple[torch.Tensor, t
     return zip(*sides, strict=True)
 
 
+def _place(rig: CopyRig) -> torch.device:
+    """Where pages are made and compared: a CPU takes seconds for what a GPU does at once."""
+    return rig.memory.device.device
+
+
 def _fill(rig: CopyRig, direction: Direction, seed: int) -> None:
     """Numbers to be read, no two words alike, and zeros where they are to arrive."""
     start = seed << 32
     for source, destination in _sides(rig, direction):
         nbytes = source.numel() * source.element_size()
-        numbers = torch.arange(start, start + -(-nbytes // 8), dtype=torch.int64).view(torch.uint8)
+        numbers = torch.arange(start, start + -(-nbytes // 8), dtype=torch.int64, device=_place(rig))
+        numbers = numbers.view(torch.uint8)
         source.copy_(numbers[:nbytes].view(source.dtype).view(source.shape))
         destination.zero_()
         start += len(numbers)
@@ -247,8 +255,9 @@ def _fill(rig: CopyRig, direction: Direction, seed: int) -> None:
 def _arrived(rig: CopyRig, operation: CacheOperation) -> bool:
     """Whether every page is where it was to go."""
     transfer = operation.transfers[0]
-    order = torch.tensor(list(transfer.sources)), torch.tensor(list(transfer.destinations))
+    place = _place(rig)
+    order = [torch.tensor(list(slots), device=place) for slots in (transfer.sources, transfer.destinations)]
     return all(
-        torch.equal(source.cpu()[:, order[0]], destination.cpu()[:, order[1]])
+        torch.equal(source.to(place)[:, order[0]], destination.to(place)[:, order[1]])
         for source, destination in _sides(rig, operation.direction)
     )
