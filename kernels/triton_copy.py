@@ -20,11 +20,26 @@ PROGRAMS = 32
 holds at a latency of several microseconds, on a quarter of a large GPU's processors."""
 
 BLOCK_BYTES = 16 << 10
+MOST_WORDS = 2**31 - BLOCK_BYTES
+"""Of an item: the kernel counts them in 32 bits, and its last block may reach beyond."""
+
 _COLUMNS = 8  # of the table: host and device address, slot strides, unit strides, units, words
 _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
 
 
-@triton.jit(do_not_specialize=["first_row", "pages", "work", "page_blocks", "word_blocks"])  # type: ignore[untyped-decorator]
+# Where slots begin is not looked at either: those of a plan's later chunks may begin elsewhere, and a request
+# would wait until the kernel is compiled anew.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "host_slots",
+        "device_slots",
+        "first_row",
+        "pages",
+        "work",
+        "page_blocks",
+        "word_blocks",
+    ]
+)
 def _copy_rows_kernel(
     table: tl.tensor,
     host_slots: tl.tensor,
@@ -48,10 +63,11 @@ def _copy_rows_kernel(
         device = tl.load(entry + 1).to(tl.pointer_type(word))
         host_slot_stride, device_slot_stride = tl.load(entry + 2), tl.load(entry + 3)
         host_unit_stride, device_unit_stride = tl.load(entry + 4), tl.load(entry + 5)
-        units, words = tl.load(entry + 6), tl.load(entry + 7)
+        # A GPU divides 64 bits several times as slowly as 32, and an item's words are fewer than 2**31.
+        units, words = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
 
         page = (item // word_blocks) % page_blocks * block_pages + tl.arange(0, block_pages)
-        index = item % word_blocks * block_words + tl.arange(0, block_words).to(tl.int64)
+        index = item % word_blocks * block_words + tl.arange(0, block_words)
         unit, within = index // words, index % words
         # Slots and strides are int64: pools are larger than 2**31 words.
         host_slot = tl.load(host_slots + page, mask=page < pages, other=0)
@@ -79,11 +95,14 @@ class TritonKernels:
             pointers: what the GPU calls an address of the host.
 
         Raises:
-            DeviceError: the GPU cannot reach the host items, or calls them by other addresses.
+            DeviceError: the GPU cannot reach the host items, or calls them by other addresses; or an item is
+                too large to be counted in 32 bits.
         """
         self._items = items
         self._device = items.device[0].device
         self._words = [tensor.shape[2] * tensor.shape[3] for tensor in items.host]
+        if max(self._words) > MOST_WORDS:
+            raise DeviceError(f"an item of {max(self._words)} words; the kernel counts {MOST_WORDS} at most")
         table = [_entry(items, row, pointers) for row in items.rows]
         self._table = torch.tensor(table, dtype=torch.int64).to(self._device)
 

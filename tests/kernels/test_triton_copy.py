@@ -33,28 +33,88 @@ def test_interpreted_kernels_equal_the_reference() -> None:
     _run_checks({**os.environ, "TRITON_INTERPRET": "1"})
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("word", ["int64", "int16"])
-def test_the_kernel_compiles_for_gpus_that_are_not_here(
-    capability: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The interpreter takes what the compiler refuses; from here it is only the launch that needs a GPU."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+WORDS = ["int64", "int32", "int16", "uint8"]
+BUILDS = [
+    *((capability, word, 1) for capability in (80, 90, 100) for word in WORDS),
+    *((90, word, pages) for word in WORDS for pages in (8, 1024)),  # of small items a block holds many
+]
+
+
+def _kernel() -> JITFunction:
     kernel = triton_copy._copy_rows_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("Triton's interpreter is on in this process")
+    return kernel
+
+
+def _constants(word: str, pages: int, to_device: bool) -> dict[str, object]:
+    """Those of a launch."""
+    words = triton_copy.BLOCK_BYTES // getattr(torch, word).itemsize // pages
+    shape = {"block_pages": pages, "block_words": words}
+    return {"columns": 8, "word": getattr(language, word), "to_device": to_device, **shape}
+
+
+@pytest.mark.parametrize(("capability", "word", "pages"), BUILDS)
+def test_the_kernel_compiles_for_gpus_that_are_not_here(
+    capability: int, word: str, pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter takes what the compiler refuses; from here it is only the launch that needs a GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = _kernel()
     signature = {
         one.name: "constexpr" if one.is_constexpr else one.annotation_type or "*i64" for one in kernel.params
     }
-    words = triton_copy.BLOCK_BYTES // getattr(torch, word).itemsize
     for to_device in (True, False):
-        values = {"columns": 8, "word": getattr(language, word), "block_pages": 1, "block_words": words}
-        source = ASTSource(kernel, signature, {**values, "to_device": to_device})
+        source = ASTSource(kernel, signature, _constants(word, pages, to_device))
 
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
 
         assert f".target sm_{capability}" in compiled.asm["ptx"]
         assert compiled.asm["cubin"].startswith(b"\x7fELF")
+
+
+class _PlayedDriver:
+    """Says that there is a GPU; a launch would need one."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 99  # no other test's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Slots:
+    """A tensor, as far as a launch looks at it."""
+
+    dtype = torch.int64
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def test_neither_numbers_nor_where_slots_begin_are_compiled_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request would wait for each such compilation."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, table, constants = _kernel(), _Slots(512), _constants("int64", 8, True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", _PlayedDriver())
+    found = [
+        kernel.warmup(table, _Slots(start), _Slots(end), *numbers, grid=(1,), num_warps=8, **constants)
+        for start, end, numbers in (
+            (1024, 2048, (0, 1, 1, 1, 1)),
+            (1032, 2048, (16, 5, 7, 3, 2)),
+            (1024, 2056, (3, 1 << 20, 1 << 30, 1 << 17, 16)),
+        )
+    ]
+
+    assert len(set(map(id, found))) == 1
 
 
 @pytest.mark.gpu

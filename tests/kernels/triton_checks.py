@@ -158,6 +158,13 @@ def test_a_gpu_that_calls_host_memory_otherwise_gets_no_kernel() -> None:
         TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), Elsewhere())
 
 
+def test_an_item_too_large_to_count_gets_no_kernel() -> None:
+    host = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(1, 1, 2**31, 1)  # all of them one byte
+
+    with pytest.raises(DeviceError, match="an item of 2147483648 words"):
+        TritonKernels(PoolItems.of([host], [host[:, :, :1].to(DEVICE).expand(host.shape)]), SamePointers())
+
+
 def test_no_pages_copy_nothing() -> None:
     host, device = torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1, 3), 9)
     host, device = host.to(torch.uint8), device.to(torch.uint8).to(DEVICE)
