@@ -61,7 +61,8 @@ class Options:
         """
         value = self.take(name, object, "")
         if not isinstance(value, str | os.PathLike) or not value:
-            raise self.refused(name, value, "must name a folder")
+            others = f"; also given: {sorted(self._given)}" if self._given else ""  # it may be misspelt there
+            raise self.refused(name, value, f"must name a folder{others}")
         text = os.fsdecode(value)
         if "\0" in text:
             raise self.refused(name, value, "must not contain a NUL")

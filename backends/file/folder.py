@@ -131,7 +131,7 @@ class StoreFolder:
         if others:
             raise StorageFormatError(f"{self._foreign()}; it holds {others[0]!r}")
         if self.read_only:
-            raise StorageFormatError(f"{self.path} holds no file store yet; open it without read_only first")
+            raise StorageFormatError(f"{self.path} holds no file store yet; a writer makes one")
         if not self._new:
             raise StorageFormatError(f"{self.path} is empty and holds no file store")
 

@@ -92,7 +92,10 @@ class HybridCache:
             CapacityError: the pools need more memory than there is.
             StorageError: the storage location cannot be used.
         """
-        config = config or CacheConfig()
+        config = CacheConfig() if config is None else config
+        if not isinstance(spec, ModelSpec) or not isinstance(config, CacheConfig):
+            given = f"{type(spec).__name__} and {type(config).__name__}"
+            raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
         stack = AsyncExitStack()
         try:
             rooms = await _open_rooms(stack, spec, config, storage, port, device)
@@ -154,7 +157,11 @@ class HybridCache:
         Raises:
             KeyError: no such pool or tensor.
         """
-        return self._rooms.memories[pool].device.tensor(tensor)
+        try:
+            return self._rooms.memories[pool].device.tensor(tensor)
+        except KeyError:
+            names = {one.name: [part.name for part in one.tensors] for one in self.spec.pools}
+            raise KeyError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
 
     @property
     def device(self) -> Device:
@@ -363,7 +370,7 @@ def open_device(config: CacheConfig) -> Device:
         kind = torch.device(config.device)
     except RuntimeError as error:
         raise ConfigError(f"device {config.device!r} must be cpu, cuda or cuda:N") from error
-    if kind.type == "cpu":
+    if kind.type == "cpu" and not kind.index:
         return EmulatedDevice(InlineDriver() if config.inline else ThreadDriver())
     if kind.type == "cuda":
         return CudaDevice(kind.index or 0)

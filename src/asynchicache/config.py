@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib.metadata import entry_points
+from logging import getLogger
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast
@@ -27,6 +29,8 @@ from asynchicache.types import PrefetchPolicy, WritePolicy
 
 ENVIRONMENT_PREFIX = "ASYNCHICACHE_"
 BACKEND_GROUP = "asynchicache.backends"
+
+_log = getLogger(__name__)
 
 _OWN_BACKENDS = {
     name: f"asynchicache.backends.{name}:open_backend"
@@ -184,20 +188,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             values: options that come before file and environment.
             defaults: options where nothing else names them.
 
+        A variable that is nearly an option's is told of in the log; others are left alone, for they may be
+        anybody's (Kubernetes makes some of a service's name).
+
         Raises:
-            ConfigError: an unknown option, or a value that does not fit; names it.
+            ConfigError: an unknown option, or a value that does not fit; names it, and where it stands.
         """
-        try:
-            merged = dict(defaults or {}) | ({} if path is None else _read(path))
-            for name, text in (os.environ if environ is None else environ).items():
-                if name.startswith(ENVIRONMENT_PREFIX) and _is_option(name):
-                    option = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-                    merged[option] = _value_of(option, text)
-            merged |= values or {}
-            _check_tables(merged)
-            return msgspec.convert(merged, cls, strict=False)
-        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-            raise ConfigError(f"the configuration does not fit: {error}") from error
+        sources = [("the defaults", defaults or {}), (str(path), {} if path is None else _read(path))]
+        sources += _variables(os.environ if environ is None else environ)
+        sources += [("the options given", values or {})]
+        merged: dict[str, Any] = {
+            name: _converted(where, name, value) for where, part in sources for name, value in part.items()
+        }
+        return cls(**merged)
 
     def sizes(self) -> SizeOptions:
         return SizeOptions(
@@ -210,7 +213,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
 
-_WORDS = {option.name for option in msgspec.structs.fields(CacheConfig) if option.type in (str, str | None)}
+_OPTIONS = {option.name: option for option in msgspec.structs.fields(CacheConfig)}
+_WORDS = {name for name, option in _OPTIONS.items() if option.type in (str, str | None)}
 
 
 def _check_type(option: msgspec.structs.FieldInfo, value: object) -> None:
@@ -220,23 +224,53 @@ def _check_type(option: msgspec.structs.FieldInfo, value: object) -> None:
         raise ConfigError(f"{option.name} {value!r}: {error}") from error
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> Mapping[str, object]:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
-    return decode(path.read_bytes(), type=dict[str, object])
+    try:
+        return decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration {path} does not fit: {error}") from error
 
 
-def _check_tables(values: Mapping[str, object]) -> None:
-    """Refuse unknown names inside tables: msgspec forbids them for its own structs only."""
-    for name, kind in _TABLES.items():
-        table = values.get(name)
-        known = {option.name for option in fields(kind)}
-        if isinstance(table, dict) and not known.issuperset(table):
-            raise ConfigError(f"[{name}] has {sorted(set(table) - known)}; its options are {sorted(known)}")
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Options of the environment, by the name of their variable."""
+    for variable, text in environ.items():
+        option = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if option in _OPTIONS:
+            yield variable, {option: _value_of(option, text)}
+        elif near := get_close_matches(option, _OPTIONS, 1, cutoff=0.8):
+            meant = ENVIRONMENT_PREFIX + near[0].upper()
+            _log.warning("%s is no option, and is left alone: is %s meant?", variable, meant)
 
 
-def _is_option(name: str) -> bool:
-    """Whether a variable is one of ours; others with the prefix (test switches) are left alone."""
-    return name.removeprefix(ENVIRONMENT_PREFIX).lower() in CacheConfig.__struct_fields__
+def _converted(where: str, name: str, value: object) -> Any:
+    """The value of an option, from what a file or the environment has words for.
+
+    Raises:
+        ConfigError: there is no such option, or the value does not fit.
+    """
+    if name not in _OPTIONS:
+        near = get_close_matches(name, _OPTIONS, 1)
+        raise ConfigError(f"{where}: {name!r} is no option" + (f"; is {near[0]!r} meant?" if near else ""))
+    if name in _TABLES and isinstance(value, dict):
+        _check_table(where, name, value)
+    try:
+        return msgspec.convert(value, _OPTIONS[name].type, strict=False)
+    except msgspec.ValidationError as error:
+        shown = "" if name == "storage_options" else f" {value!r}"  # those may hold a password
+        raise ConfigError(f"{where}: {name}{shown} does not fit: {error}") from error
+
+
+def _check_table(where: str, name: str, table: Mapping[str, object]) -> None:
+    """Refuse unknown names: msgspec forbids them for its own structs only."""
+    known = {option.name for option in fields(_TABLES[name])}
+    if not known.issuperset(table):
+        unknown = sorted(set(table) - known)
+        raise ConfigError(f"{where}: [{name}] has {unknown}; its options are {sorted(known)}")
 
 
 def _value_of(option: str, text: str) -> object:

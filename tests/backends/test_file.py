@@ -522,6 +522,7 @@ async def test_closing_waits_for_threads_whose_callers_are_gone(
     ("options", "words"),
     [
         ({"path": ""}, "path='' must name a folder"),
+        ({"path": None, "pth": "pages"}, r"path='' must name a folder; also given: \['pth'\]"),
         ({"path": 3}, "path=3 must name a folder"),
         ({"path": "x", "capacity_bytes": -1}, "capacity_bytes=-1 must be above 0"),
         ({"path": "x", "capacity_bytes": {"kv": 0}}, "{'kv': 0} must map pool names"),

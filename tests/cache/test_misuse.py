@@ -80,6 +80,27 @@ async def test_order_is_enforced(small_cache: OpenSmallCache):
                 request.state("kv")
 
 
+async def test_a_cache_is_opened_with_what_it_takes():
+    for spec, options in ((None, None), ("qwen3", config()), (SPEC, {"device_slots": {"kv": 8}})):
+        with pytest.raises(ConfigError, match="opened with a ModelSpec and a CacheConfig, not"):
+            async with HybridCache.open(spec, options):
+                pass
+
+
+@pytest.mark.parametrize("device", ["cpu:1", "gpu", "cuda:x", "meta", ""])
+async def test_devices_that_there_are_not_are_refused(device: str):
+    with pytest.raises(ConfigError, match=f"device '{device}' must be cpu, cuda or cuda:N"):
+        async with HybridCache.open(SPEC, config(device=device)):
+            pass
+
+
+@pytest.mark.parametrize(("pool", "tensor"), [("kb", "k"), ("kv", "nothing")])
+async def test_tensors_that_there_are_not_are_named(pool: str, tensor: str, small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
+        with pytest.raises(KeyError, match=f"tensor '{tensor}' of pool '{pool}' is none of {{'kv'"):
+            cache.device_tensor(pool, tensor)
+
+
 @pytest.mark.parametrize("tokens", [4.0, 1.5, "4", None])
 async def test_numbers_of_tokens_are_whole(tokens: object, small_cache: OpenSmallCache):
     async with small_cache(SPEC) as cache, cache.request(PROMPT) as request:

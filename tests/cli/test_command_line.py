@@ -148,6 +148,33 @@ def test_bad_arguments_exit_with_2_and_are_named(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--report", "file/report.html"], "--report: file is no folder"),
+        (["chaos", "--found", "file"], "--found: file is no folder"),
+        (["soak", "--folder", "nowhere"], "--folder: nowhere is no folder"),
+        (["bench", "storage", "--folder", "file"], "--folder: file is no folder"),
+        (["serve", "--threads", "100000"], "--threads 100000: must be 1024 at most"),
+        (["bench", "tree", "--window", "0"], "--window 0"),
+    ],
+)
+def test_what_could_only_fail_later_is_refused_at_once(
+    arguments: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["demo", "--help"], ["--version"]])
 def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

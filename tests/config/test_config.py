@@ -52,6 +52,38 @@ def test_words_of_the_environment_are_no_numbers(text: str):
     assert CacheConfig.load(environ={"ASYNCHICACHE_SALT": f'"{text}"'}).salt == text
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "HOST_RATIO",
+            "three",
+            r"ASYNCHICACHE_HOST_RATIO: host_ratio 'three' does not fit: Expected",
+        ),
+        ("PREFETCH", "timeout", r"ASYNCHICACHE_PREFETCH: prefetch 'timeout' does not fit"),
+        ("PREFETCH", "{polcy = 1}", r"ASYNCHICACHE_PREFETCH: \[prefetch\] has \['polcy'\]"),
+    ],
+)
+def test_a_variable_that_does_not_fit_is_named(name: str, text: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig.load(environ={f"ASYNCHICACHE_{name}": text})
+
+
+def test_options_of_storage_are_not_shown():
+    with pytest.raises(ConfigError, match="STORAGE_OPTIONS: storage_options does not fit") as caught:
+        CacheConfig.load(environ={"ASYNCHICACHE_STORAGE_OPTIONS": "{password = 'secret'"})
+    assert "secret" not in str(caught.value)
+
+
+def test_a_misspelt_variable_is_told_of_and_those_of_others_are_not(caplog: pytest.LogCaptureFixture):
+    others = {"ASYNCHICACHE_TEST_SWITCH": "1", "ASYNCHICACHE_SERVICE_HOST": "10.0.0.1", "HOST_RATO": "3"}
+    ports = {"ASYNCHICACHE_PORT": "tcp://10.0.0.1:80", "ASYNCHICACHE_SERVICE_PORT": "80"}
+    assert CacheConfig.load(environ={"ASYNCHICACHE_HOST_RATO": "3", **others, **ports}) == CacheConfig()
+    (told,) = caplog.messages
+    assert told.startswith("ASYNCHICACHE_HOST_RATO is no option")
+    assert "ASYNCHICACHE_HOST_RATIO meant" in told
+
+
 def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path):
     path = tmp_path / "cache.toml"
     path.write_bytes(b'salt = "\xff"')
@@ -62,11 +94,12 @@ def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("host_ration = 2", "host_ration"),
+        ("host_ration = 2", r"cache\.toml: 'host_ration' is no option; is 'host_ratio' meant"),
+        ("colour = 2", r"'colour' is no option$"),
         ('write_policy = "sometimes"', "sometimes"),
         ('host_ratio = "much"', "host_ratio"),
         ('checkpoints = "prompts"', "checkpoints 'prompts': must be prompt"),
-        ("host_ratio = ", "configuration does not fit"),
+        ("host_ratio = ", r"configuration .*cache\.toml does not fit"),
         ("[prefetch]\nbase_second = 1", r"\[prefetch\] has \['base_second'\]; its options are"),
         ("[prefetch]\nmax_seconds = -1", "max_seconds -1.0 must be 0 or more"),
         ("[storage_limits]\npatience = 1", r"\[storage_limits\] has \['patience'\]"),

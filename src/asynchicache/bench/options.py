@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from asynchicache.config import parse_value
@@ -78,6 +80,21 @@ def check_minimums(options: Options) -> None:
         value = getattr(options, setting.name)
         if setting.minimum is not None and not setting.minimum <= value < math.inf:
             raise ConfigError(f"{setting.flag} {value}: must be a number, at least {setting.minimum}")
+
+
+def check_folder(flag: str, folder: Path, *, made: bool = False) -> None:
+    """Refuse, before the work, what is no folder to write to.
+
+    Args:
+        flag: for the message.
+        folder: need not be there yet if it will be `made`.
+
+    Raises:
+        ConfigError: names the flag and the folder.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists()) if made else folder
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag}: {there} is no folder that can be written to")
 
 
 def named_values(flag: str, pairs: Sequence[str]) -> Mapping[str, object]:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import check_folder, check_minimums, option
 from asynchicache.bench.tables import add_figures
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.testing.chaos.faults import KINDS
@@ -41,6 +41,8 @@ class ChaosOptions:
 
     def __post_init__(self) -> None:
         check_minimums(self)
+        if not self.script:
+            check_folder("--found", Path(self.found), made=True)
 
 
 def run(options: ChaosOptions, output: Output) -> Outcome:

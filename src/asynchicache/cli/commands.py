@@ -12,7 +12,7 @@ from asynchicache.bench import tree, workload
 from asynchicache.bench.bridge import BridgeOptions, run_bridge
 from asynchicache.bench.demo.options import DemoOptions
 from asynchicache.bench.multiturn import MultiturnOptions, run_multiturn
-from asynchicache.bench.options import Options, option
+from asynchicache.bench.options import Options, check_minimums, option
 from asynchicache.bench.overlap import OverlapOptions, run_overlap
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.run import run_replay
@@ -72,10 +72,13 @@ class TreeOptions:
     """The flags of `bench tree`."""
 
     scenario: str = option("chat", "what is played", choices=workload.SCENARIOS)
-    page_size: int = option(64, "tokens of a page")
+    page_size: int = option(64, "tokens of a page, up to 512", minimum=1)
     fill: str = option("fit", "whether all that is computed fits, or half of it", choices=tree.FILLS)
-    window: int = option(1024, "tokens of the sliding window")
+    window: int = option(1024, "tokens of the sliding window", minimum=1)
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_minimums(self)
 
 
 @dataclass(frozen=True, slots=True)

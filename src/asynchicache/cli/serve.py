@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from asynchicache.integrations.serve.loading import LoadedModel
 
 TINY = "tiny"
+_MOST_THREADS = 1024
+"""Torch starts as many as it is told, and dies of too many."""
 _TINY_MEMORY: Mapping[str, object] = {"device_bytes": 256 << 20, "host_bytes": 1 << 30}
 """Of the tiny model, unless somebody says otherwise; others get a share of the machine's memory."""
 
@@ -70,6 +72,8 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_minimums(self)
+        if self.threads > _MOST_THREADS:
+            raise ConfigError(f"--threads {self.threads}: must be {_MOST_THREADS} at most")
         if self.storage and self.storage_path:
             raise ConfigError("--storage-path is short for --storage file: say one of them")
         if self.storage_option and not self.storage:

@@ -43,8 +43,11 @@ def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = N
 
     Raises:
         UnsupportedModelError: a layer leaves something that no pool describes; names layer and model.
-        ConfigError: the configuration contradicts itself.
+        ConfigError: the configuration contradicts itself, or is none.
     """
+    if not hasattr(config, "model_type"):
+        kind = type(config).__name__
+        raise ConfigError(f"a {kind} is no configuration: AutoConfig.from_pretrained(folder) reads one")
     text = _text_config(config)
     dtype = dtype or _dtype_name(text) or _dtype_name(config) or "float32"
     kinds = _layer_kinds(text)

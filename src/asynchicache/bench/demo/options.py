@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import check_folder, check_minimums, option
 from asynchicache.errors import ConfigError
 
 PAGE_SIZE = 8
@@ -32,6 +32,7 @@ class DemoOptions:
         check_minimums(self)
         if self.report.endswith("/") or Path(self.report).is_dir():
             raise ConfigError(f"--report {self.report!r}: must be a file, such as report/index.html")
+        check_folder("--report", Path(self.report).parent, made=True)
 
     def history(self, round_: int) -> int:
         """Tokens of a conversation before round `round_`."""

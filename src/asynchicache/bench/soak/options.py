@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import check_folder, check_minimums, option
 from asynchicache.errors import ConfigError
 
 LOOPS = ("asyncio", "uvloop")
@@ -33,6 +35,7 @@ class SoakOptions:
 
     def __post_init__(self) -> None:
         check_minimums(self)
+        check_folder("--folder", Path(self.folder or gettempdir()))
         for name in ("minutes", "reopen_seconds", "fault_seconds", "stall_ms"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 
 from asynchicache.bench import options as flags
 from asynchicache.errors import ConfigError
@@ -31,6 +33,7 @@ class StorageBenchOptions:
 
     def __post_init__(self) -> None:
         flags.check_minimums(self)
+        flags.check_folder("--folder", Path(self.folder or gettempdir()))
         if self.page_bytes % ALIGNMENT:
             raise ConfigError(f"--page-bytes {self.page_bytes}: must be a multiple of {ALIGNMENT}")
         self.engine_options()
