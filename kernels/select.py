@@ -11,6 +11,7 @@ from asynchicache.errors import DeviceError
 from asynchicache.kernels.batch import BatchCopy, memmove_batch
 from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import PoolItems
+from asynchicache.kernels.pointers import shared_address
 from asynchicache.kernels.reference import ReferenceKernels
 
 
@@ -54,6 +55,8 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
         return CopyMethods(lacking={"kernel": reason, "batch": reason})
     try:
         driver = CudaDriver.load()
+        for tensor in items.host:
+            shared_address(tensor.data_ptr(), driver)
     except DeviceError as error:
         return CopyMethods(lacking={"kernel": str(error), "batch": str(error)})
     lacking: dict[str, str] = {}

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from asynchicache.errors import DeviceError, UsageError
 from asynchicache.kernels.items import PoolItems, Row
-from asynchicache.kernels.pointers import HostPointers
+from asynchicache.kernels.pointers import HostPointers, shared_address
 
 PROGRAMS = 32
 """Programs of a launch. With `BLOCK_BYTES` of each in flight, some 0.5 MiB: what a PCIe 5 bus of 55 GB/s
@@ -160,7 +160,7 @@ class TritonKernels:
 def _entry(items: PoolItems, row: Row, pointers: HostPointers) -> list[int]:
     host, device = items.host[row.tensor][row.local], items.device[row.tensor][row.local]
     return [
-        _shared_address(host.data_ptr(), pointers) if host.numel() else 0,
+        shared_address(host.data_ptr(), pointers) if host.numel() else 0,
         device.data_ptr(),
         host.stride(0),
         device.stride(0),
@@ -168,11 +168,3 @@ def _entry(items: PoolItems, row: Row, pointers: HostPointers) -> list[int]:
         device.stride(1),
         *host.shape[1:],
     ]
-
-
-def _shared_address(address: int, pointers: HostPointers) -> int:
-    # Where the two differ, memory that was pinned in several steps need not be one run to the GPU, and a
-    # device should not use both addresses, of which batches use the host's (CUDA: cuMemHostRegister).
-    if pointers.device_address(address) != address:
-        raise DeviceError(f"the GPU calls host memory {address:#x} by another address")
-    return address
