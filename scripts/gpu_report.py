@@ -74,7 +74,8 @@ if found["cuda"]:
 print(json.dumps(found))
 """
 _RUN_DOCTOR = """
-import json, sys
+import json, logging, sys
+logging.basicConfig(level=logging.INFO)  # which path is left out, and why
 from asynchicache.cli import doctor
 from asynchicache.transfer.calibration import measured_paths
 names = ("torch", "triton", "device", "pinning", "copy_paths", "memory_limits")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asynchicache.transfer.calibration import ITEM_BYTES, TOKEN_BYTES, measured_paths
+from asynchicache.errors import CapacityError
+from asynchicache.transfer import calibration
+from asynchicache.transfer.calibration import ITEM_BYTES, TOKEN_BYTES, best, measured_paths
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
 from asynchicache.transfer.plan import Direction
 
@@ -37,6 +39,24 @@ def test_only_paths_that_are_there_are_chosen() -> None:
     assert PathTable().choose(RunShape(LOAD, False, 1 << 10), CopyPath) is PLAIN
 
 
+@pytest.mark.parametrize(("rate", "path"), [(10.5, BATCH), (11.5, KERNEL)])
+def test_a_kernel_that_is_hardly_faster_leaves_the_processors_to_the_model(
+    rate: float, path: CopyPath
+) -> None:
+    table = PathTable({RunShape(LOAD, False, 1 << 10): {BATCH: 10.0, KERNEL: rate}})
+
+    assert table.choose(RunShape(LOAD, False, 1 << 10), CopyPath) is path
+    assert table.choose(RunShape(LOAD, False, 1 << 10), [KERNEL, PLAIN]) is KERNEL
+
+
+@pytest.mark.parametrize(("least", "found", "rounds"), [(0.0, 3.0, 3), (9.0, 2.0, 4)])
+def test_the_fastest_round_counts_but_for_the_first(least: float, found: float, rounds: int) -> None:
+    seconds = [1.0, 4.0, 3.0, 2.0, 1.0]
+
+    assert best(lambda: seconds.pop(0), least) == found
+    assert len(seconds) == 5 - rounds
+
+
 def test_a_choice_is_told_in_words() -> None:
     assert TABLE.summary(LOAD) == "kernel to 1 KiB, then batch"
     assert TABLE.summary(BACKUP) == "plain"
@@ -51,3 +71,12 @@ def test_every_path_of_this_machine_is_measured_once() -> None:
     assert set(table.rates) == {RunShape(way, *shape) for way in (LOAD, BACKUP) for shape in lengths}
     assert all(set(rates) == set(CopyPath) and min(rates.values()) > 0 for rates in table.rates.values())
     assert measured_paths("cpu") is table
+
+
+def test_a_device_without_room_to_measure_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise CapacityError("no room")
+
+    monkeypatch.setattr(calibration, "_scratch", no_room)
+
+    assert calibration.measured_paths.__wrapped__("cpu") == cpu_table()

@@ -24,6 +24,10 @@ class CopyPath(Enum):
     """A strided copy for each run of pages; what there always is."""
 
 
+KERNEL_GAIN = 1.1
+"""How much faster a kernel must be: it takes processors of a GPU from the model, and copy engines do not."""
+
+
 class RunShape(NamedTuple):
     """What the best path depends on.
 
@@ -49,13 +53,16 @@ class PathTable:
     rates: Mapping[RunShape, Mapping[CopyPath, float]] = field(default_factory=dict)
 
     def choose(self, shape: RunShape, available: Iterable[CopyPath]) -> CopyPath:
-        """The fastest of `available` at the nearest length that was measured; plain if none was."""
+        """The fastest of `available` at the nearest length that was measured, a kernel if it is the faster by
+        `KERNEL_GAIN`; plain if none was."""
         known = self._like(shape)
         if not known:
             return CopyPath.PLAIN
         nearest = min(known, key=lambda other: abs(log2(other.nbytes) - log2(max(shape.nbytes, 1))))
         among = set(available)
         rates = {path: rate for path, rate in self.rates[nearest].items() if path in among}
+        if CopyPath.KERNEL in rates:
+            rates[CopyPath.KERNEL] /= KERNEL_GAIN
         return max(rates, key=lambda path: rates[path], default=CopyPath.PLAIN)
 
     def summary(self, direction: Direction) -> str:
