@@ -196,8 +196,9 @@ def test_bad_input_is_refused_and_named(
 def test_bodies_that_are_too_long_or_no_json_are_refused(standing: str) -> None:
     long = httpx.post(f"{standing}/v1/open", content=b" " * (MOST_BODY_BYTES + 1), trust_env=False)
     garbage = httpx.post(f"{standing}/v1/open", content=b"\xff\x00{", trust_env=False)
+    no_text = httpx.post(f"{standing}/v1/open", content=b'{"name": "\xff"}', trust_env=False)
 
-    assert (long.status_code, garbage.status_code) == (400, 400)
+    assert (long.status_code, garbage.status_code, no_text.status_code) == (400, 400, 400)
     assert str(MOST_BODY_BYTES) in long.text
 
 
@@ -304,6 +305,9 @@ async def test_a_closed_port_is_named_and_how_to_start_a_service() -> None:
         b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\noops",
         b"HTTP/1.1 302 Go\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
         b"\x00\xff garbage",
+        b'HTTP/1.1 500 No\r\nContent-Length: 14\r\n\r\n{"error": "\xff"}',
+        b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"present": "\xff"}',
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\noops",
     ],
 )
 async def test_a_stranger_on_the_port_is_an_error_and_never_an_answer(answer: bytes) -> None:

@@ -77,6 +77,7 @@ def test_a_port_in_use_names_the_way_out(capsys: pytest.CaptureFixture[str]) -> 
         (["--port", "70000"], "0 to 65535"),
         (["--host", "256.1.1.1"], "cannot be bound"),
         (["--config", "{"], "no JSON object"),
+        (["--config", '{"salt": "\udcff"}'], "no JSON object"),  # a byte of a shell that is no UTF-8
         (["--config", '{"host_ration": 3}'], "host_ration"),
         (["--config", "no.toml"], "no.toml"),
         (["--storage", "nonesuch", "--port", "0"], "nonesuch"),

@@ -307,6 +307,7 @@ def test_the_engines_configurations_are_taken():
         ("[]", "does not fit"),
         ("{", "does not fit"),
         ('{"endpont": "x"}', "endpont"),
+        ('{"topic": "\udcff"}', "does not fit"),
         ('{"hashes": "md5"}', "md5"),
         ('{"hwm": 0}', "hwm 0 of KV events must be above 0"),
         ('{"data_parallel_rank": -1}', "data_parallel_rank -1 of KV events must be 0 or more"),

@@ -214,6 +214,7 @@ async def test_pages_of_another_identity_are_not_there(change: dict[str, str], t
         assert await pool.exists(["k"]) == [False], "pages of another size"
     async with opened(config("memory", tmp_path), memory) as pool:
         assert await pool.exists(["k", b"k"]) == [True, False], "text and bytes are different keys"
+        assert await pool.exists(["k\udcff"]) == [False], "text of which no UTF-8 can be made is a key too"
 
 
 @pytest.mark.asyncio

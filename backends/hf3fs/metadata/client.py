@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=m.Message)
 
 _FIRST_PAUSE = 0.05
+_NO_ANSWER = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What decoding raises of a stranger's words."""
 _START = "start one: python -m asynchicache.backends.hf3fs.metadata --dir DIR"
 
 
@@ -94,7 +96,7 @@ class MetadataClient:
             attempts -= 1
             try:
                 return _understood(await self._http.post(path, content=body), answer)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 if attempts < 1:
                     raise UnansweredError(f"{path}: {error!r}") from error
                 logger.info("%s%s: %r; trying again", self.url, path, error)
@@ -211,11 +213,11 @@ def _understood(response: httpx.Response, answer: type[Answer]) -> Answer:
     if response.status_code == 200:
         try:
             return msgspec.json.decode(response.content, type=answer)
-        except msgspec.MsgspecError as error:
+        except _NO_ANSWER as error:
             raise UnansweredError(f"{response.url}: this is no metadata service of hf3fs: {error}") from error
     try:
         words = msgspec.json.decode(response.content, type=m.Refusal).error
-    except msgspec.MsgspecError as error:
+    except _NO_ANSWER as error:
         raise UnansweredError(f"{response.url}: status {response.status_code}") from error
     kind = StorageFormatError if response.status_code == 409 else StorageError
     raise kind(f"{response.url}: {words}")

@@ -90,6 +90,7 @@ VERBS = {
 
 _STATUS_OF: dict[type[Exception], int] = {
     msgspec.MsgspecError: 400,
+    UnicodeDecodeError: 400,
     UsageError: 400,
     UnknownNamespaceError: 404,
     StorageFormatError: 409,

@@ -203,5 +203,5 @@ def _present(counts: Counts) -> RenderableType:
 def _json_object(text: str) -> dict[str, object]:
     try:
         return msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--config {text}: is no JSON object: {error}") from error
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        raise ConfigError(f"--config {text!r} is no JSON object: {error}") from error

@@ -195,7 +195,7 @@ class PagePool:
         """Keys of a page's units."""
         if not isinstance(name, str | bytes):
             raise UsageError(f"key {name!r} of pool {self._binding.pool!r} must be text or bytes")
-        kind, data = (b"s", name.encode()) if isinstance(name, str) else (b"b", name)
+        kind, data = (b"s", name.encode(errors="surrogatepass")) if isinstance(name, str) else (b"b", name)
         digest = sha256(_KEY_TAG + kind + data).digest()
         if self.memory.units == 1:
             return [self._binding.key(digest)]

@@ -62,7 +62,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if options.pop("publisher", "zmq") != "zmq" or not options.pop("enable_kv_cache_events", True):
                 raise ConfigError("KV events have one publisher, 'zmq'; to have none, configure none")
             return msgspec.convert(options, cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeEncodeError) as error:
             raise ConfigError(f"the configuration of KV events does not fit: {error}") from error
 
 
