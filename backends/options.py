@@ -73,7 +73,7 @@ class Options:
 
     def refused(self, name: str, value: object, rule: str) -> ConfigError:
         """The error that says which option has which value against which rule."""
-        shown = "***" if name in _SECRETS else repr(value)
+        shown = "***" if name in _SECRETS else repr(_without_password(value))
         return ConfigError(f"storage backend {self._backend!r}: option {name}={shown} {rule}")
 
     def finish(self) -> None:
@@ -83,6 +83,14 @@ class Options:
         """
         if self._given:
             raise ConfigError(f"storage backend {self._backend!r} has no option {sorted(self._given)}")
+
+
+def _without_password(value: object) -> object:
+    """A URL is shown without what stands before its `@`, whatever is wrong with it."""
+    if not isinstance(value, str) or "@" not in value:
+        return value
+    scheme, found, rest = value.partition("://")
+    return f"{scheme if found else ''}{found}***@{(rest or value).rpartition('@')[2]}"
 
 
 def _rule(kind: type | tuple[type, ...]) -> str:

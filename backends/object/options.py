@@ -112,7 +112,9 @@ def _names_a_place(url: str) -> bool:
 
 def _config(taken: Options) -> Mapping[str, str]:
     """Settings as strings; names only are shown in messages: values may be secrets."""
-    given = taken.take("config", Mapping, {})
+    given = taken.take("config", object, {})
+    if not isinstance(given, Mapping):
+        raise taken.refused("config", type(given).__name__, "must be of type Mapping")
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int):
             raise taken.refused("config", {name: type(value).__name__}, "must map names to words")

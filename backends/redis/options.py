@@ -113,17 +113,17 @@ def _split(taken: Options) -> SplitResult:
     except ValueError:
         known = False
     if not known:
-        raise taken.refused("url", _shown(text), _RULE)
+        raise taken.refused("url", text, _RULE)
     return url
 
 
 def _server(taken: Options, url: SplitResult) -> Server:
     if url.scheme in _UNIX:
         if not url.path or url.hostname:
-            raise taken.refused("url", _shown(url.geturl()), _RULE)
+            raise taken.refused("url", url.geturl(), _RULE)
         return Server("", 0, unquote(url.path))
     if not url.hostname:
-        raise taken.refused("url", _shown(url.geturl()), _RULE)
+        raise taken.refused("url", url.geturl(), _RULE)
     return Server(url.hostname, url.port or _PORT, tls=url.scheme in _TLS)
 
 
@@ -132,11 +132,5 @@ def _database(taken: Options, url: SplitResult) -> int:
     query = parse_qs(url.query, keep_blank_values=True)
     text = query.pop("db", [path])[-1] or "0"
     if query or not text.isdecimal():
-        raise taken.refused("url", _shown(url.geturl()), _RULE)
+        raise taken.refused("url", url.geturl(), _RULE)
     return int(text)
-
-
-def _shown(url: str) -> str:
-    """A URL without its password, for messages."""
-    scheme, found, rest = url.partition("://")
-    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else url

@@ -224,7 +224,8 @@ async def test_what_is_missing_is_said_at_open(
         ({"url": "s3://b", "config": {"allow_http": True}}, "config='allow_http' is no setting of a store"),
         ({"url": "s3://b", "config": {"Timeout": "5 s"}}, "patience is option timeout_seconds"),
         ({"url": "s3://b", "config": {"region": ["x"]}}, r"config=\{'region': 'list'\} must map"),
-        ({"url": "s3://b", "config": "region"}, r"config='region' must be of type Mapping"),
+        ({"url": "s3://b", "config": "region"}, r"config='str' must be of type Mapping"),
+        ({"url": "s3://key:secret@b/pages"}, r"url='s3://\*\*\*@b/pages' must be s3://bucket"),
         (
             {"url": "file:///tmp/x", "config": {"region": "x"}},
             r"config=\['region'\] means nothing to file://",

@@ -50,7 +50,8 @@ def test_a_password_of_another_type_is_not_shown() -> None:
 def test_a_password_is_never_shown() -> None:
     options = RedisOptions.of({"url": "redis://bob:s3cret@cache", "read_only": True})
     assert "s3cret" not in repr(options)
-    for url in ("redis://bob:s3cret@cache/x", "http://bob:s3cret@cache", "redis://bob:s3cret@cache:99999"):
+    wrong = ("redis://bob:s3cret@cache/x", "http://bob:s3cret@cache", "redis://bob:s3cret@cache:99999")
+    for url in (*wrong, "redis:/bob:s3cret@cache", "bob:s3cret@cache"):
         with pytest.raises(ConfigError) as caught:
             RedisOptions.of({"url": url})
         assert "s3cret" not in str(caught.value)
