@@ -43,16 +43,23 @@ SUITES: dict[str, tuple[str, str]] = {
 """By what they are for, rooms whose tests of a GPU are run, and which of those (pytest's `-k`)."""
 
 POOLS = ("mha", "mla", "dsa", "swa", "mamba")
-_COPIES: dict[str, dict[str, object]] = {
-    "transfer": {"device": "cuda", "row_mib": 256},
-    "transfer by single copies": {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},
+_COPIES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "transfer": (POOLS, {"device": "cuda", "row_mib": 256}),
+    "transfer by single copies": (  # those with runs of 4 to 16 KiB
+        ("mha", "dsa"),
+        {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},
+    ),
+    **{  # also what "transfer" did not choose
+        f"transfer by {path}": (("mha",), {"device": "cuda", "row_mib": 256, "rounds": 5, "path": path})
+        for path in ("batch", "kernel")
+    },
 }
 BENCHES: dict[str, tuple[str, dict[str, object]]] = {
     "overlap": ("overlap", {"device": "cuda", "layers": 16, "layer_mib": 64}),
     **{
         f"{name}, {pool}": ("transfer", {**options, "pool": pool})
-        for name, options in _COPIES.items()
-        for pool in POOLS
+        for name, (pools, options) in _COPIES.items()
+        for pool in pools
     },
 }
 """By name, a module of `asynchicache.bench` and options of it; a pool that fails leaves the others' rows."""
@@ -159,14 +166,8 @@ class Report:
     def __init__(self, folder: Path) -> None:
         """An empty one; what the folder has of an older one is overwritten."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.found: dict[str, Any] = {
-            "ok": False,
-            "machine": {},
-            "steps": [],
-            "doctor": {},
-            "benches": {},
-            "goals": [],
-        }
+        empty: dict[str, Any] = {"machine": {}, "steps": [], "doctor": {}, "benches": {}, "goals": []}
+        self.found = {"ok": False, **empty}
         self._folder = folder
         self.log = folder / "gpu.log"
         self.log.write_text("")
@@ -210,7 +211,7 @@ def look_round(report: Report) -> Step:
     step, report.found["machine"] = _run_for_json(
         "machine", [sys.executable, "-c", _LOOK_ROUND], _LOOK_SECONDS, report.log
     )
-    step["detail"] = step["detail"] or str(report.found["machine"]["device"])
+    step["detail"] = step["detail"] or str(report.found["machine"].get("device"))
     return step
 
 
@@ -374,18 +375,20 @@ def present(report: dict[str, Any], console: Console) -> None:
     for goal in report["goals"]:
         found.add_row(goal["name"], f"{goal['value']:.2f}", f"{goal['wanted']:.2f}", _yes(goal["met"]))
     console.print(found)
-    console.print(_rates(_rows(report["benches"], "transfer")))
+    for name in _COPIES:
+        if rows := _rows(report["benches"], name):
+            console.print(_rates(name, rows))
 
 
-def _rates(rows: list[dict[str, Any]]) -> Table:
-    """Medians over pools, by layout, direction and path."""
-    table = Table("layout", "direction", "path", "rows", "GB/s", "ratio", title="bench transfer")
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+def _rates(name: str, rows: list[dict[str, Any]]) -> Table:
+    """Medians over pools and layouts, by length of runs, direction and path."""
+    table = Table("run", "direction", "path", "rows", "GB/s", "ratio", title=f"bench {name}")
+    groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["layout"], row["direction"], row["path"]), []).append(row)
-    for names, some in sorted(groups.items()):
+        groups.setdefault((row["run_bytes"], row["direction"], row["path"]), []).append(row)
+    for (run_bytes, *names), some in sorted(groups.items()):
         rates = [f"{median(row[name] for row in some):.2f}" for name in ("gb_s", "ratio")]
-        table.add_row(*names, str(len(some)), *rates)
+        table.add_row(f"{run_bytes:,}", *names, str(len(some)), *rates)
     return table
 
 

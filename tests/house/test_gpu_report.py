@@ -112,6 +112,22 @@ def test_a_suite_must_run_something_and_fail_nothing(
     assert "test_one" in log.read_text()
 
 
+def test_a_machine_that_dies_at_the_first_look_is_reported(
+    report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_LOOK_ROUND", "import os; os.abort()")
+    monkeypatch.setattr(report, "_RUN_DOCTOR", "print('{')")
+    monkeypatch.setattr(report, "SUITES", {})
+    monkeypatch.setattr(report, "BENCHES", {})
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--folder", str(tmp_path)])
+
+    assert report.main() == 1
+
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(step["name"], step["ok"]) for step in found["steps"]] == [("machine", False), ("doctor", False)]
+    assert "Aborted" in (tmp_path / "gpu.log").read_text()
+
+
 def test_what_was_found_is_on_disk_after_each_step(report: ModuleType, tmp_path: Path) -> None:
     made = report.Report(tmp_path)
     made.add({"name": "first", "ok": False, "seconds": 1.0, "detail": "[it] broke"})
@@ -154,6 +170,7 @@ def test_figures_are_held_against_goals(report: ModuleType) -> None:
         {"machine": machine, "steps": [], "goals": goals, "benches": benches}, Console(file=text, width=120)
     )
     assert "layer-wise loading, of the ideal" in text.getvalue()
+    assert "65,536" in text.getvalue()
 
 
 def test_what_is_carried_is_what_is_tested_here() -> None:

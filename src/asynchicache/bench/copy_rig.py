@@ -153,7 +153,7 @@ async def open_rig(
     memory = PoolMemory(DevicePool(spec, page_size, slots, opened.name), host)
     layers = max(tensor.layers[-1] for tensor in spec.tensors) + 1
     reactor = CompletionReactor(port)
-    table = measured_paths(opened.name)
+    table = measured_paths(opened.name) if path is None else None
     engine = TransferEngine(
         opened,
         {spec.name: memory},
