@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from asynchicache.backends.memory import MemoryBackend
-from asynchicache.errors import ConfigError, StorageLockedError
+from asynchicache.errors import ConfigError, StorageError, StorageLockedError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
 from asynchicache.integrations.sglang.prefixes import PrefixHits, prefix_hits
@@ -244,6 +244,24 @@ def test_the_generic_path_moves_flat_tensors(tmp_path: Path) -> None:
         assert backend.get(KEYS[1], torch.zeros(3)) is None, "a page of another size"
         assert backend.get(KEYS[1]) is None
         assert not backend.batch_set(KEYS[:2], pages[:1])
+
+
+def test_flat_pages_of_a_storage_that_is_down_are_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: MemoryBackend, binding: object) -> None:
+        raise StorageError("down")
+
+    pool = RecordedPool("mha-page_first_direct")
+    page = torch.ones_like(pool.get_dummy_flat_data_page())
+    with attached(options(tmp_path), {"kv": pool}) as backend:  # its own pages are in place
+        with monkeypatch.context() as down:
+            down.setattr(MemoryBackend, "open_pool", refuse)
+            assert not backend.set(KEYS[0], page)
+            assert backend.get(KEYS[0], pool.get_dummy_flat_data_page()) is None
+            assert not backend.exists(KEYS[0])
+        assert backend.set(KEYS[0], page)
+        assert backend.exists(KEYS[0])
 
 
 def test_pages_are_cleared_and_calls_after_the_end_are_misses(tmp_path: Path) -> None:

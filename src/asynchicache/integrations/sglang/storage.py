@@ -136,6 +136,13 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
                 self._flat = FlatPages(self._bridge, self._bridge.call(opening))
             return self._flat
 
+    def _flat_or_none(self, sample: Any = None) -> FlatPages | None:
+        try:
+            return self._flat_pages(sample)
+        except (CacheError, CancelledError, TimeoutError) as error:
+            logger.warning("the pool of flat pages cannot be opened: %s", error)
+            return None
+
     # In place: `interface_v1`.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -231,7 +238,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Fill tensors with pages; each that was filled, None for the others."""
         targets = list(target_locations or [])
-        flat = self._flat_pages(targets[0] if targets else None)
+        flat = self._flat_or_none(targets[0] if targets else None)
         if flat is None or len(targets) != len(keys):
             return [None] * len(keys)
         try:
@@ -250,7 +257,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Store pages; whether all of them are in storage now."""
         pages = list(values if values is not None else target_locations or [])
-        flat = self._flat_pages(pages[0] if pages else None)
+        flat = self._flat_or_none(pages[0] if pages else None)
         if flat is None or len(pages) != len(keys):
             return False
         try:
@@ -261,7 +268,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def exists(self, key: str) -> bool:
         """Whether a page that was given as a tensor is there."""
-        flat = self._flat_pages()
+        flat = self._flat_or_none()
         return flat is not None and self._call(flat.pool.exists([key]), [False])[0]
 
     # The rest.
