@@ -222,6 +222,20 @@ async def test_salts_and_namespaces_are_named():
         assert {(event.namespace, event.salt) for event in stored} == {("tenant", "s")}
 
 
+async def test_a_request_that_begins_long_after_it_was_made_has_its_salt():
+    async with HybridCache.open(SPEC, config()) as cache:
+        events = cache.events()
+        late = cache.request(PROMPT, namespace="tenant", salt="s")
+        for number in range(3000):
+            cache.request([1], salt=str(number))
+        async with late as request:
+            await request.load()
+            request.extend(len(PROMPT))
+            await request.checkpoint(20)
+        stored = [event for event in events.take() if isinstance(event, PagesStored)]
+        assert {(event.namespace, event.salt) for event in stored} == {("tenant", "s")}
+
+
 async def test_names_of_namespaces_that_are_gone_are_forgotten():
     async with HybridCache.open(SPEC, CacheConfig(device_slots={"kv": 8, "mamba": 2})) as cache:
         engine = Engine(cache)

@@ -39,11 +39,15 @@ class Namespaces:
             ConfigError: one of them is neither a string nor None.
         """
         seed = namespace_seed(name, salt)
+        self.remember(seed, Namespace(name, salt))
+        return seed
+
+    def remember(self, seed: bytes, namespace: Namespace) -> None:
+        """A request with this seed begins, perhaps long after it was made."""
         if seed:
-            self._names[seed] = Namespace(name, salt)
+            self._names[seed] = namespace
             if len(self._names) > self._look_at:
                 self._forget(seed)
-        return seed
 
     def _forget(self, newest: bytes) -> None:
         self._names = {s: n for s, n in self._names.items() if s in self._roots or s == newest}

@@ -49,6 +49,7 @@ class Request:
         self._controller = controller
         self._planner = controller.planner
         self._seed = seed
+        self._namespace = controller.namespaces.named(seed)
         self._tokens = tokens
         self._prompt = len(tokens)
         self._sequence: RequestSequence | None = None
@@ -61,6 +62,7 @@ class Request:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._controller.check_open()
         self._sequence = self._planner.open(self._tokens, self._seed)
+        self._controller.namespaces.remember(self._seed, self._namespace)
         self._controller.open(self._sequence)
         return self
 
