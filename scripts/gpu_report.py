@@ -358,18 +358,15 @@ def _key(row: dict[str, Any]) -> tuple[object, ...]:
 
 def present(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
-    names = [
-        machine.get("device") or "no GPU",
-        f"torch {machine.get('torch')}",
-        f"CUDA {machine.get('cuda_runtime')}",
-    ]
-    console.print(Text(", ".join(names)))
+    versions = f"torch {machine.get('torch')}, CUDA {machine.get('cuda_runtime')}"
+    console.print(Text(f"{machine.get('device') or 'no GPU'}, {versions}"))
     if "skipped" in report:
         console.print(report["skipped"])
         return
     steps = Table("step", "ok", "seconds", "detail", title="steps")
     for step in report["steps"]:
-        steps.add_row(step["name"], _yes(step["ok"]), f"{step['seconds']:.0f}", Text(step["detail"]))
+        last = "\n".join(line[:100] for line in step["detail"].splitlines()[-8:])  # gpu.log has it all
+        steps.add_row(step["name"], _yes(step["ok"]), f"{step['seconds']:.0f}", Text(last))
     console.print(steps)
     found = Table("goal", "value", "wanted", "met", title="goals")
     for goal in report["goals"]:

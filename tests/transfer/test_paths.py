@@ -7,6 +7,7 @@ import pytest
 from asynchicache.errors import CapacityError
 from asynchicache.transfer import calibration
 from asynchicache.transfer.calibration import ITEM_BYTES, TOKEN_BYTES, best, measured_paths
+from asynchicache.transfer.copies import PageCopier
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
 from asynchicache.transfer.plan import Direction
 
@@ -79,4 +80,7 @@ def test_a_device_without_room_to_measure_is_used_all_the_same(monkeypatch: pyte
 
     monkeypatch.setattr(calibration, "_scratch", no_room)
 
-    assert calibration.measured_paths.__wrapped__("cpu") == cpu_table()
+    found = calibration.measured_paths.__wrapped__("cpu")
+
+    assert found == PathTable()
+    assert PageCopier({}, table=found).table == cpu_table()

@@ -19,7 +19,7 @@ from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PageCopier, PoolMemory
-from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
 from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan, merge
 from asynchicache.types import PoolTransfer
 
@@ -47,7 +47,7 @@ def measured_paths(device_name: str) -> PathTable:
     """The rates of one device, measured once a process: some 0.3 s on a CPU, a few seconds on a GPU, and
     blocking.
 
-    Lengths for which there is no memory are left out; without any, the rates are those that a CPU had.
+    Lengths for which there is no memory are left out.
 
     Args:
         device_name: as torch names it.
@@ -64,7 +64,7 @@ def measured_paths(device_name: str) -> PathTable:
                 for direction, rate in _measure(device_name, memory, path).items():
                     rates.setdefault(RunShape(direction, tokens, nbytes), {})[path] = rate
             memory.host.close()
-    return PathTable(rates) if rates else cpu_table()
+    return PathTable(rates)
 
 
 def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:

@@ -115,14 +115,14 @@ class PageCopier:
         """
         Args:
             memories: by pool.
-            table: of rates, to choose paths by. Default: rates that a CPU had.
+            table: of rates, to choose paths by. Without any: rates that a CPU had.
             force: take this path whatever was measured.
             chunk_bytes: most bytes of one launch, as far as single items allow.
 
         Raises:
             ConfigError: the forced path is not there.
         """
-        self.table = cpu_table() if table is None else table
+        self.table = table if table is not None and table.rates else cpu_table()
         self.nbytes: PathBytes = {pool: dict.fromkeys(CopyPath, 0) for pool in memories}
         self._force = force
         self._chunk_bytes = chunk_bytes
