@@ -53,23 +53,23 @@ class Options:
             raise self.refused(name, value, "must be above 0")
         return value
 
-    def folder(self, name: str) -> Path:
-        """A folder, which must be named; `~` at its beginning is the user's home.
+    def folder(self) -> Path:
+        """The folder of option `path`, which must be named; `~` at its beginning is the user's home.
 
         Raises:
             ConfigError: it is missing, or cannot be one.
         """
-        value = self.take(name, object, "")
+        value = self.take("path", object, "")
         if not isinstance(value, str | os.PathLike) or not value:
             others = f"; also given: {sorted(self._given)}" if self._given else ""  # it may be misspelt there
-            raise self.refused(name, value, f"must name a folder{others}")
+            raise self.refused("path", value, f"must name a folder{others}")
         text = os.fsdecode(value)
         if "\0" in text:
-            raise self.refused(name, value, "must not contain a NUL")
+            raise self.refused("path", value, "must not contain a NUL")
         try:  # a shell does it; from a file, a folder of the name ~ would be made
             return Path(text).expanduser() if text.startswith("~") else Path(text)
         except RuntimeError:
-            raise self.refused(name, value, "begins with the home of a user whom nobody knows") from None
+            raise self.refused("path", value, "begins with the home of a user whom nobody knows") from None
 
     def refused(self, name: str, value: object, rule: str) -> ConfigError:
         """The error that says which option has which value against which rule."""

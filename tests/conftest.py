@@ -1,4 +1,4 @@
-"""What all tests share: the path, two torch threads, hypothesis profiles, engines that CI must not skip."""
+"""What all tests share: the path, one thread of torch, hypothesis profiles, engines that CI must not skip."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
-# Tests are small tensors: more threads cost more than they bring, and results differ by their number.
-torch.set_num_threads(2)
+# Tests are small tensors: more threads cost more than they bring, much more where cores are shared, and
+# results differ by their number. The variable is for threads and processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # "ci" tries the same examples every time; "soak" (`make soak`) looks for new ones. Neither measures time.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -48,7 +48,7 @@ class FileOptions:
             ConfigError: an option is missing, unknown, or breaks its rule.
         """
         taken = Options("file", options)
-        path = taken.folder("path")
+        path = taken.folder()
         capacity = options.get("capacity_bytes")
         if isinstance(capacity, Mapping):
             taken.take("capacity_bytes", Mapping, {})

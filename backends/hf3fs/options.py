@@ -64,7 +64,7 @@ class Hf3fsOptions:
         """
         taken = Options("hf3fs", options)
         found = cls(
-            path=taken.folder("path"),
+            path=taken.folder(),
             metadata=taken.take("metadata", str, DEFAULT_METADATA),
             capacity_bytes=taken.positive("capacity_bytes") or _GIB,
             fractions=_fractions(taken),

@@ -20,8 +20,6 @@ class ConnectionPool:
 
     def __init__(self, dial: Callable[[], Awaitable[Connection]], most: int) -> None:
         self.most = most
-        self.dialled = 0
-        """Connections made so far."""
         self._dial = dial
         self._turns = asyncio.Semaphore(most)
         self._idle: list[Connection] = []
@@ -40,7 +38,7 @@ class ConnectionPool:
         async with self._turns:
             if self._closed:
                 raise ClosedError("the connections to the server are closed")
-            connection = self._take_idle() or await self._make()
+            connection = self._take_idle() or await self._dial()
             try:
                 yield connection
             except BaseException:
@@ -73,12 +71,6 @@ class ConnectionPool:
             connection.close()
         return None
 
-    async def _make(self) -> Connection:
-        connection = await self._dial()
-        self.dialled += 1
-        return connection
-
     def _give_back(self, connection: Connection) -> None:
-        if connection.closed:
-            return
-        self._idle.append(connection)
+        if not connection.closed:
+            self._idle.append(connection)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from asynchicache.bench.copy_rig import OwnCores, on_core, single_threaded, torch_threads, two_cores
+from asynchicache.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
 from asynchicache.bench.overlap import SHARES, OverlapOptions, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
 from asynchicache.errors import ConfigError
@@ -32,7 +32,6 @@ def _ignore(done: int, total: int) -> None:
 
 @pytest.mark.asyncio
 async def test_every_pool_and_layout_has_a_row_each_way() -> None:
-    threads = torch.get_num_threads()
     report = await run_transfer(TransferOptions(**SMALL), _ignore)
     result = json.loads(json.dumps(report.as_json()))
 
@@ -44,7 +43,6 @@ async def test_every_pool_and_layout_has_a_row_each_way() -> None:
     runs = {(row["pool"], row["layout"]): row["run_bytes"] for row in result["rows"]}
     assert runs["mla", "page_first"] == 1152
     assert runs["mla", "page_first_direct"] == 64 * 1152
-    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.asyncio
@@ -93,9 +91,20 @@ async def test_overlap_leaves_the_core_of_the_copies_to_them() -> None:
     assert seen == [{sorted(before)[1]} if len(before) > 1 else before] * len(SHARES)
 
 
+def test_torch_has_its_threads_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with one_torch_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_compute_takes_no_thread_of_the_copies() -> None:
     device, matrix, threads = EmulatedDevice(ThreadDriver()), torch.ones(192, 192), []
-    with torch_threads(1), closing(device):
+    with one_torch_thread(), closing(device):
         stream = single_threaded(device, "compute")
         for work in (lambda: None, lambda: torch.mm(matrix, matrix)):
             stream.launch(work)

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asynchicache.bench.demo import modes, serving
@@ -228,14 +227,6 @@ async def test_models_with_windows_and_index_keys_are_served_alike(name: str) ->
                 prompts = [[*p, *one.tokens, 5] for p, one in zip(prompts, served, strict=True)]
             await cache.drain()
             assert cache.verify() == []
-
-
-def test_torch_has_its_threads_back(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    options = DemoOptions(num_clients=1, num_rounds=1, report=str(tmp_path / "index.html"))
-    asyncio.run(run_demo(options, Silent()))
-
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.asyncio

@@ -9,16 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, Engine
 
 import asynchicache
 from asynchicache import CacheConfig, HybridCache, ModelSpec, PrefetchOptions, PrefetchPolicy, Request
@@ -31,6 +25,7 @@ from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld
 from asynchicache.transfer.ticket import Ticket
+from cache.engine import PAGE, Engine
 
 STORED, HOSTED, KEPT, NEW = ([family * 100 + n for n in range(20)] for family in range(1, 5))
 """Where prompts are at first: in storage alone, on the host, on the device, nowhere."""

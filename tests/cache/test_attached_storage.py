@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, SPEC, Engine, config
 
 from asynchicache import HybridCache, ModelSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
@@ -24,6 +19,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import MissReason, Outcome, ShedReason, trailing_pages
+from cache.engine import PAGE, SPEC, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

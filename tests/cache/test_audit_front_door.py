@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
 
 from asynchicache import HybridCache, Tier, TransferError
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from cache.engine import SPEC, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
 
 from asynchicache import HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
@@ -22,6 +16,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.devices import break_device
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from cache.engine import SPEC, Engine, config
 
 PROMPT = list(range(100, 120))
 PAGES = 6

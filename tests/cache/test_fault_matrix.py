@@ -7,18 +7,12 @@ would have added, with the right reason, and no longer than the deadline; bytes 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, Engine, config
 
 from asynchicache import Hit, HybridCache, MissReason, PrefetchOptions, PrefetchPolicy, Request, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
@@ -28,6 +22,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import ShedReason
+from cache.engine import PAGE, Engine, config
 
 POOLS = ("kv", "dsa", "swa", "mamba")
 SPEC = synthetic_spec(PAGE, ("kv", "mamba", "swa", "dsa"), window_pages=2)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, SPEC, Engine, config
 
 from asynchicache import (
     CapacityError,
@@ -27,6 +22,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.controller.fetching import PrefetchOptions
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import PrefetchPolicy
+from cache.engine import PAGE, SPEC, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

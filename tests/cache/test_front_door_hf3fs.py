@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
-
 from asynchicache import CacheConfig, HybridCache, MissReason, StorageError, Tier
+from cache.engine import SPEC, Engine, config
 from engines import Server, free_port
 from storage.hf3fs_services import service_process
 

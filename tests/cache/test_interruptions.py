@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,10 +14,14 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
-from interruptions import (
+from asynchicache import HybridCache, Request, StorageLockedError, TransferError
+from asynchicache import cache as front_door
+from asynchicache.backends.file import FileBackend
+from asynchicache.errors import LeaseWarning, UsageError
+from asynchicache.testing.interrupts import Interrupted, cancel_this_task
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from cache.engine import SPEC, Engine, config
+from cache.interruptions import (
     CASES,
     SCENARIOS,
     STORED,
@@ -34,13 +37,6 @@ from interruptions import (
     public_coroutines,
     staged,
 )
-
-from asynchicache import HybridCache, Request, StorageLockedError, TransferError
-from asynchicache import cache as front_door
-from asynchicache.backends.file import FileBackend
-from asynchicache.errors import LeaseWarning, UsageError
-from asynchicache.testing.interrupts import Interrupted, cancel_this_task
-from asynchicache.testing.seeded import SeededWorld, run_seeded
 
 HYBRID = Case("full+mamba", stored=True)
 WINDOWED = Case("full+mamba+swa+dsa", stored=True)

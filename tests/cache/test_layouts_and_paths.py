@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
 
 from asynchicache import ConfigError, HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.layouts import HostLayout
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import Direction
+from cache.engine import SPEC, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
 
 from asynchicache import (
     CapacityError,
@@ -25,6 +19,7 @@ from asynchicache import (
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.ports import AsyncioPort
 from asynchicache.testing.kit import OpenSmallCache
+from cache.engine import SPEC, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

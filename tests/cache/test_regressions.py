@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, SPEC, Engine, config
 
 from asynchicache import (
     CacheConfig,
@@ -33,6 +27,7 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.tree.node import Node
 from asynchicache.types import Tier, WritePolicy
+from cache.engine import PAGE, SPEC, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

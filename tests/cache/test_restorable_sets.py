@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, Engine, config
 
 from asynchicache import ModelSpec
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
@@ -17,6 +10,7 @@ from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import token_array
+from cache.engine import PAGE, Engine, config
 
 PROMPT = list(range(100, 132))
 DIGESTS = page_digests(token_array(PROMPT), PAGE, namespace_seed(None))

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
 
 from asynchicache import Hit, HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
@@ -21,6 +15,7 @@ from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import Outcome
+from cache.engine import SPEC, Engine, config
 
 PROMPT = list(range(100, 140))
 SEEDS = range(10)

@@ -13,10 +13,6 @@ from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import SPEC, Engine, config
-
 from asynchicache import HybridCache, ModelSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import CacheError, ConfigError, StorageError
@@ -25,6 +21,7 @@ from asynchicache.storage import strangers
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine
 from asynchicache.types import MissReason
+from cache.engine import SPEC, Engine, config
 
 SOON = 0.02
 """A limit for what never ends."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import config
 
 from asynchicache import HybridCache, ModelSpec, PoolSpec, Request, TensorSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.types import trailing_pages
+from cache.engine import config
 
 pytestmark = pytest.mark.asyncio
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from interruptions import HOSTED, NEW, STORED, Case, Stage, staged
 
 from asynchicache.controller.books import Books
 from asynchicache.controller.controller import HybridCacheController
@@ -25,6 +19,7 @@ from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, SAVING, Node
 from asynchicache.types import PoolTransfer
+from cache.interruptions import HOSTED, NEW, STORED, Case, Stage, staged
 
 WINDOWED = Case("full+mamba+swa+dsa", stored=True)
 MAMBA_DEVICE = 2

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine import PAGE, Engine, config
 
 from asynchicache import (
     CapacityError,
@@ -26,6 +21,7 @@ from asynchicache import (
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
+from cache.engine import PAGE, Engine, config
 
 pytestmark = pytest.mark.asyncio
 

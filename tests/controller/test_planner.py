@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from simulation import Simulation
 
 from asynchicache.errors import CapacityError
 from asynchicache.tree.node import FULL_DEVICE, Node, place
 from asynchicache.types import MissReason, Tier, WritePolicy
+from controller.simulation import Simulation
 
 ROOMY = {"kv": (64, 128), "mamba": (16, 32)}
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from simulation import Simulation
 
 from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.planner import Planner
@@ -20,6 +14,7 @@ from asynchicache.controller.sequence import Sequence
 from asynchicache.errors import CapacityError
 from asynchicache.tree.node import FULL_DEVICE
 from asynchicache.types import MissReason, Tier
+from controller.simulation import Simulation
 
 ROOMY = {"kv": (64, 128), "mamba": (16, 32), "swa": (32, 64)}
 SYSTEM = list(range(1, 9))

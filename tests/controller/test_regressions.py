@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from simulation import Simulation
 
 from asynchicache.controller.stored import _worst
 from asynchicache.errors import CapacityError
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
+from controller.simulation import Simulation
 
 ROOMY = {"kv": (64, 64), "mamba": (16, 16)}
 WINDOWED = {"kv": (64, 64), "mamba": (16, 16), "swa": (8, 0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import json
 import os
@@ -201,10 +202,18 @@ def test_every_command_and_flag_is_in_the_reference() -> None:
 
 
 def test_every_room_is_in_the_architecture() -> None:
+    """Those within rooms by their dotted names."""
     package = Path(asynchicache.__path__[0])
     rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
-    shown = sorted(room for room in rooms if not room.startswith("__"))
+    inner = {f"{path.parts[-3]}.{path.parts[-2]}" for path in package.glob("*/*/__init__.py")}
+    inner |= {f"hf3fs.{path.parts[-2]}" for path in package.glob("backends/hf3fs/*/__init__.py")}
+    shown = sorted(room for room in rooms | inner if not room.startswith(("__", "backends.")))
     assert missing("explanation/architecture.md", shown) == []
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    found = Path(asynchicache.__path__[0]).rglob("__init__.py")
+    assert [str(path) for path in found if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
 
 
 # The checks above can fail.

@@ -22,7 +22,16 @@ async def test_calls_run_in_order_off_the_loop() -> None:
         await asyncio.gather(*(thread.run(partial(ran.append, number)) for number in range(20)))
         assert ran == list(range(20))
         assert await thread.run(threading.get_ident) != threading.get_ident()
-        assert await thread.run(torch.get_num_threads) == torch.get_num_threads()
+
+
+async def test_it_computes_with_as_many_threads_as_its_maker() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ModelThread(CPU) as thread:
+            assert await thread.run(torch.get_num_threads) == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 async def test_a_cancelled_waiter_leaves_when_its_call_has_ended() -> None:

@@ -39,7 +39,6 @@ def generate(
     name: str, tokens: list[int], held: DynamicCache | None, tap: PageTap | None = None
 ) -> list[int]:
     """`ANSWER` greedy tokens, none twice: random weights would soon repeat one for ever."""
-    torch.set_num_threads(1)  # each thread has a number of its own
     ids = torch.tensor([tokens])
     output = tiny_model(name).generate(
         ids,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -74,7 +76,7 @@ def test_headers_are_apart_from_pages() -> None:
     pool.header(2)[:] = b"h" * HEADER_BYTES
 
     assert not any(pool.pages(0, 3))
-    assert bytes(pool.headers(1, 2)) == bytes(HEADER_BYTES) + b"h" * HEADER_BYTES
+    assert [bytes(pool.header(slot)) for slot in (1, 2)] == [bytes(HEADER_BYTES), b"h" * HEADER_BYTES]
     pool.close()
 
 
@@ -97,9 +99,13 @@ def test_host_slots_that_are_not_there_are_refused(first: int, count: int) -> No
 
     with pytest.raises(UsageError, match="no host slots"):
         pool.pages(first, count)
-    with pytest.raises(UsageError, match="no host slots"):
-        pool.headers(first, count)
     pool.close()
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_headers_of_slots_that_are_not_there_are_refused(slot: int) -> None:
+    with closing(HostPool(PAGES, 4, 3, pin=False)) as pool, pytest.raises(UsageError, match="no host slots"):
+        pool.header(slot)
 
 
 def test_a_closed_host_pool_hands_out_nothing() -> None:

@@ -23,10 +23,14 @@ class Bed:
     """A tree whose slots nobody allocates: every place numbers its slots from 0 as they are offered."""
 
     def __init__(self, states: int = 0, eviction: str = "lru", windows: Sequence[int] = ()) -> None:
-        """`windows`: trailing pages of each window; their components are numbered behind the states."""
+        """`windows`: trailing pages of each window; their components are numbered behind the states.
+
+        `took`: by component, whether the tree took the state that was offered last.
+        """
         coverages = [trailing_pages(1)] * states + [trailing_pages(pages) for pages in windows]
         numbers = range(states + 1, len(coverages) + 1)
         self.tree = UnifiedRadixTree(PAGE, coverages, windows=numbers, eviction=eviction)
+        self.took: dict[int, bool] = {}
         self._numbers = [count() for _ in range(TIERS * self.tree.width)]
 
     @staticmethod
@@ -55,15 +59,19 @@ class Bed:
         window those of the last `windows` pages: by default of all that are new."""
         new = len(word) - lease.node.end
         pages = self.slots(Tier.DEVICE, new)
-        offered = {n: self.slots(TIERS * n + Tier.DEVICE, 1)[0] for n in states}
         count = new if windows is None else windows
         trailing = {
             aux.number: Pages(len(word) - count, self.slots(place(aux.number, Tier.DEVICE), count))
             for aux in self.tree.windows
         }
-        return self.tree.insert(
-            lease, self.tokens(word), pages, states=offered, windows=trailing, arriving=arriving
-        )
+        result = self.tree.insert(lease, self.tokens(word), pages, windows=trailing)
+        self.take_states(result.node, Tier.DEVICE, states, arriving=arriving)
+        return result
+
+    def take_states(self, node: Node, tier: Tier, numbers: Iterable[int], *, arriving: bool = False) -> None:
+        for number in numbers:
+            [slot] = self.slots(place(number, tier), 1)
+            self.took[number] = self.tree.take_state(node, number, tier, slot, arriving=arriving)
 
     def add(
         self, word: str, seed: bytes = b"", *, states: Iterable[int] = (), windows: int | None = None
@@ -76,8 +84,9 @@ class Bed:
         """Let storage deliver the pages of `word` that follow `after`."""
         node = self.node(after) if after else self.tree.root(b"")
         pages = self.slots(Tier.HOST, len(word) - len(after))
-        offered = {n: self.slots(TIERS * n + Tier.HOST, 1)[0] for n in states}
-        return self.tree.insert_host(node, self.tokens(word), pages, states=offered)
+        result = self.tree.insert_host(node, self.tokens(word), pages)
+        self.take_states(result.node, Tier.HOST, states)
+        return result
 
     def node(self, word: str, seed: bytes = b"") -> Node:
         """The node that ends where `word` does."""

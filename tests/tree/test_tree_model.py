@@ -137,11 +137,10 @@ class Twins:
                 offer.held.lease,
                 tokens_of(offer.key),
                 offer.slots,
-                states=offer.states,
                 windows=offer.windows,
-                arriving=arriving,
             )
-            taken = self.check_inserted(result, offer, LOADING if arriving else RESIDENT)
+            self.check_inserted(result, offer)
+            taken = self.take_states(result.node, offer, arriving=arriving)
             self.repinned(offer.held, offer.key)
             for number in (*taken, *offer.windows):
                 self.tree.supersede(result.node, number)
@@ -151,8 +150,9 @@ class Twins:
     def insert_host(self) -> None:
         if offer := self.offer(Tier.HOST):
             node = offer.held.lease.node
-            result = self.tree.insert_host(node, tokens_of(offer.key), offer.slots, states=offer.states)
-            self.check_inserted(result, offer, RESIDENT)
+            result = self.tree.insert_host(node, tokens_of(offer.key), offer.slots)
+            self.check_inserted(result, offer)
+            self.take_states(result.node, offer)
 
     def arrive(self, node: Node, key: Key, numbers: list[int]) -> None:
         copy = Copy(
@@ -377,8 +377,22 @@ class Twins:
                 offered[number] = Pages(pages - count, slots)
         return offered
 
-    def check_inserted(self, result: Inserted, offer: Offer, residency: int) -> list[int]:
-        """Offer the same to the model; returns the components whose states were taken."""
+    def take_states(self, node: Node, offer: Offer, *, arriving: bool = False) -> list[int]:
+        """Offer states to the tree and the model; the components whose states were taken."""
+        taken = []
+        for number, slot in offer.states.items():
+            at = place(number, offer.tier)
+            residency = LOADING if arriving else RESIDENT
+            took = self.tree.take_state(node, number, offer.tier, slot, arriving=arriving)
+            assert took == (bool(offer.key[1]) and self.model.offer(offer.key, at, slot, residency))
+            if took:
+                taken.append(number)
+            else:
+                self.release({at: [slot]})
+        return taken
+
+    def check_inserted(self, result: Inserted, offer: Offer) -> None:
+        """Offer the same to the model."""
         at = place(FULL, offer.tier)
         fresh = self.model.path(offer.key, len(offer.held.key[1]) // PAGE)
         pairs = zip(fresh, offer.slots, strict=True)
@@ -387,19 +401,12 @@ class Twins:
         assert result.duplicates == refused
         assert result.taken == len(fresh) - len(refused) == sum(node.pages for node in result.fresh)
         self.release({at: refused})
-        for number, slot in offer.states.items():
-            at = place(number, offer.tier)
-            taken = bool(offer.key[1]) and self.model.offer(offer.key, at, slot, residency)
-            assert result.states[number] == taken
-            if not taken:
-                self.release({at: [slot]})
         for number, pages in offer.windows.items():
             at = place(number, Tier.DEVICE)
             offered = zip(self.model.path(offer.key, pages.first), pages.slots, strict=True)
             kept = [slot for key, slot in offered if not self.model.offer(key, at, slot)]
             assert sorted(result.windows[number].values()) == sorted(kept)
             self.release({at: kept})
-        return [number for number, taken in result.states.items() if taken]
 
     # Checks
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 import torch
 
+from asynchicache.bench.cores import OwnCores, single_threaded
 from asynchicache.cache import open_device
 from asynchicache.config import CacheConfig
 from asynchicache.layouts import HostLayout
@@ -21,7 +21,6 @@ from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import PoolSpec
 from asynchicache.streams.base import Device, Stream
-from asynchicache.streams.drivers import Run, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.calibration import measured_paths
@@ -75,45 +74,6 @@ class CopyRig:
         stream.record(event)
         event.synchronize()
         return time.perf_counter() - started
-
-
-class OwnCores(ThreadDriver):
-    """Threads of some streams stay on a core each, as a GPU's copies and its compute do not share one.
-
-    Left to the system, two that wake each other land on one core now and then, and wait for each other there.
-    """
-
-    def __init__(self, cores: Mapping[str, int]) -> None:
-        """`cores`: by the name of a stream; the others go where the system lets them."""
-        super().__init__()
-        self._cores = cores
-
-    def lane(self, name: str) -> Callable[[Run], None]:
-        submit = super().lane(name)
-        if name in self._cores:
-            submit(partial(os.sched_setaffinity, 0, {self._cores[name]}))
-        return submit
-
-
-def two_cores(first: Sequence[str], second: Sequence[str]) -> dict[str, int]:
-    """A core for some streams and another one for others; none where this process has only one."""
-    cores = sorted(os.sched_getaffinity(0))
-    return dict.fromkeys(first, cores[0]) | dict.fromkeys(second, cores[1]) if len(cores) > 1 else {}
-
-
-@contextmanager
-def on_core(core: int | None) -> Iterator[None]:
-    """Keep this thread, and those that it starts meanwhile, on one core; where they like if it is None.
-
-    Left to the system, whom a copying thread wakes is put behind it on its core, for milliseconds, while
-    the other core has nothing to do.
-    """
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, before if core is None else {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @asynccontextmanager
@@ -172,25 +132,3 @@ async def open_rig(
         opened.close()
         memory.host.close()
         await port.aclose()
-
-
-def single_threaded(device: Device, name: str) -> Stream:
-    """A stream whose work uses one thread of the CPU.
-
-    OpenMP counts threads for each thread that asks. A new one, such as an emulated stream's, starts with all
-    cores, whatever `torch_threads` says elsewhere, and a matrix product would take those of the copies.
-    """
-    stream = device.stream(name)
-    stream.launch(partial(torch.set_num_threads, 1))
-    return stream
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Let torch's operations use so many threads each, those of this thread; see `single_threaded`."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

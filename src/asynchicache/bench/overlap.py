@@ -12,7 +12,8 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from asynchicache.bench.copy_rig import CopyRig, on_core, open_rig, single_threaded, torch_threads, two_cores
+from asynchicache.bench.copy_rig import CopyRig, open_rig
+from asynchicache.bench.cores import on_core, one_torch_thread, single_threaded, two_cores
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.bench.tables import add_figures
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -119,7 +120,7 @@ async def run_overlap(options: OverlapOptions, advance: Callable[[int, int], Non
     rows = []
     # Copies and compute are to have a core each, and the host's threads none of the copies', as with a GPU.
     cores = two_cores(["load", "aside"], ["compute"]) if options.device == "cpu" else {}
-    with torch_threads(1), on_core(cores.get("compute")):
+    with one_torch_thread(), on_core(cores.get("compute")):
         async with open_rig(pool, 1, _PAGES, device=options.device, group_bytes=1, cores=cores) as rig:
             runner = _Runner(rig, options.layers)
             for done, share in enumerate(SHARES):

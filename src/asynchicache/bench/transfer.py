@@ -10,7 +10,8 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from asynchicache.bench.copy_rig import CopyRig, open_rig, torch_threads
+from asynchicache.bench.copy_rig import CopyRig, open_rig
+from asynchicache.bench.cores import one_torch_thread
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.bench.tables import add_figures
 from asynchicache.layouts import HostLayout, SlotLayout
@@ -159,7 +160,7 @@ async def run_transfer(options: TransferOptions, advance: Callable[[int, int], N
         DeviceError: the device is not there.
     """
     cases, rows, ok, device = list(_cases(options.pool)), [], True, options.device
-    with torch_threads(1):  # as many for the plain copy as a stream of the engine's has
+    with one_torch_thread():  # as many for the plain copy as a stream of the engine's has
         for done, case in enumerate(cases):
             found, right, device = await _run_case(case, options)
             rows += found

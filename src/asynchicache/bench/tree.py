@@ -177,19 +177,19 @@ class _Server:
         slots = self._allocate(FULL_DEVICE, new)
         windows = {n: Pages(match.pages, self._allocate(place(n, Tier.DEVICE), new)) for n in self._windows}
         states = {n: self._allocate(place(n, Tier.DEVICE), 1)[0] for n in self._states}
-        inserted = tree.insert(lease, turn.tokens, slots, states=states, windows=windows)
-        self._give_back(inserted, states)
+        inserted = tree.insert(lease, turn.tokens, slots, windows=windows)
+        self._give_back(inserted)
+        for number, slot in states.items():
+            if not tree.take_state(inserted.node, number, Tier.DEVICE, slot):
+                self.pools[place(number, Tier.DEVICE)].release([slot])
         lease.close()
         return match.pages
 
-    def _give_back(self, inserted: Inserted, states: Mapping[int, int]) -> None:
+    def _give_back(self, inserted: Inserted) -> None:
         """Free the slots of what the tree had already."""
         self.pools[FULL_DEVICE].release(inserted.duplicates)
         for number, refused in inserted.windows.items():
             self.pools[place(number, Tier.DEVICE)].release(list(refused.values()))
-        for number, taken in inserted.states.items():
-            if not taken:
-                self.pools[place(number, Tier.DEVICE)].release([states[number]])
 
     def _allocate(self, at: int, count: int) -> list[int]:
         pool = self.pools[at]
@@ -268,15 +268,15 @@ class _Bench:
         )
 
 
-def _clock_ns(readings: int = 1000) -> float:
+def _clock_ns() -> float:
     """What reading the clock adds to whatever is timed with it."""
-    begun = thread_time_ns()
+    begun, readings = thread_time_ns(), 1000
     for _ in range(readings - 1):
         thread_time_ns()
     return (thread_time_ns() - begun) / readings
 
 
-def _full_hit_us(page_size: int, nodes: int, repeats: int = 99) -> float:
+def _full_hit_us(page_size: int, nodes: int) -> float:
     """A match of a long sequence that the tree has, in a path of `nodes` nodes."""
     tokens = array("q", range(1, FULL_HIT_TOKENS + 1))
     tree = UnifiedRadixTree(page_size)
@@ -287,7 +287,7 @@ def _full_hit_us(page_size: int, nodes: int, repeats: int = 99) -> float:
         tree.insert(lease, tokens, range(begin, end))
     lease.close()
     spent = []
-    for _ in range(repeats):
+    for _ in range(99):
         begun = thread_time_ns()
         tree.match(tokens)
         spent.append(thread_time_ns() - begun)

@@ -1,0 +1,1 @@
+"""Commands, flags, tables and JSON."""

@@ -1,0 +1,1 @@
+"""Serving engines on the cache, and what operators and routers read of it."""

@@ -1,0 +1,1 @@
+"""Memory of device and host: sizes, pinning, and who has which slot."""

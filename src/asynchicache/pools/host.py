@@ -157,7 +157,9 @@ class HostPool:
             raise UsageError(
                 f"pool {self.spec.name!r}: a host slot is in pieces in layout {self.layout.kind.value!r}"
             )
-        return self._run(self._pages, self.layout.slot_bytes, first, count)
+        if first < 0 or count < 1 or first + count > self.slots:
+            raise self._no_slots(first, count)
+        return self._pages.memory[first * self._slot_bytes : (first + count) * self._slot_bytes]
 
     def header(self, slot: int) -> memoryview:
         """The `HEADER_BYTES` of a slot's header, writable; its neighbour's follow at once.
@@ -167,17 +169,8 @@ class HostPool:
             ClosedError: the pool is closed.
         """
         if not 0 <= slot < self.slots:
-            return self.headers(slot, 1)  # which says what is wrong
+            raise self._no_slots(slot, 1)
         return self._headers.memory[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
-
-    def headers(self, first: int, count: int) -> memoryview:
-        """The `count * HEADER_BYTES` of the headers of neighbouring slots, writable.
-
-        Raises:
-            UsageError: there are no such slots.
-            ClosedError: the pool is closed.
-        """
-        return self._run(self._headers, HEADER_BYTES, first, count)
 
     def regions(self) -> tuple[memoryview, memoryview]:
         """All headers and all pages, each one run of memory, with slot 0 at its beginning.
@@ -205,13 +198,11 @@ class HostPool:
             self._pages.close()
             self._headers.close()
 
-    def _run(self, slab: Slab, stride: int, first: int, count: int) -> memoryview:
-        if first < 0 or count < 1 or first + count > self.slots:
-            raise UsageError(
-                f"pool {self.spec.name!r}: there are no host slots {first} to {first + count - 1}; "
-                f"it has {self.slots}"
-            )
-        return slab.memory[first * stride : (first + count) * stride]
+    def _no_slots(self, first: int, count: int) -> UsageError:
+        return UsageError(
+            f"pool {self.spec.name!r}: there are no host slots {first} to {first + count - 1}; "
+            f"it has {self.slots}"
+        )
 
     def __repr__(self) -> str:
         return f"<HostPool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes, pinned={self.pinned}>"

@@ -74,9 +74,8 @@ class SeededPort:
 class SeededWorker:
     """A `ports.Worker` that begins each call a drawn time after the one before."""
 
-    def __init__(self, loop: SeededLoop, *, mean_seconds: float = SUBMIT_SECONDS) -> None:
+    def __init__(self, loop: SeededLoop) -> None:
         self._loop = loop
-        self._rate = 1 / mean_seconds
         self._calls: deque[Callable[[], object]] = deque()
         self._armed = False
 
@@ -87,7 +86,7 @@ class SeededWorker:
     def _arm(self) -> None:
         if self._calls and not self._armed:
             self._armed = True
-            self._loop.call_later(self._loop.random.expovariate(self._rate), self._run_next)
+            self._loop.call_later(self._loop.random.expovariate(1 / SUBMIT_SECONDS), self._run_next)
 
     def _run_next(self) -> None:
         self._armed = False

@@ -1,0 +1,1 @@
+"""Copies between tiers: merged, ordered by their slots, run, awaited layer by layer."""

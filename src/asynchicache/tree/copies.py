@@ -135,7 +135,7 @@ def begin(tree: NodeStore, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]
 
 
 def begin_arrival(tree: NodeStore, node: Node, components: Iterable[int]) -> Flight:
-    """A flight for states that `insert(..., arriving=True)` took: a copy within the device."""
+    """A flight for states that `take_state(..., arriving=True)` took: a copy within the device."""
     flight = Flight(Tier.DEVICE)
     for number in components:
         _pend(flight, node, place(number, Tier.DEVICE))

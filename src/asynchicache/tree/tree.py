@@ -59,7 +59,6 @@ class Inserted:
         node: where the inserted sequence ends.
         duplicates: offered page slots that the tree already had pages for; they stay the caller's.
         taken: how many offered page slots are the tree's own now.
-        states: by component number, whether the tree took the offered state slot.
         windows: by component number and page, the offered slots that stay the caller's.
         fresh: nodes that hold newly taken pages, parents first.
     """
@@ -67,7 +66,6 @@ class Inserted:
     node: Node
     duplicates: list[int] = field(default_factory=list)
     taken: int = 0
-    states: dict[int, bool] = field(default_factory=dict)
     windows: dict[int, dict[int, int]] = field(default_factory=dict)
     fresh: list[Node] = field(default_factory=list)
 
@@ -158,9 +156,7 @@ class UnifiedRadixTree(MatchingTree):
         tokens: array[int],
         slots: Sequence[int],
         *,
-        states: Mapping[int, int] | None = None,
         windows: Mapping[int, Pages] | None = None,
-        arriving: bool = False,
     ) -> Inserted:
         """Publish computed pages behind a lease, and move the lease to their end.
 
@@ -168,9 +164,7 @@ class UnifiedRadixTree(MatchingTree):
             lease: on the prefix that the pages follow; it must be on the device.
             tokens: the whole sequence, from its first token.
             slots: device slots of the pages after the lease's end, in order.
-            states: by component number, a device slot with the state after the last page.
             windows: by component number, device slots of the last pages, as far back as there are any.
-            arriving: the states are still being copied; `copies.finish` will settle them.
 
         Raises:
             InternalError: the lease is closed, its prefix is not on the device, or there are more
@@ -182,8 +176,6 @@ class UnifiedRadixTree(MatchingTree):
             raise InternalError(f"pages inserted behind {lease.node!r}, which is not on the device")
         result = self._walk_in(lease.node, tokens, slots, FULL_DEVICE)
         node = result.node
-        for number, slot in (states or {}).items():
-            result.states[number] = self.take_state(node, number, Tier.DEVICE, slot, arriving=arriving)
         begun = [node.end - node.pages for node in result.fresh]
         for number, pages in (windows or {}).items():
             self.cut_window(node, number)  # so that what lies behind it can go by itself
@@ -208,15 +200,8 @@ class UnifiedRadixTree(MatchingTree):
                 self.pin_for(lease.pinned, node, at)
             node = node.parent
 
-    def insert_host(
-        self,
-        node: Node,
-        tokens: array[int],
-        slots: Sequence[int],
-        *,
-        states: Mapping[int, int] | None = None,
-    ) -> Inserted:
-        """Take pages that storage delivered into host slots, behind `node`, and states at their end.
+    def insert_host(self, node: Node, tokens: array[int], slots: Sequence[int]) -> Inserted:
+        """Take pages that storage delivered into host slots, behind `node`.
 
         The path to `node` must have, or be about to have, its pages on the host: a child on the host
         stands on its parent's. Pages of a node that is on the device only become its host copy.
@@ -228,8 +213,6 @@ class UnifiedRadixTree(MatchingTree):
         if node.residency[FULL_HOST] == ABSENT:
             raise InternalError(f"host pages inserted behind {node!r}, which is not on the host")
         result = self._walk_in(node, tokens, slots, FULL_HOST)
-        for number, slot in (states or {}).items():
-            result.states[number] = self.take_state(result.node, number, Tier.HOST, slot)
         self.touch(result.node, FULL)
         return result
 
@@ -263,7 +246,10 @@ class UnifiedRadixTree(MatchingTree):
         return result
 
     def take_state(self, node: Node, number: int, tier: Tier, slot: int, *, arriving: bool = False) -> bool:
-        """Attach a state to the end of `node`; False if it has one there: the slot stays the caller's."""
+        """Attach a state to the end of `node`; False if it has one there: the slot stays the caller's.
+
+        `arriving`: it is still being copied; `copies.finish` will settle it.
+        """
         at = place(number, tier)
         if node.parent is None or node.residency[at] != ABSENT:
             return False

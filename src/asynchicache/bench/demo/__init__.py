@@ -1,0 +1,1 @@
+"""`demo`: the same conversations served four ways, and a report."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from asynchicache.bench.cores import one_torch_thread
 from asynchicache.bench.demo.modes import MODES, Mode
 from asynchicache.bench.demo.options import PAGE_SIZE, DemoOptions, ceiling, round_ceilings
 from asynchicache.bench.demo.prompts import conversations
@@ -46,7 +45,7 @@ async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
     started = time.perf_counter()
     Path(options.report).parent.mkdir(parents=True, exist_ok=True)  # now, and not after a minute's work
     model, config = build_demo_model(options.seed)
-    with _one_core(), ModelThread(model.device) as thread:
+    with one_torch_thread(), ModelThread(model.device) as thread:
         owned = OwnedModel(model, config, thread)
         stage = Stage(options, owned, watcher)
         await stage.warm_up()
@@ -61,19 +60,6 @@ async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
     )
     write_report(result, round_ceilings(options), {mode.name: mode.blurb for mode in MODES})
     return result
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Let torch compute on one core: a model this small gains little from more, and threads that wait
-    for each other at every operation make times that say nothing on a machine with other work.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Stage:

@@ -1,0 +1,1 @@
+"""`replay`: a trace of real prompts through the planner, without bytes."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from asynchicache.bench.cores import one_torch_thread
 from asynchicache.bench.serve.clients import questions
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.integrations.transformers.demo_model import build_demo_model
@@ -29,13 +29,9 @@ class PlainTurn:
 
 def plain_answers(options: ServeBenchOptions) -> list[list[PlainTurn]]:
     """The first conversations, `options.plain_clients` of them, by client and round."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the servers
-    model, _ = build_demo_model(options.seed)
-    try:
+    with one_torch_thread():  # as the servers
+        model, _ = build_demo_model(options.seed)
         return [_conversation(model, asked, options) for asked in questions(options)[: options.plain_clients]]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _conversation(

@@ -1,0 +1,1 @@
+"""`soak`: the whole cache at its highest rate, for as long as one likes."""

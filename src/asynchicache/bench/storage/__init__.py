@@ -1,0 +1,1 @@
+"""`bench storage`: each engine beside the plainest client of the same medium."""

@@ -1,0 +1,1 @@
+"""Storage backends of ours below SGLang's HiCache."""

@@ -70,8 +70,3 @@ def randomize_weights(model: torch.nn.Module, seed: int) -> None:
 def encode_text(text: str) -> list[int]:
     """The UTF-8 bytes of `text` as token ids, each below `VOCABULARY`; prefix-stable."""
     return list(text.encode())
-
-
-def decode_tokens(tokens: list[int]) -> str:
-    """The text of byte tokens; what is no UTF-8 becomes replacement characters."""
-    return bytes(tokens).decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Storage backends of ours as a secondary tier of vLLM."""

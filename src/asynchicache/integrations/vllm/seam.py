@@ -5,50 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.vllm.words import (
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingConnectorStats,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    SecondaryTierManager,
+    TransferJob,
+)
 
 SUPPORTED = "0.33"
 """The minor version whose seam the tier is written for, and tested against."""
 
-if TYPE_CHECKING:
-    from asynchicache.integrations.vllm.words import (
-        JobResult,
-        Locality,
-        LookupResult,
-        Medium,
-        OffloadingConnectorStats,
-        OffloadingCounterMetadata,
-        OffloadingEvent,
-        OffloadingGaugeMetadata,
-        OffloadingMetricMetadata,
-        ReqContext,
-        RequestOffloadingContext,
-        ScheduleEndContext,
-        SecondaryTierManager,
-        TransferJob,
-    )
-else:
+if not TYPE_CHECKING:
     try:
         import vllm
     except ModuleNotFoundError:
         vllm = None
-    if vllm is None:
-        from asynchicache.integrations.vllm.words import (
-            JobResult,
-            Locality,
-            LookupResult,
-            Medium,
-            OffloadingConnectorStats,
-            OffloadingCounterMetadata,
-            OffloadingEvent,
-            OffloadingGaugeMetadata,
-            OffloadingMetricMetadata,
-            ReqContext,
-            RequestOffloadingContext,
-            ScheduleEndContext,
-            SecondaryTierManager,
-            TransferJob,
-        )
-    else:
+    if vllm is not None:
         try:
             from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
                 OffloadingConnectorStats,
