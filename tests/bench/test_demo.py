@@ -231,14 +231,18 @@ async def test_models_with_windows_and_index_keys_are_served_alike(name: str) ->
 
 @pytest.mark.asyncio
 async def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    for report in (tmp_path, f"{tmp_path}/new/", ""):
+    for bad in (tmp_path, f"{tmp_path}/new/", ""):
         with pytest.raises(ConfigError, match="must be a file, such as"):
-            DemoOptions(report=str(report))
-    (tmp_path / "taken").write_text("a file")
+            DemoOptions(report=str(bad))
+    report = str(tmp_path / "taken" / "index.html")
+    options = DemoOptions(report=report)
+    (tmp_path / "taken").write_text("a file")  # after the flags were read
+    with pytest.raises(ConfigError, match="is no folder"):
+        DemoOptions(report=report)
 
     class Unserved(Silent):
         def round_served(self, mode: str, served: Sequence[Served]) -> None:
             raise AssertionError("begun")
 
     with pytest.raises(FileExistsError):
-        await run_demo(DemoOptions(report=str(tmp_path / "taken" / "index.html")), Unserved())
+        await run_demo(options, Unserved())
