@@ -75,6 +75,23 @@ def test_what_is_not_there_is_seen(one: Named) -> None:
         one.found()
 
 
+def is_there(path: str) -> bool:
+    try:
+        return bool(resolve_name(path))
+    except (AttributeError, ImportError):
+        return False
+
+
+def test_classes_for_authors_are_in_the_modules_of_their_row() -> None:
+    rows = re.findall(
+        r"^\| (`asynchicache[^|]*) \| (.*) \|$", API.partition("## For authors")[2], re.MULTILINE
+    )
+    for cell, words in rows:
+        modules = re.sub("`[.]", "`asynchicache.", cell).replace("`", "").split(", ")
+        for name in re.findall(r"`((?:[a-z_]+\.)*[A-Z]\w+)", words):
+            assert any(is_there(f"{module}.{name}") for module in modules), name
+
+
 def test_every_reason_of_a_miss_is_in_the_reference() -> None:
     rows = API.partition("| `MissReason` | |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([A-Z_]+)`", rows)) == set(MissReason.__members__)

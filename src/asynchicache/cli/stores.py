@@ -74,7 +74,7 @@ def _report(report: StoreReport) -> RenderableType:
         "whole, but forgotten": report.orphaned,
         "bytes": report.bytes,
     }
-    table = facts([(name, f"{number:,}") for name, number in numbers.items()], f"{len(report.pools)} pools")
+    table = facts([(name, f"{number:,}") for name, number in numbers.items()], f"pools: {len(report.pools)}")
     return Group(table, *map(Text, report.problems))  # as they are: brackets are no markup
 
 
