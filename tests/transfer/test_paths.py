@@ -44,7 +44,7 @@ def test_only_paths_that_are_there_are_chosen() -> None:
 def test_a_kernel_that_is_hardly_faster_leaves_the_processors_to_the_model(
     rate: float, path: CopyPath
 ) -> None:
-    table = PathTable({RunShape(LOAD, False, 1 << 10): {BATCH: 10.0, KERNEL: rate}})
+    table = PathTable({RunShape(LOAD, False, 1 << 10): {BATCH: 10.0, KERNEL: rate}}, kernel_gain=1.1)
 
     assert table.choose(RunShape(LOAD, False, 1 << 10), CopyPath) is path
     assert table.choose(RunShape(LOAD, False, 1 << 10), [KERNEL, PLAIN]) is KERNEL

@@ -19,7 +19,7 @@ from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PageCopier, PoolMemory
-from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
+from asynchicache.transfer.paths import GPU_KERNEL_GAIN, CopyPath, PathTable, RunShape
 from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan, merge
 from asynchicache.types import PoolTransfer
 
@@ -64,7 +64,7 @@ def measured_paths(device_name: str) -> PathTable:
                 for direction, rate in _measure(device_name, memory, path).items():
                     rates.setdefault(RunShape(direction, tokens, nbytes), {})[path] = rate
             memory.host.close()
-    return PathTable(rates)
+    return PathTable(rates, 1.0 if device_name == "cpu" else GPU_KERNEL_GAIN)
 
 
 def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:

@@ -24,8 +24,8 @@ class CopyPath(Enum):
     """A strided copy for each run of pages; what there always is."""
 
 
-KERNEL_GAIN = 1.1
-"""How much faster a kernel must be: it takes processors of a GPU from the model, and copy engines do not."""
+GPU_KERNEL_GAIN = 1.1
+"""How much faster a kernel must be on a GPU: it takes processors from the model, and copy engines do not."""
 
 
 class RunShape(NamedTuple):
@@ -48,13 +48,15 @@ class PathTable:
 
     Attributes:
         rates: by shape, by path, GB/s (10^9).
+        kernel_gain: how many times as fast as the others a kernel must be to be chosen.
     """
 
     rates: Mapping[RunShape, Mapping[CopyPath, float]] = field(default_factory=dict)
+    kernel_gain: float = 1.0
 
     def choose(self, shape: RunShape, available: Iterable[CopyPath]) -> CopyPath:
         """The fastest of `available` at the nearest length that was measured, a kernel if it is the faster by
-        `KERNEL_GAIN`; plain if none was."""
+        `kernel_gain`; plain if none was."""
         known = self._like(shape)
         if not known:
             return CopyPath.PLAIN
@@ -62,7 +64,7 @@ class PathTable:
         among = set(available)
         rates = {path: rate for path, rate in self.rates[nearest].items() if path in among}
         if CopyPath.KERNEL in rates:
-            rates[CopyPath.KERNEL] /= KERNEL_GAIN
+            rates[CopyPath.KERNEL] /= self.kernel_gain
         return max(rates, key=lambda path: rates[path], default=CopyPath.PLAIN)
 
     def summary(self, direction: Direction) -> str:
