@@ -12,6 +12,7 @@ from aiofiles.os import replace, wrap
 from asynchicache.backends.file.folder import MANIFEST, MANIFEST_DRAFT, check_file, sync_folder
 from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
+from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.protocol import PoolBinding
 
 
@@ -61,8 +62,12 @@ def parse(text: bytes, path: Path) -> Manifest:
         bytes.fromhex(manifest.fingerprint)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StorageFormatError(f"{path} is damaged: {error}; remove its folder to start anew") from error
-    if min(manifest.page_bytes, manifest.header_bytes, manifest.slot_bytes) < 1:
-        raise StorageFormatError(f"{path} is damaged: sizes must be above 0; remove its folder to start anew")
+    sizes = manifest.header_bytes, manifest.slot_bytes
+    if min(sizes) < 1 or any(size % ALIGNMENT for size in sizes) or not 0 < manifest.page_bytes <= sizes[1]:
+        raise StorageFormatError(
+            f"{path} is damaged: a page of {manifest.page_bytes} bytes in {sizes}; "
+            "remove its folder to start anew"
+        )
     return manifest
 
 

@@ -96,13 +96,21 @@ def _check_pool(folder: Path, identify: Identify, report: StoreReport, *, repair
     segments = Segments(folder, manifest.frame_bytes, read_only=not repair, direct=True)
     try:
         reader = PageReader(segments, manifest, identify)
-        PoolCheck(manifest.pool, segments, reader, report, repair=repair).run()
+        check = PoolCheck(manifest.pool, segments, reader, report, repair=repair)
+        check.run()
     finally:
         segments.close()
+    if check.doubtful and repair:
+        report.problems.append(f"no page is what {folder / MANIFEST} says: it is written anew, too")
+        (folder / MANIFEST).unlink()
 
 
 class PoolCheck:
     """One pool's slots, one by one.
+
+    Attributes:
+        doubtful: no page is what its name and the manifest say. The manifest may be what is damaged, so
+            nothing was forgotten.
 
     Args:
         pool: its name.
@@ -121,6 +129,8 @@ class PoolCheck:
         self._report = report
         self._repair = repair
         self._named: set[bytes] = set()
+        self._lost: list[int] = []
+        self.doubtful = False
 
     def run(self) -> None:
         """Check every slot that exists or has an entry.
@@ -134,6 +144,7 @@ class PoolCheck:
         for slot in found.damaged:
             self._check_damaged(slot)
         seen: set[bytes] = set()
+        before = self._report.corrupt
         for slot in sorted(by_slot.keys() | set(range(self._segments.slots)).difference(found.damaged)):
             digest = self._reader.digest_in(slot)
             if slot not in by_slot:
@@ -145,7 +156,9 @@ class PoolCheck:
             else:
                 self._report.pages += 1
                 seen.add(digest)
+        self.doubtful = self._report.corrupt > before and not seen
         if self._repair:
+            entries.erase(self._segments, () if self.doubtful else self._lost)
             self._segments.sync_all()
 
     def _forget(self, entry: Entry, trusted: int) -> None:
@@ -153,8 +166,7 @@ class PoolCheck:
             self._note(f"slot {entry.slot} does not hold page {entry.digest.hex()}")
         else:
             self._report.unfinished += 1
-        if self._repair:
-            entries.erase(self._segments, [entry.slot])
+        self._lost.append(entry.slot)
 
     def _check_damaged(self, slot: int) -> None:
         self._note(f"the name of slot {slot} is damaged")

@@ -258,7 +258,7 @@ async def test_clearing_a_closed_store_removes_what_fits(tmp_path: Path) -> None
 
 def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
     fields = {"pool": "kv", "shard": "", "fingerprint": fingerprint, "page_bytes": page_bytes}
-    return json.dumps(fields | {"header_bytes": 1, "slot_bytes": 1}).encode()
+    return json.dumps(fields | {"header_bytes": 4096, "slot_bytes": 4096}).encode()
 
 
 @pytest.mark.asyncio
@@ -268,7 +268,8 @@ def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
         (b"{}", "pool.json is damaged: Object missing required field"),
         (b"\xff", "pool.json is damaged"),
         (manifest(fingerprint="zz"), "pool.json is damaged: non-hexadecimal"),
-        (manifest(page_bytes=0), "sizes must be above 0"),
+        (manifest(page_bytes=0), "damaged: a page of 0 bytes"),
+        (manifest(page_bytes=4097), "damaged: a page of 4097 bytes"),
         (manifest(page_bytes=7), r"holds Manifest\(.*, not Manifest\(.*remove it, or give another folder"),
     ],
 )

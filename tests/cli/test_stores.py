@@ -103,6 +103,23 @@ def test_a_damaged_manifest(store: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "verify", str(store))[1]["problems"] == []
 
 
+@pytest.mark.parametrize(
+    "damage", [{"pool": "kw"}, {"fingerprint": "00" * 32}, {"slot_bytes": 9192}, {"header_bytes": 4097}]
+)
+def test_a_manifest_that_says_something_else_costs_no_page(
+    damage: dict[str, object], store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (manifest,) = store.glob("kv-*/pool.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | damage))
+    assert run(capsys, "verify", str(store))[0] == 1
+    assert manifest.exists()
+
+    code, result = run(capsys, "verify", str(store), "--repair")
+    assert (code, result["corrupt"] == result["repaired"], manifest.exists()) == (0, True, False)
+    assert outcomes(store) == [Outcome.HIT] * 5 + [Outcome.MISS]
+    assert run(capsys, "verify", str(store))[0] == 0
+
+
 def test_what_a_pool_without_a_manifest_takes_is_counted_and_can_be_cleared(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
