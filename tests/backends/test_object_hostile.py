@@ -11,6 +11,7 @@ import pytest
 from asynchicache.errors import StorageError
 from asynchicache.testing.backends import Bench
 from asynchicache.types import Outcome
+from storage.listening import listening
 from storage.object_servers import FRAME_BYTES, bench_at
 
 pytestmark = [
@@ -96,25 +97,9 @@ class HostileStore:
 async def scene(scheme: str) -> AsyncIterator[tuple[HostileStore, Bench]]:
     """A store that is honest so far and holds pages 0 and 1, and one pool over it."""
     store = HostileStore(scheme)
-    clients: list[tuple[asyncio.StreamWriter, asyncio.Task[None]]] = []
-
-    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        clients.append((writer, asyncio.create_task(store.serve(reader, writer))))
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    store.port = server.sockets[0].getsockname()[1]
-    try:
-        async with bench_at(store.options) as bench:
-            assert await bench.put(bench.keys(0, 1), [0, 1]) == [STORED] * 2
-            yield store, bench
-    finally:
-        server.close()
-        for writer, task in clients:
-            task.cancel()
-            writer.transport.abort()
-            with suppress(OSError):
-                await writer.wait_closed()
-        await asyncio.gather(*(task for _, task in clients), return_exceptions=True)
+    async with listening(store.serve) as store.port, bench_at(store.options) as bench:
+        assert await bench.put(bench.keys(0, 1), [0, 1]) == [STORED] * 2
+        yield store, bench
 
 
 async def recovers(store: HostileStore, bench: Bench) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,11 @@ def shipped_files() -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
+parse = cache(ast.parse)  # every rule looks at every file
+
+
 def objections(rule: Rule, source: str) -> list[str]:
-    return rule(ast.parse(source), source)
+    return rule(parse(source), source)
 
 
 @RULES

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+from storage.listening import listening
+
 Answer = Callable[[list[bytes], asyncio.StreamWriter], Awaitable[None]]
 """What is done with one command's words."""
 
@@ -90,20 +92,5 @@ class HostileServer:
 async def hostile_server() -> AsyncIterator[HostileServer]:
     """One that listens; closed in the end, with every connection."""
     hostile = HostileServer()
-    clients: list[tuple[asyncio.StreamWriter, asyncio.Task[None]]] = []
-
-    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        clients.append((writer, asyncio.create_task(hostile.serve(reader, writer))))
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 20)
-    hostile.port = server.sockets[0].getsockname()[1]
-    try:
+    async with listening(hostile.serve) as hostile.port:
         yield hostile
-    finally:
-        server.close()
-        for writer, task in clients:
-            task.cancel()
-            writer.transport.abort()
-            with suppress(OSError):
-                await writer.wait_closed()
-        await asyncio.gather(*(task for _, task in clients), return_exceptions=True)
