@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
 # Tests are small tensors: more threads cost more than they bring, much more where cores are shared, and
-# results differ by their number. The variable is for threads and processes that tests start.
-os.environ["OMP_NUM_THREADS"] = "1"
+# results differ by their number. Not by a variable: tests see to it that new threads are told.
 torch.set_num_threads(1)
 
 # "ci" tries the same examples every time; "soak" (`make soak`) looks for new ones. Neither measures time.

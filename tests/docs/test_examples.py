@@ -63,7 +63,8 @@ def run(example: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *as_test, example.name],
         cwd=example.parent,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"},
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

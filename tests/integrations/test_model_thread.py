@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,13 +26,16 @@ async def test_calls_run_in_order_off_the_loop() -> None:
 
 
 async def test_it_computes_with_as_many_threads_as_its_maker() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with ModelThread(CPU) as thread:
-            assert await thread.run(torch.get_num_threads) == 3
-    finally:
-        torch.set_num_threads(before)
+    """A new thread would start as many as there are cores."""
+    matrix = torch.ones(192, 192)
+    with ModelThread(CPU) as thread:
+        before = await thread.run(threads)
+        await thread.run(lambda: torch.mm(matrix, matrix))
+        assert (torch.get_num_threads(), await thread.run(threads)) == (1, before)
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 async def test_a_cancelled_waiter_leaves_when_its_call_has_ended() -> None:
