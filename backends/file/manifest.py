@@ -12,7 +12,7 @@ from aiofiles.os import replace, wrap
 from asynchicache.backends.file.folder import MANIFEST, MANIFEST_DRAFT, check_file, sync_folder
 from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
-from asynchicache.layouts import ALIGNMENT
+from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.storage.protocol import PoolBinding
 
 
@@ -62,10 +62,10 @@ def parse(text: bytes, path: Path) -> Manifest:
         bytes.fromhex(manifest.fingerprint)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StorageFormatError(f"{path} is damaged: {error}; remove its folder to start anew") from error
-    sizes = manifest.header_bytes, manifest.slot_bytes
-    if min(sizes) < 1 or any(size % ALIGNMENT for size in sizes) or not 0 < manifest.page_bytes <= sizes[1]:
+    header, page, slot = manifest.header_bytes, manifest.page_bytes, manifest.slot_bytes
+    if min(header, page) < 1 or header % ALIGNMENT or slot != round_up(page, ALIGNMENT):
         raise StorageFormatError(
-            f"{path} is damaged: a page of {manifest.page_bytes} bytes in {sizes}; "
+            f"{path} is damaged: a page of {page} bytes cannot have {header} and {slot}; "
             "remove its folder to start anew"
         )
     return manifest

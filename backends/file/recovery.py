@@ -23,6 +23,9 @@ Identify = Callable[[memoryview, memoryview], ObjectKey | None]
 class PageReader:
     """Reads slots, one at a time, and says what lies in them.
 
+    Attributes:
+        strangers: slots so far that held a whole page, of another pool than the manifest says.
+
     Args:
         segments: the files.
         manifest: whose pages they hold.
@@ -33,6 +36,7 @@ class PageReader:
         self._segments = segments
         self._manifest = manifest
         self._identify = identify
+        self.strangers = 0
 
     def digest_in(self, slot: int) -> bytes | None:
         """The page of this pool that lies whole in a slot; None if there is none, or it cannot be read."""
@@ -43,7 +47,10 @@ class PageReader:
         except OSError:
             return None
         found = self._identify(*self._memory)
-        return found.digest if found is not None and found == self._manifest.key(found.digest) else None
+        if found is None or found == self._manifest.key(found.digest):
+            return None if found is None else found.digest
+        self.strangers += 1
+        return None
 
     @cached_property
     def _memory(self) -> tuple[memoryview, memoryview]:

@@ -109,7 +109,7 @@ class PoolCheck:
     """One pool's slots, one by one.
 
     Attributes:
-        doubtful: no page is what its name and the manifest say. The manifest may be what is damaged, so
+        doubtful: pages are whole, and none is what the manifest says. The manifest is what is damaged, so
             nothing was forgotten.
 
     Args:
@@ -144,7 +144,6 @@ class PoolCheck:
         for slot in found.damaged:
             self._check_damaged(slot)
         seen: set[bytes] = set()
-        before = self._report.corrupt
         for slot in sorted(by_slot.keys() | set(range(self._segments.slots)).difference(found.damaged)):
             digest = self._reader.digest_in(slot)
             if slot not in by_slot:
@@ -156,7 +155,7 @@ class PoolCheck:
             else:
                 self._report.pages += 1
                 seen.add(digest)
-        self.doubtful = self._report.corrupt > before and not seen
+        self.doubtful = self._reader.strangers > 0 and not seen
         if self._repair:
             entries.erase(self._segments, () if self.doubtful else self._lost)
             self._segments.sync_all()

@@ -103,8 +103,26 @@ def test_a_damaged_manifest(store: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "verify", str(store))[1]["problems"] == []
 
 
+def test_a_pool_without_one_page_that_holds_is_repaired_too(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for slot in range(PAGES):
+        flip(store, "00000.pages", FRAMES_AT + slot * FRAME_BYTES + HEADER_BYTES)
+    assert run(capsys, "verify", str(store), "--repair")[1]["repaired"] == PAGES - 1
+    code, result = run(capsys, "verify", str(store))
+    assert (code, result["corrupt"], result["problems"]) == (0, 0, [])
+    assert outcomes(store) == [Outcome.MISS] * PAGES
+
+
 @pytest.mark.parametrize(
-    "damage", [{"pool": "kw"}, {"fingerprint": "00" * 32}, {"slot_bytes": 9192}, {"header_bytes": 4097}]
+    "damage",
+    [
+        {"pool": "kw"},
+        {"fingerprint": "00" * 32},
+        {"slot_bytes": 9192},
+        {"slot_bytes": 3 * 4096},
+        {"header_bytes": 4097},
+    ],
 )
 def test_a_manifest_that_says_something_else_costs_no_page(
     damage: dict[str, object], store: Path, capsys: pytest.CaptureFixture[str]
