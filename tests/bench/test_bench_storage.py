@@ -74,6 +74,15 @@ def test_through_a_whole_cache(engine: str, tmp_path: Path, capsys: pytest.Captu
     assert all(value > 0 for value in result["through_controller"].values())
 
 
+def test_a_store_may_be_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module("obstore")
+    place = ["--option", f"url=file://{tmp_path}"]
+    for _ in range(2):
+        assert main(["bench", "storage", "--engine", "object", *place, *SMALL, "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["wrong_pages"] == 0
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["FORMAT"]
+
+
 @pytest.mark.asyncio
 async def test_wrong_bytes_through_a_cache_are_counted(tmp_path: Path) -> None:
     port = AsyncioPort(threads=2)

@@ -20,14 +20,16 @@ class BenchPages:
     Args:
         page_bytes, pages: size and number.
         seed: of the bytes.
+        run: part of every name; another one for each run, since a store may hold what a former one has left.
     """
 
-    def __init__(self, page_bytes: int, pages: int, seed: int) -> None:
+    def __init__(self, page_bytes: int, pages: int, seed: int, run: str = "") -> None:
         spec = PoolSpec("bench", (TensorSpec("bytes", (0,), (page_bytes,), "uint8"),))
         self._slab = HostPool(spec, 1, pages, pin=False)
         self.binding = SlotBinding(self._slab, fingerprint_of(f"bench storage {seed}"))
         self.memory = self._slab.page
         self.count = pages
+        self._run = run
         chance = random.Random(seed)
         for index in range(pages):
             self.memory(index)[:] = chance.randbytes(page_bytes)
@@ -35,7 +37,8 @@ class BenchPages:
 
     def keys(self, round_number: int, indices: range | list[int]) -> list[ObjectKey]:
         """Names that no other round has, so that every put is one of a new page."""
-        return [self.binding.key(sha256(b"%d %d" % (round_number, index)).digest()) for index in indices]
+        names = (f"{self._run} {round_number} {index}" for index in indices)
+        return [self.binding.key(sha256(name.encode()).digest()) for name in names]
 
     def erase(self) -> None:
         """Overwrite every slot, so that only a read brings the pages back."""

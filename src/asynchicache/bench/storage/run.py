@@ -141,6 +141,7 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
             advance(number + 1, options.rounds + 2)
         bench.begin_round(bench.round + 1)
         await _stall(bench)
+        await bench.forget()
         if options.through_controller:
             await _through_controller(bench)
         advance(options.rounds + 2, options.rounds + 2)
@@ -225,7 +226,7 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
         folder = Path(stack.enter_context(scratch))
         port = AsyncioPort(threads=max(8, 2 * options.depth), seed=options.seed)
         stack.push_async_callback(port.aclose)
-        pages = BenchPages(options.page_bytes, options.pages, options.seed)
+        pages = BenchPages(options.page_bytes, options.pages, options.seed, folder.name)
         setup = Setup(options.page_bytes, options.pages, pages.memory, options.engine_options(), folder, port)
         peer = LIMITS.get(options.engine)
         own = peer.engine_options if peer is not None else as_given
