@@ -47,10 +47,12 @@ class PageReader:
         except OSError:
             return None
         found = self._identify(*self._memory)
-        if found is None or found == self._manifest.key(found.digest):
-            return None if found is None else found.digest
-        self.strangers += 1
-        return None
+        if found is None:
+            return None
+        if found != self._manifest.key(found.digest):
+            self.strangers += 1
+            return None
+        return found.digest
 
     @cached_property
     def _memory(self) -> tuple[memoryview, memoryview]:

@@ -33,9 +33,7 @@ _GPU_BYTES = 128 << 20  # several chunks: the next one is enqueued while one is 
 _CPU_RUNS = 1024  # little enough of short runs, and of long ones more than a CPU's caches hold
 _GPU_RUNS = 4096  # a plain copy of each takes microseconds of the host, whatever its length
 _ROUNDS = 3  # the first one warms up and compiles
-_GPU_SECONDS = (
-    0.03  # of rounds: an idle GPU's processors begin at a fifth of their clock, and kernels run on them
-)
+_GPU_SECONDS = 0.03  # of rounds: its processors, on which kernels run, idle at a fifth of their clock
 _TOKENS = 16
 _BOTH = (Direction.LOAD, Direction.BACKUP)
 
