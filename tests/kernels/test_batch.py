@@ -9,6 +9,7 @@ import torch
 from asynchicache.errors import UsageError
 from asynchicache.kernels.batch import (
     MOST_RUNS,
+    PIECE_BYTES,
     PieceCount,
     RunBatch,
     RunGeometry,
@@ -98,7 +99,49 @@ def test_long_runs_at_equal_distances_give_up_the_interpreter_once(monkeypatch: 
     memmove_batch(batch)
 
     assert torch.equal(destination, expected)
-    assert calls == [(5, 16), (4, 16)]
+    assert calls == [(5, 1, 16), (4, 1, 16)]
+
+
+LENGTHS = [
+    PIECE_BYTES + more
+    for more in (-1, 0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 548_864, 1_000_003)
+]
+
+
+@pytest.mark.parametrize("slots", [[1], [0, 1, 2], [2, 1, 0], [1, 0, 2]])
+@pytest.mark.parametrize("size", LENGTHS)
+def test_every_byte_of_a_run_in_pieces_arrives_and_none_beside_it(size: int, slots: list[int]) -> None:
+    gap = 67  # so that runs begin at odd addresses
+    source = (torch.arange(3 * (size + gap)) % 251 + 1).to(torch.uint8).view(3, size + gap)
+    destination, expected = torch.zeros_like(source), torch.zeros_like(source)
+    expected[slots, 5 : 5 + size] = source[: len(slots), 5 : 5 + size]
+    starts, ends = (tensor.data_ptr() + 5 for tensor in (source, destination))
+    rows = np.arange(len(slots)), np.array(slots)
+    addresses = (start + row * (size + gap) for start, row in zip((starts, ends), rows, strict=True))
+
+    memmove_batch(RunBatch(*addresses, np.full(len(slots), size), (source, destination)))
+
+    assert torch.equal(destination, expected)
+
+
+@pytest.mark.parametrize("size", [length for length in LENGTHS if length > PIECE_BYTES])
+def test_numpy_gets_long_runs_in_pieces_that_it_cannot_put_together(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    calls = []
+    monkeypatch.setattr(np, "copyto", lambda to, by: calls.extend((to, by)))
+    memory = torch.empty(size, dtype=torch.uint8)
+    start = np.array([memory.data_ptr()])
+
+    memmove_batch(RunBatch(start, start, np.array([size]), (memory,)))
+
+    assert len(calls) == 2
+    for pieces in calls:
+        _, number, length = pieces.shape
+        _, step, _ = pieces.strides
+        assert 1 < number
+        assert (number - 1) * step + length == size
+        assert step < length <= PIECE_BYTES + number
 
 
 def test_of_all_layers_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
