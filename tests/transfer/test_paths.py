@@ -65,13 +65,19 @@ def test_a_choice_is_told_in_words() -> None:
     assert cpu_table().summary(LOAD) == "kernel to 1 KiB, then batch"
 
 
-def test_every_path_of_this_machine_is_measured_once() -> None:
+def test_every_path_that_may_be_best_on_this_machine_is_measured_once() -> None:
     table = measured_paths("cpu")
 
     lengths = {(True, nbytes) for nbytes in TOKEN_BYTES} | {(False, nbytes) for nbytes in ITEM_BYTES}
     assert set(table.rates) == {RunShape(way, *shape) for way in (LOAD, BACKUP) for shape in lengths}
-    assert all(set(rates) == set(CopyPath) and min(rates.values()) > 0 for rates in table.rates.values())
+    for shape, rates in table.rates.items():
+        assert set(rates) == (set(CopyPath) if shape.tokens else {BATCH, KERNEL})
+        assert min(rates.values()) > 0
     assert measured_paths("cpu") is table
+
+
+def test_long_runs_go_by_memmove_on_this_machine() -> None:
+    assert measured_paths("cpu").choose(RunShape(LOAD, False, 1 << 20), [BATCH, PLAIN]) is BATCH
 
 
 def test_a_device_without_room_to_measure_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
