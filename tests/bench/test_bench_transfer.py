@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from threading import Thread
@@ -14,7 +16,7 @@ import torch
 from rich.console import Console
 
 from asynchicache.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
-from asynchicache.bench.overlap import SHARES, OverlapOptions, run_overlap
+from asynchicache.bench.overlap import SHARES, OverlapOptions, _Runner, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
@@ -80,6 +82,26 @@ async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
         ideal = max(row["compute_ms"], row["transfer_ms"]) + row["transfer_ms"] / 3
         assert row["ideal_ms"] == pytest.approx(ideal)
         assert row["ideal_together_ms"] == pytest.approx(row["together_ms"] + row["transfer_ms"] / 3)
+
+
+@pytest.mark.asyncio
+async def test_what_overlap_compares_takes_turns_at_being_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[str] = []
+    timed = _Runner._timed
+
+    async def noted(runner: _Runner, run: Callable[[], Awaitable[object]]) -> float:
+        if isinstance(run, partial):
+            orders.append(run.func.__name__)
+        return await timed(runner, run)
+
+    monkeypatch.setattr(_Runner, "_timed", noted)
+    await run_overlap(OverlapOptions(layers=2, layer_mib=1, rounds=4), _ignore)
+
+    compared, rounds = set(orders), len(SHARES) * 5
+    assert compared == {"_layerwise", "_serial", "_forward", "_load", "_together"}
+    assert len(orders) == rounds * len(compared)
+    for position in range(5):
+        assert set(orders[position:25:5]) == compared
 
 
 @pytest.mark.asyncio

@@ -36,7 +36,7 @@ class OverlapOptions:
     device: str = option("cpu", "cpu, cuda or cuda:N")
     layers: int = option(32, "layers of the model", minimum=2)
     layer_mib: int = option(32, "MiB that are loaded for a layer", minimum=1)
-    rounds: int = option(7, "rounds, of which the median counts", minimum=1)
+    rounds: int = option(15, "rounds, of which the median counts", minimum=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -159,10 +159,10 @@ class _Runner:
         repeats = await self._repeats(transfer * share / self._layers)
         orders = (self._layerwise, self._serial, self._forward, self._load, self._together)
         seconds: list[list[float]] = [[] for _ in orders]
-        for _ in range(rounds + 1):
-            await self._rig.seconds_on_stream(self._pages.zero_)
-            for times, order in zip(seconds, orders, strict=True):
-                times.append(await self._timed(partial(order, repeats)))
+        for turn in range(rounds + 1):
+            for which in _rotated(len(orders), turn):
+                await self._rig.seconds_on_stream(self._pages[:, :, 0].zero_)  # what `_see` is to find there
+                seconds[which].append(await self._timed(partial(orders[which], repeats)))
         layerwise, serial, compute, transfer, together = (median(times[1:]) * 1e3 for times in seconds)
         first = transfer / self._layers
         ideal = max(compute, transfer) + first
@@ -235,6 +235,12 @@ class _Runner:
 
     async def _end(self) -> None:
         await self._rig.port.run_blocking(partial(_reach_end, self._rig, self._compute))
+
+
+def _rotated(number: int, turn: int) -> list[int]:
+    """All of `number`, from another one on each turn: none always comes after the same, or at an interval at
+    which the machine does something else."""
+    return [(turn + which) % number for which in range(number)]
 
 
 def _reach_end(rig: CopyRig, stream: Stream) -> None:
