@@ -13,7 +13,6 @@ from asynchicache.backends.file.budget import FIXED_BYTES, Budget
 from asynchicache.backends.file.engine import FileEngine, Turns
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
-from asynchicache.backends.file.recovery import Identify
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.opened import OpenEngines
@@ -143,13 +142,13 @@ class FileBackend:
         self._check_room(manifest)
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
-        store = await self._port.run_blocking(partial(self._store, path, manifest, binding.identify))
+        store = await self._port.run_blocking(partial(self._store, path, manifest))
         return FileEngine(binding, self._port, store, self._turns)
 
     def _check_room(self, manifest: Manifest) -> None:
         """A pool that can never store a page is a mistake, and not a full store."""
         options = self._options
-        least = SegmentShape.of(manifest.frame_bytes).pool_bytes(1)
+        least = SegmentShape.of(manifest.slot_bytes).pool_bytes(1)
         limit = options.limit_of(manifest.pool)
         if options.folder_limit is not None:
             limit, least = options.folder_limit, FIXED_BYTES + least
@@ -159,14 +158,13 @@ class FileBackend:
                 f"one needs {least}"
             )
 
-    def _store(self, path: Path, manifest: Manifest, identify: Identify) -> PageStore:
+    def _store(self, path: Path, manifest: Manifest) -> PageStore:
         options = self._options
         try:
             return PageStore(
                 path,
                 manifest,
                 self._budget,
-                identify,
                 limit=options.limit_of(manifest.pool),
                 read_only=options.read_only,
                 direct=options.direct,

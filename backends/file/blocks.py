@@ -56,6 +56,10 @@ class BlockFile:
         """Make everything that was written until now durable."""
         os.fdatasync(self._fileno)
 
+    def open_again(self) -> int:
+        """A descriptor of the same file, which the caller closes, whatever its name is by now."""
+        return os.open(f"/proc/self/fd/{self._fileno}", os.O_RDONLY | os.O_CLOEXEC)
+
     def expect_random_reads(self) -> None:
         """Keep the kernel from reading ahead, into what others read and write around its cache."""
         with suppress(OSError):  # only advice

@@ -6,9 +6,11 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from asynchicache.backends.file import entries
+from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.segments import Segments
 
 logger = logging.getLogger(__name__)
@@ -19,20 +21,20 @@ class Naming(NamedTuple):
 
     Attributes:
         first: the lowest of their stamps.
-        entries: by slot, as they will be stored; whoever could not write a page takes its entry out.
+        mark: pages with lower stamps are durable.
         leaving: slots whose pages were given up, and whose entries will be empty.
     """
 
     first: int
-    entries: dict[int, bytes]
-    leaving: Sequence[int] = ()
+    mark: int
+    leaving: Sequence[int]
 
 
 class Commits:
     """One barrier makes pages durable together with the entries that name them.
 
     Within it the disk may do an entry and lose its page. So each entry says up to which stamp all pages
-    were durable when it was written, and after a crash those with higher stamps are looked at. Whoever
+    were durable when it was made, and after a crash those with higher stamps are looked at. Whoever
     gives a slot away erases its entry, durably, before the slot is written again. Pages are committed by
     one thread (`writer.GroupWriter`), and others erase beside it.
 
@@ -49,25 +51,32 @@ class Commits:
         self._pending: set[int] = set()  # the first stamps of commits that have not ended well
         self._lock = threading.Lock()
 
-    def name(self, pages: Sequence[tuple[bytes, int]], leaving: Sequence[int] = ()) -> Naming:
-        """Entries for pages, by digest and slot, that are about to be written; `leaving` will hold nothing.
+    def name(self, count: int, leaving: Sequence[int] = ()) -> Naming:
+        """Stamps for so many pages that are about to be written; `leaving` will hold nothing.
 
         One that is never committed stops the mark: what is named after it will be read after a crash.
         """
         with self._lock:
-            first, self._stamp = self._stamp, self._stamp + len(pages)
+            first, self._stamp = self._stamp, self._stamp + count
             self._pending.add(first)
-            mark = min(self._pending)
-        return Naming(first, entries.packed(pages, first, mark) | entries.empty(leaving), leaving)
+            return Naming(first, min(self._pending), leaving)
 
-    def commit(self, namings: Sequence[Naming]) -> None:
-        """Return when their pages, which were written, and their entries are durable.
+    def entries(self, naming: Naming, pages: Iterable[Stored]) -> dict[int, bytes]:
+        """Entries as they are stored, by slot, for all pages that `naming` is for."""
+        return entries.packed(pages, naming.first, naming.mark, self._segments.identity)
+
+    def commit(self, namings: Sequence[Naming], stored: Mapping[int, bytes]) -> None:
+        """Return when pages, which were written, and their entries are durable.
+
+        Args:
+            namings: of the pages.
+            stored: their entries by slot, those of pages that were written whole.
 
         Raises:
             OSError: they may not be, and no later commit will be.
         """
-        stored = {slot: entry for naming in namings for slot, entry in naming.entries.items()}
-        self._commit(stored, self._segments.sync)
+        leaving = entries.empty(slot for naming in namings for slot in naming.leaving)
+        self._commit({**stored, **leaving}, partial(self._segments.sync, {*stored, *leaving}))
         with self._lock:
             self._pending.difference_update(naming.first for naming in namings)
 
@@ -77,9 +86,10 @@ class Commits:
         Raises:
             OSError: they may hold what they held, and no later commit will be durable.
         """
-        self._commit(entries.empty(slots), self._segments.sync_entries)
+        with self._segments.barrier(slots) as sync:
+            self._commit(entries.empty(slots), sync)
 
-    def vouch(self, pages: Sequence[tuple[bytes, int]]) -> None:
+    def vouch(self, pages: Sequence[Stored]) -> None:
         """Name pages anew, the least recently used first, and say that all are durable.
 
         Nobody else commits meanwhile, and every page that has an entry is durable.
@@ -88,16 +98,17 @@ class Commits:
             OSError: the entries may not be.
         """
         first, self._stamp = self._stamp, self._stamp + len(pages)
-        entries.put(self._segments, entries.packed(pages, first, self._stamp))
-        self._segments.sync(slot for _, slot in pages)
+        with self._segments.barrier(page.slot for page in pages) as sync:
+            entries.put(self._segments, entries.packed(pages, first, self._stamp, self._segments.identity))
+            sync()
 
-    def _commit(self, stored: Mapping[int, bytes], sync: Callable[[Iterable[int]], None]) -> None:
+    def _commit(self, stored: Mapping[int, bytes], sync: Callable[[], None]) -> None:
         if not stored:
             return
         self._check()
         try:
             entries.put(self._segments, stored)
-            sync(stored)
+            sync()
         except OSError:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.
             self.broken = True

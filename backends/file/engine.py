@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple, Self, TypeVar
 
 from asynchicache.backends.closing import off_the_loop
+from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run, neighbours
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.file.writer import Load
@@ -27,8 +28,8 @@ T = TypeVar("T")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 _HOP_BYTES = 16 << 20
-"""Pages of one hop, and what is made durable together; without headers. A hop costs the loop and a thread
-some hundred microseconds, as much as the checksums of some MiB."""
+"""Pages of one hop, and what is made durable together. A hop costs the loop and a thread some hundred
+microseconds, as much as the checksums of some MiB."""
 _FINE_BYTES = 4 << 20
 """The same for a lone read: its parts are read side by side, and checked on more than one processor."""
 _BUSY_HOPS = 3
@@ -45,10 +46,9 @@ class Turns(NamedTuple):
     Attributes:
         puts: hops that write. A read, which a request waits for, finds a thread and a disk that has an end in
             sight; more writes at once gain nothing.
-        seals: threads that compute checksums of what they will write. One processor seals faster than most
+        seals: threads that compute checksums of what is being written. One processor seals faster than most
             disks write, and each page lets go of the interpreter: threads that did it side by side on few
-            processors would wait for each other between all pages. With turns the first call is ready to be
-            written while the others wait, and not all of them at the end.
+            processors would wait for each other between all pages.
     """
 
     puts: asyncio.Semaphore
@@ -66,19 +66,10 @@ class _Batch(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
-    fresh: Sequence[int]  # places of pages that are to be written
-    written: list[Move]  # those that were
+    fresh: Sequence[int] = ()  # places of pages that are to be written
 
-    def page(self, move: Move) -> tuple[bytes, int]:
-        """A page's digest, and its slot in the store."""
-        return self.keys[move.place].digest, move.slot
-
-    def unwritten(self, moves: Sequence[Move]) -> list[int]:
-        """Slots of the store whose pages were not written whole."""
-        if len(self.written) == len(moves):
-            return []
-        kept = set(self.written)
-        return [move.slot for move in moves if move not in kept]
+    def digest(self, move: Move) -> bytes:
+        return self.keys[move.place].digest
 
     def end(self, moves: Sequence[Move], outcome: Outcome) -> None:
         for move in moves:
@@ -98,7 +89,7 @@ class FileEngine:
         turns: of all engines of the backend.
     """
 
-    capabilities = Capabilities(durable=True, checks=True, batch_keys=4096)
+    capabilities = Capabilities(durable=True, checks=True, batch_keys=4096, concurrency=5)
 
     def __init__(self, binding: PoolBinding, port: Port, store: PageStore, turns: Turns) -> None:
         self.closed = False
@@ -175,14 +166,14 @@ class FileEngine:
             return await self._port.run_blocking(work)
 
     def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys), [], [])
-        found = self._store.pin(key.digest for key in keys)
-        moves = sorted(Move(slot, place) for place, slot in enumerate(found) if slot is not None)
+        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys))
+        found = {place: page for place, page in enumerate(self._store.pin(k.digest for k in keys)) if page}
+        moves = sorted(Move(page.slot, place) for place, page in found.items())
         try:
             for run in self._runs(moves, batch):
-                for move in self._move(self._store.segments.read, batch, run):
-                    slot, key = slots[move.place], keys[move.place]
-                    batch.outcomes[move.place] = self._binding.check(slot, key)
+                for _, place in self._move(self._store.segments.read, batch, run):
+                    checksum = found[place].checksum
+                    batch.outcomes[place] = self._binding.restore(slots[place], keys[place], checksum)
             self._drop([move for move in moves if batch.outcomes[move.place] is Outcome.CORRUPT], batch)
         finally:
             self._store.unpin(move.slot for move in moves)
@@ -191,7 +182,8 @@ class FileEngine:
     def _drop(self, damaged: Sequence[Move], batch: _Batch) -> None:
         if not damaged:
             return
-        for move, there in zip(damaged, self._store.drop(list(map(batch.page, damaged))), strict=True):
+        dropped = self._store.drop([(batch.digest(move), move.slot) for move in damaged])
+        for move, there in zip(damaged, dropped, strict=True):
             if there:
                 self.corrupt += 1
             else:  # deleted while it was read: nothing is damaged
@@ -200,13 +192,8 @@ class FileEngine:
     def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Write pages, and make them durable together."""
         batch, moves = self._begin(keys, slots)
-        try:
+        if moves:
             self._write(moves, batch)
-        except OSError as error:
-            logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)
-            batch.end(batch.written, Outcome.FAILED)
-        finally:
-            self._store.release(batch.unwritten(moves))
         self._repeat(batch)
         return batch.outcomes
 
@@ -214,32 +201,33 @@ class FileEngine:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
             refusal = Outcome.REJECTED if self._store.read_only else Outcome.FAILED
-            return _Batch(keys, slots, [refusal] * len(keys), [], []), []
+            return _Batch(keys, slots, [refusal] * len(keys)), []
         fresh = self._store.missing([key.digest for key in keys])
-        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh, [])
+        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh)
         return batch, self._take(batch)
 
-    def _write(self, moves: list[Move], batch: _Batch) -> None:
-        """Seal and write pages, and make them visible.
-
-        Raises:
-            OSError: those that were written may not be durable.
-        """
-        if not moves:
-            return
-        with self._turns.seals:
-            for move in moves:
-                self._binding.seal(batch.slots[move.place], batch.keys[move.place])
+    def _write(self, moves: Sequence[Move], batch: _Batch) -> None:
+        """Write and seal pages, and make them visible."""
+        batch.end(moves, Outcome.FAILED)  # until they are stored, or it is known why not
         write = partial(self._move, self._store.segments.write, batch)
-        load = Load(self._store.name(list(map(batch.page, moves))), write, written=batch.written)
-        for run in self._runs(moves, batch):
-            if self._store.segments.is_long(len(run.moves)):
-                load.runs.append(run)
-            else:
-                load.write(run)  # here, so that short ones of several calls are under way at once
-        self._store.write(load)
-        first = self._store.publish(list(map(batch.page, batch.written)))
-        batch.end([move for move, new in zip(batch.written, first, strict=True) if new], Outcome.STORED)
+        load = Load(write, list(self._runs(moves, batch)), partial(self._seal, moves, batch))
+        try:
+            first = self._store.write(load)
+        except OSError as error:
+            logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)
+        else:
+            for move, new in zip(load.written, first, strict=True):
+                batch.outcomes[move.place] = Outcome.STORED if new else Outcome.EXISTS
+        finally:
+            kept = {move.slot for move in load.written} if load.named else set()
+            self._store.release(move.slot for move in moves if move.slot not in kept)
+
+    def _seal(self, moves: Sequence[Move], batch: _Batch) -> dict[int, Stored]:
+        with self._turns.seals:
+            return {slot: self._stored(slot, batch.slots[place], batch.keys[place]) for slot, place in moves}
+
+    def _stored(self, slot: int, memory: int, key: ObjectKey) -> Stored:
+        return Stored(key.digest, slot, self._binding.seal(memory, key))
 
     def _take(self, batch: _Batch) -> list[Move]:
         """A slot of the store for each page; what gets none has its outcome."""
@@ -272,14 +260,10 @@ class FileEngine:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if was else Outcome.MISS for was in there]
 
-    def _runs(self, moves: list[Move], batch: _Batch) -> Iterator[Run]:
+    def _runs(self, moves: Sequence[Move], batch: _Batch) -> Iterator[Run]:
         """Neighbours, with where their bytes are in memory."""
-        for run in neighbours(moves, self._store.segments.most_frames):
-            views: list[memoryview] = []
-            for move in run:
-                slot = batch.slots[move.place]
-                views += (self._binding.header(slot), self._binding.page(slot))
-            yield Run(run, views)
+        for run in neighbours(moves, self._store.segments.most_slots):
+            yield Run(run, [self._binding.page(batch.slots[move.place]) for move in run])
 
     def _move(self, mover: Mover, batch: _Batch, run: Run) -> list[Move]:
         """Move a run in as few calls as it takes.

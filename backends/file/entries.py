@@ -1,6 +1,7 @@
 """Which page lies in which slot, on disk: one entry a slot, before the slots of its file.
 
-Entries are written in place. A crash tears none: none crosses a sector.
+Entries are written in place. A crash tears none: none crosses a sector. An entry also has the checksum of
+its page, so that a page that was lost, torn, or overwritten by another is no page.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_digest
 
+from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.shape import ENTRY_BYTES
 
-_ENTRY = Struct("<32sQQ8x")  # page digest, stamp, mark; then the checksum of these, seeded with the slot
+_ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; then the checksum of these
 _MOST_STAMP = 1 << 62  # more than any disk will ever see
 
 
@@ -27,12 +29,14 @@ class Entry(NamedTuple):
         slot: in the pool.
         digest: of the page.
         mark: when this was written, all pages with lower stamps were durable.
+        checksum: of the page.
     """
 
     stamp: int
     slot: int
     digest: bytes
-    mark: int = 0
+    mark: int
+    checksum: bytes
 
 
 class Entries(NamedTuple):
@@ -62,7 +66,8 @@ def load(segments: Segments) -> Entries:
     for number, data in enumerate(segments.read_entries()):
         for place in _used(data):
             slot = number * segments.shape.slots + place
-            entry = _parse(slot, bytes(data[place * ENTRY_BYTES : (place + 1) * ENTRY_BYTES]))
+            raw = bytes(data[place * ENTRY_BYTES : (place + 1) * ENTRY_BYTES])
+            entry = _parse(slot, raw, segments.identity)
             if entry is None:
                 damaged.append(slot)
             else:
@@ -73,27 +78,12 @@ def load(segments: Segments) -> Entries:
     return Entries(pages, damaged, trusted, max(following, trusted))
 
 
-def write(segments: Segments, entry: Entry) -> None:
-    """Overwrite the entry of a slot; durable after `Segments.sync`.
-
-    Raises:
-        OSError: it may not be written.
-    """
-    put(segments, {entry.slot: _packed(*entry)})
-
-
-def erase(segments: Segments, slots: Iterable[int]) -> None:
-    """Empty the entries of slots; durable after `Segments.sync`.
-
-    Raises:
-        OSError: some may not be written.
-    """
-    put(segments, empty(slots))
-
-
-def packed(pages: Iterable[tuple[bytes, int]], stamp: int, mark: int) -> dict[int, bytes]:
-    """Entries as they are stored, by slot, of pages by digest and slot; their stamps go up from `stamp`."""
-    return {slot: _packed(used, slot, digest, mark) for used, (digest, slot) in enumerate(pages, stamp)}
+def packed(pages: Iterable[Stored], stamp: int, mark: int, identity: bytes) -> dict[int, bytes]:
+    """Entries as they are stored, by slot; their stamps go up from `stamp`."""
+    return {
+        slot: _packed(Entry(used, slot, digest, mark, checksum), identity)
+        for used, (digest, slot, checksum) in enumerate(pages, stamp)
+    }
 
 
 def empty(slots: Iterable[int]) -> dict[int, bytes]:
@@ -102,7 +92,7 @@ def empty(slots: Iterable[int]) -> dict[int, bytes]:
 
 
 def put(segments: Segments, stored: Mapping[int, bytes]) -> None:
-    """Write entries by their slots, neighbours in one call; durable after `Segments.sync`.
+    """Write entries by their slots, neighbours in one call; durable after a `Segments.barrier`.
 
     Raises:
         OSError: some may not be written.
@@ -118,16 +108,16 @@ def _used(data: memoryview) -> list[int]:
     return places
 
 
-def _parse(slot: int, raw: bytes) -> Entry | None:
-    digest, stamp, mark = _ENTRY.unpack_from(raw)
-    entry = Entry(stamp, slot, digest, mark)
-    return entry if _packed(*entry) == raw and max(stamp, mark) < _MOST_STAMP else None
+def _parse(slot: int, raw: bytes, identity: bytes) -> Entry | None:
+    digest, stamp, mark, checksum = _ENTRY.unpack_from(raw)
+    entry = Entry(stamp, slot, digest, mark, checksum)
+    return entry if _packed(entry, identity) == raw and max(stamp, mark) < _MOST_STAMP else None
 
 
-def _packed(stamp: int, slot: int, digest: bytes, mark: int) -> bytes:
-    """An entry as it is stored; the slot is part of its checksum, so that it holds nowhere else."""
-    fixed = _ENTRY.pack(digest, stamp, mark)
-    return fixed + xxh3_64_digest(fixed, slot)
+def _packed(entry: Entry, identity: bytes) -> bytes:
+    """An entry as it is stored; slot and pool are part of its checksum, so that it holds nowhere else."""
+    fixed = _ENTRY.pack(entry.digest, entry.stamp, entry.mark, entry.checksum)
+    return fixed + xxh3_64_digest(fixed + identity, entry.slot)
 
 
 def _runs(slots: Sequence[int], file_slots: int) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from asynchicache.errors import StorageError, StorageFormatError, StorageLockedE
 from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
-_VERSION = 3
+_VERSION = 4
 _MOST_DIGITS = 9  # of a version; Python refuses to read numbers of thousands
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"

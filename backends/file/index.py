@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from itertools import islice
+from typing import NamedTuple
+
+
+class Stored(NamedTuple):
+    """A page in the store.
+
+    Attributes:
+        digest: its name.
+        slot: where it lies.
+        checksum: of its bytes, 8 bytes.
+    """
+
+    digest: bytes
+    slot: int
+    checksum: bytes
 
 
 class PageIndex:
@@ -22,6 +38,7 @@ class PageIndex:
         self.used = False
         """Whether the order of use has changed since `load`."""
         self._pages: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, least recently used first
+        self._checksums = array("Q")  # by slot
         self._free: list[int] = []  # a heap
         self._readers: Counter[int] = Counter()
         self._leaving: set[int] = set()  # given up while it is read; free once nobody reads it
@@ -41,11 +58,15 @@ class PageIndex:
         """The file has `count` more slots, free ones."""
         for slot in range(self.slots, self.slots + count):
             heapq.heappush(self._free, slot)
+        self._checksums.extend([0] * count)
         self.slots += count
 
-    def load(self, pages: Iterable[tuple[bytes, int]], slots: int) -> None:
-        """Start with digests and slots of what `slots` slots hold, the least recently used first."""
-        self._pages = OrderedDict(pages)
+    def load(self, pages: Iterable[Stored], slots: int) -> None:
+        """Start with what `slots` slots hold, the least recently used first."""
+        self._checksums = array("Q", [0]) * slots
+        for digest, slot, checksum in pages:
+            self._pages[digest] = slot
+            self._checksums[slot] = int.from_bytes(checksum)
         held = set(self._pages.values())
         self._free = [slot for slot in range(slots) if slot not in held]
         self.slots = slots
@@ -58,14 +79,15 @@ class PageIndex:
         self.used = True
         return True
 
-    def pin(self, digest: bytes) -> int | None:
-        """The slot of a page, which is not evicted until `unpin`; None if it is not there."""
+    def pin(self, digest: bytes) -> Stored | None:
+        """A page, whose slot is not evicted until `unpin`; None if it is not there."""
         slot = self._pages.get(digest)
-        if slot is not None:
-            self._pages.move_to_end(digest)
-            self._readers[slot] += 1
-            self.used = True
-        return slot
+        if slot is None:
+            return None
+        self._pages.move_to_end(digest)
+        self._readers[slot] += 1
+        self.used = True
+        return self._stored(digest, slot)
 
     def unpin(self, slot: int) -> None:
         """A read has ended."""
@@ -104,6 +126,7 @@ class PageIndex:
         self.evicted += len(going)
         self._free = [slot for slot in self._free if slot < slots]
         heapq.heapify(self._free)
+        del self._checksums[slots:]
         self.slots = slots
         return True
 
@@ -113,15 +136,16 @@ class PageIndex:
         self._pages.clear()
         return slots
 
-    def in_order(self) -> list[tuple[bytes, int]]:
-        """Digests and slots, the least recently used first."""
-        return list(self._pages.items())
+    def in_order(self) -> list[Stored]:
+        """All pages, the least recently used first."""
+        return [self._stored(digest, slot) for digest, slot in self._pages.items()]
 
-    def hold(self, slot: int, digest: bytes) -> bool:
+    def hold(self, page: Stored) -> bool:
         """A taken slot holds a page from now on; False if another slot does already."""
-        if digest in self._pages:
+        if page.digest in self._pages:
             return False
-        self._pages[digest] = slot
+        self._pages[page.digest] = page.slot
+        self._checksums[page.slot] = int.from_bytes(page.checksum)
         self.used = True
         return True
 
@@ -142,3 +166,6 @@ class PageIndex:
             return False
         del self._pages[digest]
         return True
+
+    def _stored(self, digest: bytes, slot: int) -> Stored:
+        return Stored(digest, slot, self._checksums[slot].to_bytes(8))

@@ -8,10 +8,10 @@ from pathlib import Path
 import aiofiles
 import msgspec
 from aiofiles.os import replace, wrap
+from xxhash import xxh3_64_hexdigest
 
 from asynchicache.backends.file.folder import MANIFEST, MANIFEST_DRAFT, check_file, sync_folder
 from asynchicache.errors import StorageError, StorageFormatError
-from asynchicache.hashing import ObjectKey
 from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.storage.protocol import PoolBinding
 
@@ -21,35 +21,31 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         pool, shard, fingerprint: whose pages these are; the fingerprint in hex.
-        page_bytes: of a page.
-        header_bytes, slot_bytes: of a slot's two parts, padding included.
+        page_bytes, slot_bytes: of a page, and of its slot, padding included.
+        checksum: of all of these (xxh3-64), in hex: on what is said here hangs every page of the pool.
     """
 
     pool: str
     shard: str
     fingerprint: str
     page_bytes: int
-    header_bytes: int
     slot_bytes: int
+    checksum: str = ""
 
     @classmethod
     def of(cls, binding: PoolBinding) -> Manifest:
-        return cls(
-            binding.pool,
-            binding.shard,
-            binding.fingerprint.hex(),
-            binding.page_bytes,
-            binding.header_bytes,
-            binding.slot_bytes,
-        )
+        sizes = binding.page_bytes, binding.slot_bytes
+        return cls(binding.pool, binding.shard, binding.fingerprint.hex(), *sizes).sealed()
+
+    def sealed(self) -> Manifest:
+        """The same with its checksum."""
+        content = msgspec.json.encode(msgspec.structs.replace(self, checksum=""))
+        return msgspec.structs.replace(self, checksum=xxh3_64_hexdigest(content))
 
     @property
-    def frame_bytes(self) -> int:
-        return self.header_bytes + self.slot_bytes
-
-    def key(self, digest: bytes) -> ObjectKey:
-        """The name of a page of this pool."""
-        return ObjectKey(bytes.fromhex(self.fingerprint), digest, self.pool, self.shard)
+    def identity(self) -> bytes:
+        """What entries are sealed with, so that none holds in a file of another pool."""
+        return f"{self.fingerprint} {self.pool} {self.shard}".encode()
 
 
 def parse(text: bytes, path: Path) -> Manifest:
@@ -61,12 +57,13 @@ def parse(text: bytes, path: Path) -> Manifest:
         manifest = msgspec.json.decode(text, type=Manifest)
         bytes.fromhex(manifest.fingerprint)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise StorageFormatError(f"{path} is damaged: {error}; remove its folder to start anew") from error
-    header, page, slot = manifest.header_bytes, manifest.page_bytes, manifest.slot_bytes
-    if min(header, page) < 1 or header % ALIGNMENT or slot != round_up(page, ALIGNMENT):
         raise StorageFormatError(
-            f"{path} is damaged: a page of {page} bytes cannot have {header} and {slot}; "
-            "remove its folder to start anew"
+            f"{path} is damaged: {error}; `asynchicache verify --repair` removes it"
+        ) from error
+    page, slot = manifest.page_bytes, manifest.slot_bytes
+    if manifest != manifest.sealed() or page < 1 or slot != round_up(page, ALIGNMENT):
+        raise StorageFormatError(
+            f"{path} is damaged: it does not fit together; `asynchicache verify --repair` removes it"
         )
     return manifest
 

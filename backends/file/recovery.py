@@ -4,76 +4,59 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
 from asynchicache.backends.file import entries
 from asynchicache.backends.file.entries import Entry
+from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.segments import Segments
-from asynchicache.hashing import ObjectKey
+from asynchicache.storage.binding import page_checksum
 
 logger = logging.getLogger(__name__)
 
-Identify = Callable[[memoryview, memoryview], ObjectKey | None]
-"""The page that a header and a page were sealed as; None if one of them is damaged."""
-
 
 class PageReader:
-    """Reads slots, one at a time, and says what lies in them.
-
-    Attributes:
-        strangers: slots so far that held a whole page, of another pool than the manifest says.
+    """Reads slots, one at a time, and says whether they hold what their entries say.
 
     Args:
         segments: the files.
-        manifest: whose pages they hold.
-        identify: of any pool's pages, or of this one's.
+        manifest: the size of a page.
     """
 
-    def __init__(self, segments: Segments, manifest: Manifest, identify: Identify) -> None:
+    def __init__(self, segments: Segments, manifest: Manifest) -> None:
         self._segments = segments
         self._manifest = manifest
-        self._identify = identify
-        self.strangers = 0
 
-    def digest_in(self, slot: int) -> bytes | None:
-        """The page of this pool that lies whole in a slot; None if there is none, or it cannot be read."""
-        if not self._segments.holds(slot):
-            return None
+    def holds(self, entry: Entry) -> bool:
+        """Whether the page lies whole in its slot, and can be read."""
+        if not self._segments.holds(entry.slot):
+            return False
         try:
-            self._segments.read(slot, self._memory)
+            self._segments.read(entry.slot, [self._memory])
         except OSError:
-            return None
-        found = self._identify(*self._memory)
-        if found is None:
-            return None
-        if found != self._manifest.key(found.digest):
-            self.strangers += 1
-            return None
-        return found.digest
+            return False
+        return page_checksum(self._memory[: self._manifest.page_bytes]) == entry.checksum
 
     @cached_property
-    def _memory(self) -> tuple[memoryview, memoryview]:
-        sizes = self._manifest.header_bytes, self._manifest.slot_bytes
-        header, page = (memoryview(mmap.mmap(-1, size)) for size in sizes)
-        return header, page
+    def _memory(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, self._manifest.slot_bytes))
 
 
 class Recovered(NamedTuple):
     """What is there.
 
     Attributes:
-        pages: digests and slots, the least recently used first.
+        pages: the least recently used first.
         checked: those of `pages` that were read, because a crash may have cut off their write.
         stale: slots whose entries name nothing, or nothing that may be served.
         unfinished: how many of these a crash has left in part.
         stamp: of the next page.
     """
 
-    pages: list[tuple[bytes, int]]
-    checked: list[tuple[bytes, int]]
+    pages: list[Stored]
+    checked: list[Stored]
     stale: list[int]
     unfinished: int
     stamp: int
@@ -87,7 +70,7 @@ def recover(segments: Segments, reader: PageReader) -> Recovered:
     """
     found = entries.load(segments)
     doubtful = {entry.slot for entry in found.pages if entry.stamp >= found.trusted}
-    torn = {e.slot for e in found.pages if e.slot in doubtful and reader.digest_in(e.slot) != e.digest}
+    torn = {entry.slot for entry in found.pages if entry.slot in doubtful and not reader.holds(entry)}
     if torn:
         logger.warning("%d pages of the last writes are not whole, and forgotten", len(torn))
     whole = (entry for entry in found.pages if entry.slot not in torn and segments.holds(entry.slot))
@@ -96,8 +79,8 @@ def recover(segments: Segments, reader: PageReader) -> Recovered:
     held = {entry.slot for entry in pages}
     stale = [slot for slot in [*found.damaged, *(e.slot for e in found.pages)] if slot not in held]
     checked = [entry for entry in pages if entry.slot in doubtful]
-    return Recovered(_named(pages), _named(checked), stale, len(torn), found.stamp)
+    return Recovered(_stored(pages), _stored(checked), stale, len(torn), found.stamp)
 
 
-def _named(found: list[Entry]) -> list[tuple[bytes, int]]:
-    return [(entry.digest, entry.slot) for entry in found]
+def _stored(found: list[Entry]) -> list[Stored]:
+    return [Stored(entry.digest, entry.slot, entry.checksum) for entry in found]

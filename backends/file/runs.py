@@ -18,7 +18,7 @@ class Run(NamedTuple):
 
     Attributes:
         moves: the pages.
-        views: where they are in memory: header, page, header, page.
+        views: where they are in memory.
     """
 
     moves: Sequence[Move]
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
     def cut(self, start: int, end: int) -> Run:
         """The pages from number `start` to before number `end`."""
-        return Run(self.moves[start:end], self.views[2 * start : 2 * end])
+        return Run(self.moves[start:end], self.views[start:end])
 
 
 def neighbours(moves: Iterable[Move], most: int) -> Iterator[list[Move]]:

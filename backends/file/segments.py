@@ -1,14 +1,16 @@
 """The slots of one pool, in preallocated files of a fixed number of slots each.
 
-A slot is a header and a page, one behind the other, on 4,096-byte boundaries, so that one `preadv`
-or `pwritev` moves a run of slots without a copy by the kernel.
+Slots lie one behind the other, on 4,096-byte boundaries, so that one `preadv` or `pwritev` moves a run of
+them without a copy by the kernel. What else there is to say of a page stands in its entry: with a header
+before each page the same calls were slower by a twentieth, and a page could not be written before its
+checksum was known.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from asynchicache.backends.file.folder import sync_folder
@@ -33,12 +35,12 @@ class Segments:
     """Slots, numbered through all files. All methods block; reads and writes may run side by side.
 
     Long reads take turns, two at a time. The disk is as busy as with more; but calls that share it end
-    together, and then all threads compute checksums while the disk has nothing to do. Long writes are all
-    one thread's (`writer.GroupWriter`).
+    together, and then all threads compute checksums while the disk has nothing to do.
 
     Args:
         folder: of the pool.
-        frame_bytes: of a slot: header and page, a multiple of 4,096.
+        slot_bytes: of a slot, a multiple of 4,096.
+        identity: whose pages these are; entries of any other are damaged.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
 
@@ -47,9 +49,12 @@ class Segments:
         StorageError: a file cannot be opened.
     """
 
-    def __init__(self, folder: Path, frame_bytes: int, *, read_only: bool, direct: bool) -> None:
-        self.shape = SegmentShape.of(frame_bytes)
-        self.most_frames = max(1, min(_MOST_VIEWS // 2, _MOST_BYTES // frame_bytes))
+    def __init__(
+        self, folder: Path, slot_bytes: int, identity: bytes, *, read_only: bool, direct: bool
+    ) -> None:
+        self.shape = SegmentShape.of(slot_bytes)
+        self.identity = identity
+        self.most_slots = max(1, min(_MOST_VIEWS, _MOST_BYTES // slot_bytes))
         self._folder = folder
         self._read_only = read_only
         self._direct = direct
@@ -87,7 +92,7 @@ class Segments:
                 file.resize(self.shape.slots)
 
     def read(self, slot: int, views: Sequence[memoryview]) -> int:
-        """Read slots from `slot` on into `views`: header, page, header, page.
+        """Read slots from `slot` on into `views`, one each.
 
         Returns:
             How many slots were read whole, from the first, 1 at least; fewer where a file ends.
@@ -95,12 +100,12 @@ class Segments:
         Raises:
             OSError: none was; ENODATA if the file ends before.
         """
-        file, place, frames = self._place(slot, len(views) // 2)
-        with self._read_turns if self.is_long(frames) else nullcontext():
-            return file.read(place, views[: 2 * frames])
+        file, place, count = self._place(slot, len(views))
+        with self._read_turns if self.is_long(count) else nullcontext():
+            return file.read(place, views[:count])
 
     def write(self, slot: int, views: Sequence[memoryview]) -> int:
-        """Write slots from `slot` on from `views`: header, page, header, page; durable after `sync`.
+        """Write slots from `slot` on from `views`, one each; durable after a `barrier`.
 
         Returns:
             How many slots were written whole, from the first, 1 at least; fewer where a file ends.
@@ -108,12 +113,8 @@ class Segments:
         Raises:
             OSError: none was; ENOSPC if the disk is full.
         """
-        file, place, frames = self._place(slot, len(views) // 2)
-        return file.write(place, views[: 2 * frames])
-
-    def is_long(self, frames: int) -> bool:
-        """Whether a call of the kernel that moves so many slots keeps a disk busy by itself."""
-        return frames * self.shape.frame_bytes >= _LONG_BYTES
+        file, place, count = self._place(slot, len(views))
+        return file.write(place, views[:count])
 
     def read_entries(self) -> list[memoryview]:
         """The entries of each file.
@@ -124,7 +125,7 @@ class Segments:
         return [file.read_entries() for file in self._files]
 
     def write_entries(self, slot: int, data: bytes) -> None:
-        """Overwrite entries from that of `slot` on, all of one file; durable after `sync`.
+        """Overwrite entries from that of `slot` on, all of one file; durable after a `barrier`.
 
         Raises:
             OSError: some may not be written.
@@ -132,9 +133,13 @@ class Segments:
         number, place = divmod(slot, self.shape.slots)
         self._files[number].write_entries(place, data)
 
+    def is_long(self, count: int) -> bool:
+        """Whether a call of the kernel that moves so many slots keeps a disk busy by itself."""
+        return count * self.shape.slot_bytes >= _LONG_BYTES
+
     def sync(self, slots: Iterable[int]) -> None:
-        """Make everything durable that was written to these slots, and to their entries; for one caller at a
-        time, others have `sync_entries`.
+        """Make everything durable that was written to these slots, and to their entries; for one thread
+        alone, others have `barrier`.
 
         Raises:
             OSError: it may not be.
@@ -142,14 +147,14 @@ class Segments:
         for file in self._holding(slots):
             file.sync()
 
-    def sync_entries(self, slots: Iterable[int]) -> None:
-        """Make durable what was written to the entries of these slots; beside a `sync`, too.
-
-        Raises:
-            OSError: it may not be.
+    @contextmanager
+    def barrier(self, slots: Iterable[int]) -> Iterator[Callable[[], None]]:
+        """What makes durable what is written to these slots and their entries in the body before it is
+        called; raises OSError if it may not be.
         """
-        for file in self._holding(slots):
-            file.sync_entries()
+        with ExitStack() as stack:
+            syncs = [stack.enter_context(file.barrier()) for file in self._holding(slots)]
+            yield lambda: _call_all(syncs)
 
     def sync_all(self) -> None:
         """Make everything durable that was written, by those before us too.
@@ -173,7 +178,7 @@ class Segments:
         Returns:
             How many slots there are more.
         """
-        ahead = min(max(self.nbytes // 2, _FIRST_BYTES), _LARGEST_BYTES) // self.shape.frame_bytes
+        ahead = min(max(self.nbytes // 2, _FIRST_BYTES), _LARGEST_BYTES) // self.shape.slot_bytes
         gained = 0
         for count in (max(wanted, ahead), wanted, 1):
             while not self._full and gained < min(count, allowed):
@@ -206,10 +211,10 @@ class Segments:
         for file in self._files:
             file.close()
 
-    def _place(self, slot: int, frames: int) -> tuple[Segment, int, int]:
-        """The file of a slot, the slot's number there, and how many of `frames` lie in that file."""
+    def _place(self, slot: int, count: int) -> tuple[Segment, int, int]:
+        """The file of a slot, the slot's number there, and how many of `count` lie in that file."""
         number, place = divmod(slot, self.shape.slots)
-        return self._files[number], place, min(frames, self.shape.slots - place)
+        return self._files[number], place, min(count, self.shape.slots - place)
 
     def _holding(self, slots: Iterable[int]) -> list[Segment]:
         return [self._files[number] for number in sorted({slot // self.shape.slots for slot in slots})]
@@ -229,6 +234,11 @@ class Segments:
             return 0
         self.slots += more
         return more
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _count(folder: Path) -> int:

@@ -1,6 +1,6 @@
 """Where slots lie in the files of one pool: integers only.
 
-A segment is a file: first the entries of its slots, then the slots, a header and a page each.
+A segment is a file: first the entries of its slots, then the slots, a page each.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ class SegmentShape(NamedTuple):
     """What every segment of a pool looks like; follows from the size of a slot alone.
 
     Attributes:
-        frame_bytes: of a slot: header and page, a multiple of 4,096.
+        slot_bytes: of a page with its padding, a multiple of 4,096.
         slots: of a segment: about 4 GiB, from 64 to 4,096.
         entries_bytes: of its entries, padded.
     """
 
-    frame_bytes: int
+    slot_bytes: int
     slots: int
     entries_bytes: int
 
     @classmethod
-    def of(cls, frame_bytes: int) -> SegmentShape:
-        wanted = round_up(_SEGMENT_BYTES // frame_bytes, _FEWEST_SLOTS)
+    def of(cls, slot_bytes: int) -> SegmentShape:
+        wanted = round_up(_SEGMENT_BYTES // slot_bytes, _FEWEST_SLOTS)
         slots = min(max(wanted, _FEWEST_SLOTS), _MOST_SLOTS)
-        return cls(frame_bytes, slots, round_up(slots * ENTRY_BYTES, _CACHE_PAGE))
+        return cls(slot_bytes, slots, round_up(slots * ENTRY_BYTES, _CACHE_PAGE))
 
     def file_bytes(self, slots: int) -> int:
         """Bytes of a segment that has its first so many slots."""
-        return self.entries_bytes + slots * self.frame_bytes
+        return self.entries_bytes + slots * self.slot_bytes
 
     def file_slots(self, nbytes: int) -> int:
         """Slots that lie whole in a segment of so many bytes."""
-        return min(max(nbytes - self.entries_bytes, 0) // self.frame_bytes, self.slots)
+        return min(max(nbytes - self.entries_bytes, 0) // self.slot_bytes, self.slots)
 
     def pool_bytes(self, slots: int) -> int:
         """Bytes of all segments of a pool with so many slots."""

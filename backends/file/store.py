@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
-from asynchicache.backends.file.commits import Commits, Naming
-from asynchicache.backends.file.index import PageIndex
+from asynchicache.backends.file.commits import Commits
+from asynchicache.backends.file.index import PageIndex, Stored
 from asynchicache.backends.file.manifest import Manifest
-from asynchicache.backends.file.recovery import Identify, PageReader, recover
+from asynchicache.backends.file.recovery import PageReader, recover
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.writer import GroupWriter, Load
 
@@ -32,9 +32,8 @@ class PageStore:
 
     Args:
         folder: of the pool.
-        manifest: the sizes of a slot.
+        manifest: whose pages they are, and their sizes.
         budget: what the folder of all pools may take.
-        identify: what lies in a slot; for pages of the last writes before a crash.
         limit: most bytes of this pool's files; None for no limit of its own.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
@@ -49,7 +48,6 @@ class PageStore:
         folder: Path,
         manifest: Manifest,
         budget: Budget,
-        identify: Identify,
         *,
         limit: int | None = None,
         read_only: bool = False,
@@ -65,9 +63,11 @@ class PageStore:
         self._lock = threading.Lock()
         self.index = PageIndex()
         with budget.opening(folder):
-            self.segments = Segments(folder, manifest.frame_bytes, read_only=read_only, direct=direct)
+            self.segments = Segments(
+                folder, manifest.slot_bytes, manifest.identity, read_only=read_only, direct=direct
+            )
             try:
-                self._load(PageReader(self.segments, manifest, identify))
+                self._load(PageReader(self.segments, manifest))
             except OSError:
                 self.segments.close()
                 raise
@@ -84,8 +84,8 @@ class PageStore:
 
     # Reading.
 
-    def pin(self, digests: Iterable[bytes]) -> list[int | None]:
-        """The slots of pages, which stay until `unpin`; None where a page is not there."""
+    def pin(self, digests: Iterable[bytes]) -> list[Stored | None]:
+        """Pages, which stay until `unpin`; None where one is not there."""
         with self._lock:
             return [self.index.pin(digest) for digest in digests]
 
@@ -128,30 +128,32 @@ class PageStore:
         self._commits.erase(evicted)
         return taken
 
-    def name(self, pages: Sequence[tuple[bytes, int]]) -> Naming:
-        """Entries for pages, by digest and slot, that will be written to taken slots.
+    def write(self, load: Load) -> list[bool]:
+        """Write pages to taken slots, durably, and make them visible; for each page that was written whether
+        no other call came first.
 
         In a full store slots for the next call are made free by the same barrier.
-        """
-        with self._lock:
-            ahead = min(len(pages), self.index.slots // _AHEAD) if self._full else 0
-            leaving = self.index.evict(ahead - self.index.free)
-        return self._commits.name(pages, leaving)
-
-    def write(self, load: Load) -> None:
-        """Write pages, durably.
 
         Raises:
             OSError: they may not be durable.
         """
-        self._writer.write(load)
-        self.release(load.naming.leaving)
-
-    def publish(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Make durable pages visible; for each, whether no other call came first."""
+        count = sum(len(run.moves) for run in load.runs)
         with self._lock:
-            held = [self.index.hold(slot, digest) for digest, slot in pages]
-        self._give_up([slot for (_, slot), first in zip(pages, held, strict=True) if not first])
+            ahead = min(count, self.index.slots // _AHEAD) if self._full else 0
+            leaving = self.index.evict(ahead - self.index.free)
+        load.naming = self._commits.name(count, leaving)
+        try:
+            self._writer.write(load)
+            self.release(leaving)
+        except BaseException:
+            self._give_up(leaving)
+            raise
+        return self._publish(load.stored)
+
+    def _publish(self, pages: Sequence[Stored]) -> list[bool]:
+        with self._lock:
+            held = [self.index.hold(page) for page in pages]
+        self._give_up([page.slot for page, first in zip(pages, held, strict=True) if not first])
         return held
 
     def release(self, slots: Iterable[int]) -> None:
@@ -184,7 +186,7 @@ class PageStore:
 
     def give_back(self, nbytes: int) -> int:
         """Forget the pages at the end of the pool, and cut its files; how many bytes that made free."""
-        slots = max(0, self.segments.slots - -(-nbytes // self.segments.shape.frame_bytes))
+        slots = max(0, self.segments.slots - -(-nbytes // self.segments.shape.slot_bytes))
         before, last = self.nbytes, self.segments.slots
         with self._lock:
             if self.broken or not self.index.cut(slots):

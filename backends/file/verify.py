@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from asynchicache.backends.file import entries
-from asynchicache.backends.file.entries import Entry
 from asynchicache.backends.file.folder import MANIFEST, StoreFolder
-from asynchicache.backends.file.manifest import read
-from asynchicache.backends.file.recovery import Identify, PageReader
+from asynchicache.backends.file.manifest import Manifest, read
+from asynchicache.backends.file.recovery import PageReader
 from asynchicache.backends.file.segments import Segments
 from asynchicache.errors import StorageError, StorageFormatError
 
@@ -21,11 +20,11 @@ class StoreReport:
     Attributes:
         pages: named, and whole.
         corrupt: named, but damaged or not there; and damaged names.
-        repaired: of those, forgotten or named again.
+        repaired: of those, forgotten.
         unfinished: named by the last writes before a crash, which left them in part; nobody was told that
             they are stored. They are forgotten when the store is opened, or repaired.
-        orphaned: whole, but no longer named: evicted, deleted, or never acknowledged. They do no harm, their
-            slots are used again.
+        orphaned: whole, but named twice: two calls stored one page when a crash came, and one of both is
+            forgotten when the store is opened.
         bytes: of all files.
         pools: names of the pools' folders.
         problems: in words.
@@ -49,13 +48,12 @@ class StoreReport:
         return asdict(self)
 
 
-def verify_store(path: Path, identify: Identify, *, repair: bool = False) -> StoreReport:
+def verify_store(path: Path, *, repair: bool = False) -> StoreReport:
     """Check a store; nothing is changed unless `repair`.
 
     Args:
         path: its folder.
-        identify: `storage.binding.sealed_key`.
-        repair: forget pages that are damaged; name those again whose names are damaged.
+        repair: forget what is damaged, pages and names; let damaged manifests be written anew.
 
     Raises:
         StorageLockedError: a writer has it open; with `repair`, anybody.
@@ -69,7 +67,7 @@ def verify_store(path: Path, identify: Identify, *, repair: bool = False) -> Sto
     try:
         for pool in folder.pools():
             report.pools.append(pool.name)
-            _check_pool(pool, identify, report, repair=repair)
+            _check_pool(folder, pool, report, repair=repair)
         report.bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     except StorageError:
         raise
@@ -80,106 +78,65 @@ def verify_store(path: Path, identify: Identify, *, repair: bool = False) -> Sto
     return report
 
 
-def _check_pool(folder: Path, identify: Identify, report: StoreReport, *, repair: bool) -> None:
+def _check_pool(store: StoreFolder, folder: Path, report: StoreReport, *, repair: bool) -> None:
     if not (folder / MANIFEST).exists():
         report.problems.append(f"{folder} has no {MANIFEST}: its pages are checked once it has been open")
         return
     try:
-        manifest = read(folder / MANIFEST)
+        manifest = _manifest(store, folder)
     except StorageFormatError as error:
         report.corrupt += 1
         report.problems.append(str(error))
-        if repair:  # written again when the pool is opened: its sizes follow from its fingerprint
+        if repair:  # written again when the pool is opened: what it says follows from the model
             (folder / MANIFEST).unlink()
             report.repaired += 1
         return
-    segments = Segments(folder, manifest.frame_bytes, read_only=not repair, direct=True)
+    segments = Segments(folder, manifest.slot_bytes, manifest.identity, read_only=not repair, direct=True)
     try:
-        reader = PageReader(segments, manifest, identify)
-        check = PoolCheck(manifest.pool, segments, reader, report, repair=repair)
-        check.run()
+        _check_pages(manifest, segments, report, repair=repair)
     finally:
         segments.close()
-    if check.doubtful and repair:
-        report.problems.append(f"no page is what {folder / MANIFEST} says: it is written anew, too")
-        (folder / MANIFEST).unlink()
 
 
-class PoolCheck:
-    """One pool's slots, one by one.
-
-    Attributes:
-        doubtful: pages are whole, and none is what the manifest says. The manifest is what is damaged, so
-            nothing was forgotten.
-
-    Args:
-        pool: its name.
-        segments: its files.
-        reader: of the same files.
-        report: gets what is found.
-        repair: see `verify_store`.
+def _manifest(store: StoreFolder, folder: Path) -> Manifest:
     """
+    Raises:
+        StorageFormatError: it is damaged, or that of another folder.
+    """
+    manifest = read(folder / MANIFEST)
+    theirs = store.pool_path(manifest.pool, manifest.shard, bytes.fromhex(manifest.fingerprint))
+    if theirs != folder:  # all entries would seem damaged
+        raise StorageFormatError(f"{folder / MANIFEST} is damaged: it is that of {theirs}")
+    return manifest
 
-    def __init__(
-        self, pool: str, segments: Segments, reader: PageReader, report: StoreReport, *, repair: bool
-    ) -> None:
-        self._pool = pool
-        self._segments = segments
-        self._reader = reader
-        self._report = report
-        self._repair = repair
-        self._named: set[bytes] = set()
-        self._lost: list[int] = []
-        self.doubtful = False
 
-    def run(self) -> None:
-        """Check every slot that exists or has an entry.
+def _check_pages(manifest: Manifest, segments: Segments, report: StoreReport, *, repair: bool) -> None:
+    """Check every slot that has an entry.
 
-        Raises:
-            OSError: entries cannot be read, or written.
-        """
-        found = entries.load(self._segments)
-        by_slot = {entry.slot: entry for entry in found.pages}
-        self._named = {entry.digest for entry in found.pages}
-        for slot in found.damaged:
-            self._check_damaged(slot)
-        seen: set[bytes] = set()
-        for slot in sorted(by_slot.keys() | set(range(self._segments.slots)).difference(found.damaged)):
-            digest = self._reader.digest_in(slot)
-            if slot not in by_slot:
-                self._report.orphaned += digest is not None
-            elif digest != by_slot[slot].digest:
-                self._forget(by_slot[slot], found.trusted)
-            elif digest in seen:  # stored twice at once, and a crash came: one will be forgotten
-                self._report.orphaned += 1
+    Raises:
+        OSError: entries cannot be read, or written.
+    """
+    found = entries.load(segments)
+    reader = PageReader(segments, manifest)
+    lost = list(found.damaged)
+    problems = [f"the name of slot {slot} is damaged" for slot in found.damaged]
+    seen: set[bytes] = set()
+    for entry in sorted(found.pages, key=lambda entry: entry.slot):
+        if not reader.holds(entry):
+            lost.append(entry.slot)
+            if entry.stamp < found.trusted:
+                problems.append(f"slot {entry.slot} does not hold page {entry.digest.hex()}")
             else:
-                self._report.pages += 1
-                seen.add(digest)
-        self.doubtful = self._reader.strangers > 0 and not seen
-        if self._repair:
-            entries.erase(self._segments, () if self.doubtful else self._lost)
-            self._segments.sync_all()
-
-    def _forget(self, entry: Entry, trusted: int) -> None:
-        if entry.stamp < trusted:
-            self._note(f"slot {entry.slot} does not hold page {entry.digest.hex()}")
+                report.unfinished += 1
+        elif entry.digest in seen:  # stored twice at once, and a crash came: one will be forgotten
+            report.orphaned += 1
         else:
-            self._report.unfinished += 1
-        self._lost.append(entry.slot)
-
-    def _check_damaged(self, slot: int) -> None:
-        self._note(f"the name of slot {slot} is damaged")
-        if not self._repair:
-            return
-        digest = self._reader.digest_in(slot)
-        if digest is None or digest in self._named:
-            entries.erase(self._segments, [slot])
-        else:
-            entries.write(self._segments, Entry(0, slot, digest))
-            self._named.add(digest)
-            self._report.pages += 1
-
-    def _note(self, problem: str) -> None:
-        self._report.corrupt += 1
-        self._report.repaired += self._repair
-        self._report.problems.append(f"{self._pool}: {problem}")
+            report.pages += 1
+            seen.add(entry.digest)
+    report.corrupt += len(problems)
+    report.problems += [f"{manifest.pool}: {problem}" for problem in problems]
+    if repair:
+        with segments.barrier(lost) as sync:
+            entries.put(segments, entries.empty(lost))
+            sync()
+        report.repaired += len(problems)

@@ -2,20 +2,26 @@
 
 A disk is fast while it has much to do at once, and each barrier is a pause for it. So the thread takes
 everything that has queued up since it looked last, writes it, and ends with one barrier; meanwhile other
-threads compute checksums of what comes next. This is group commit (DeWitt et al., "Implementation Techniques
-for Main Memory Database Systems", 1984).
+threads compute the checksums, which entries need and pages do not. This is group commit (DeWitt et al.,
+"Implementation Techniques for Main Memory Database Systems", 1984).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asynchicache.backends.file.commits import Commits, Naming
+from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run, joined
 from asynchicache.backends.file.segments import Segments
 from asynchicache.ports import ThreadWorker
+
+_UNNAMED = Naming(0, 0, ())
+
+Seal = Callable[[], Mapping[int, Stored]]
+"""Computes the checksums of a call's pages; by the slots where they will lie."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,31 +29,38 @@ class Load:
     """What one call writes.
 
     Attributes:
-        naming: the entries of its pages; `wrote` takes those out that nothing may name.
         move: writes a run page by page if it must, and returns the pages that were written whole.
-        runs: what is still to be written.
+        runs: what is to be written.
+        seal: see `Seal`.
         written: pages that were written whole.
-        error: why they are not durable.
+        pages: what `seal` returned, once it is `sealed`.
+        entries: that name them, by slot.
+        naming: of the pages.
+        named: an entry may name what was written, whatever has failed.
+        error: why the pages are not durable.
         ended: set once they are, or cannot be.
     """
 
-    naming: Naming
     move: Callable[[Run], list[Move]]
-    runs: list[Run] = field(default_factory=list)
+    runs: Sequence[Run]
+    seal: Seal
     written: list[Move] = field(default_factory=list)
+    pages: Mapping[int, Stored] = field(default_factory=dict)
+    entries: Mapping[int, bytes] = field(default_factory=dict)
+    naming: Naming = _UNNAMED
+    named: bool = False
     error: Exception | None = None
+    sealed: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Pages that were written whole, in that order."""
+        return [self.pages[move.slot] for move in self.written]
 
     def write(self, run: Run) -> None:
         """Write a run, as much of it as goes."""
-        self.wrote(run, self.move(run))
-
-    def wrote(self, run: Run, moved: Sequence[Move]) -> None:
-        """Of a run these pages were written."""
-        self.written.extend(moved)
-        if len(moved) < len(run.moves):
-            for move in set(run.moves).difference(moved):
-                del self.naming.entries[move.slot]
+        self.written.extend(self.move(run))
 
 
 class GroupWriter:
@@ -68,13 +81,26 @@ class GroupWriter:
     def write(self, load: Load) -> None:
         """Write the runs of `load`; returns when all that is written of it is durable, and named.
 
+        Short ones are written on this thread, so that those of several calls are under way at once; pages
+        are sealed on it, too, while the other thread writes them.
+
         Raises:
             OSError: it may not be.
         """
+        for run in load.runs:
+            if not self._is_long(run):
+                load.write(run)
         with self._lock:  # which the thread waits for; a call that it could not be told of is not written
             self._worker.submit(self._serve)
             self._queue.append(load)
-        load.ended.wait()
+        try:
+            load.pages = load.seal()
+            load.entries = self._commits.entries(load.naming, load.pages.values())
+        except Exception as error:  # noqa: BLE001 - raised below: its pages are being written
+            load.error = error
+        finally:
+            load.sealed.set()
+            load.ended.wait()
         if load.error is not None:
             raise load.error
 
@@ -94,18 +120,28 @@ class GroupWriter:
             load.ended.set()
 
     def _carry_out(self, loads: Sequence[Load]) -> None:
-        owners = {id(run): load for load in loads for run in load.runs}
-        for group in joined((run for load in loads for run in load.runs), self._segments.most_frames):
+        owners = {id(run): load for load in loads for run in load.runs if self._is_long(run)}
+        long = [run for load in loads for run in load.runs if id(run) in owners]
+        for group in joined(long, self._segments.most_slots):
             whole = len(group) > 1 and self._at_once(group)
             for run in group:
                 _write(owners[id(run)], run, whole=whole)
-        self._commits.commit([load.naming for load in loads if load.error is None])
+        for load in loads:
+            load.sealed.wait()
+        sealed = [load for load in loads if load.error is None]
+        for load in sealed:
+            load.named = True
+        stored = {move.slot: load.entries[move.slot] for load in sealed for move in load.written}
+        self._commits.commit([load.naming for load in sealed], stored)
+
+    def _is_long(self, run: Run) -> bool:
+        return self._segments.is_long(len(run.moves))
 
     def _at_once(self, group: Sequence[Run]) -> bool:
         """Whether runs of several calls were written in one; if not, each of them goes by itself."""
         views = [view for run in group for view in run.views]
         try:
-            return self._segments.write(group[0].slot, views) == len(views) // 2
+            return self._segments.write(group[0].slot, views) == len(views)
         except Exception:  # noqa: BLE001 - the boundary of the thread: it is told of the run that fails
             return False
 
@@ -113,7 +149,7 @@ class GroupWriter:
 def _write(load: Load, run: Run, *, whole: bool) -> None:
     try:
         if whole:
-            load.wrote(run, run.moves)
+            load.written.extend(run.moves)
         else:
             load.write(run)
     except Exception as error:  # noqa: BLE001 - the boundary of the thread: its caller raises it

@@ -16,12 +16,11 @@ import pytest
 
 from asynchicache.backends.file.runs import Move, Run, joined, neighbours
 from asynchicache.errors import ClosedError, ConfigError, StorageError
-from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.types import Outcome
 from storage.file_stores import (
-    FRAME_BYTES,
-    FRAMES_AT,
     PAGE_BYTES,
+    SLOT_BYTES,
+    SLOTS_AT,
     backend_at,
     bench_at,
     capacity_for,
@@ -65,7 +64,7 @@ async def test_pages_are_there_after_a_restart(tmp_path: Path, direct: bool) -> 
     async with bench_at(tmp_path, direct=not direct) as bench:
         assert await bench.engine.exists(bench.keys(*range(60))) == bytes([1] * 50 + [0] * 10)
         assert await bench.get(bench.keys(*range(60)), range(60)) == [HIT] * 50 + [MISS] * 10
-        assert repr(bench.engine) == "<FileEngine kv: 50 pages, 85 slots, 0 evicted, 0 corrupt>"
+        assert repr(bench.engine) == "<FileEngine kv: 50 pages, 128 slots, 0 evicted, 0 corrupt>"
 
 
 @pytest.mark.asyncio
@@ -103,12 +102,12 @@ async def test_other_weights_find_nothing_and_disturb_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("offset", [HEADER_BYTES, HEADER_BYTES + PAGE_BYTES - 1, 20, 60])
+@pytest.mark.parametrize("offset", [0, 4096, PAGE_BYTES - 1])
 async def test_a_byte_flipped_on_disk_is_corrupt_then_a_miss(tmp_path: Path, offset: int) -> None:
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
-        flip(pages_file(tmp_path), FRAMES_AT + FRAME_BYTES + offset)
+        flip(pages_file(tmp_path), SLOTS_AT + SLOT_BYTES + offset)
 
         assert await bench.get(keys, [3, 4, 5]) == [HIT, CORRUPT, HIT]
         assert await bench.engine.exists(keys) == bytes([1, 0, 1])
@@ -122,8 +121,8 @@ async def test_damage_while_closed(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
-    flip(pages_file(tmp_path), FRAMES_AT + 20)  # the header of the first
-    flip(pages_file(tmp_path), FRAMES_AT + 2 * FRAME_BYTES + HEADER_BYTES + 7)  # the page of the last
+    flip(pages_file(tmp_path), SLOTS_AT + 20)  # the first
+    flip(pages_file(tmp_path), SLOTS_AT + 2 * SLOT_BYTES + 7)  # the last
     async with bench_at(tmp_path) as bench:
         assert await bench.get(keys, [3, 4, 5]) == [CORRUPT, HIT, CORRUPT]
         assert await bench.engine.exists(keys) == bytes([0, 1, 0])
@@ -135,10 +134,10 @@ async def test_damage_while_closed(tmp_path: Path) -> None:
     [
         (0, 0),
         (100, 0),
-        (FRAMES_AT, 0),
-        (FRAMES_AT + FRAME_BYTES, 1),
-        (FRAMES_AT + 2 * FRAME_BYTES - 1, 1),
-        (FRAMES_AT + 2 * FRAME_BYTES + HEADER_BYTES, 2),
+        (SLOTS_AT, 0),
+        (SLOTS_AT + SLOT_BYTES, 1),
+        (SLOTS_AT + 2 * SLOT_BYTES - 1, 1),
+        (SLOTS_AT + 3 * SLOT_BYTES - 1, 2),
     ],
 )
 async def test_a_file_that_was_cut_while_closed(tmp_path: Path, left: int, whole: int) -> None:
@@ -157,7 +156,7 @@ async def test_a_file_that_is_cut_while_open(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         keys = bench.keys(1, 2, 3)
         await bench.put(keys, [0, 1, 2])
-        os.truncate(pages_file(tmp_path), FRAMES_AT + FRAME_BYTES + HEADER_BYTES)
+        os.truncate(pages_file(tmp_path), SLOTS_AT + SLOT_BYTES + 4096)
 
         assert await bench.get(keys, [3, 4, 5]) == [HIT, CORRUPT, CORRUPT]
         assert await bench.get(keys, [3, 4, 5]) == [HIT, MISS, MISS]
@@ -178,17 +177,16 @@ async def test_a_full_file_evicts_what_was_not_used_for_longest(tmp_path: Path) 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("written", [slice(0, 1), slice(1, 2)], ids=["header-only", "page-only"])
+@pytest.mark.parametrize("written", [slice(0, 4096), slice(4096, 8192)], ids=["begin", "end"])
 async def test_a_slot_used_again_and_torn_serves_neither_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: slice
 ) -> None:
     pwritev = os.pwritev
 
     def torn(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        if len(views) == 1:  # entries, not pages
+        if offset < SLOTS_AT:  # entries, not pages
             return pwritev(descriptor, views, offset)
-        start = offset + (HEADER_BYTES if written.start else 0)
-        pwritev(descriptor, views[written], start)
+        pwritev(descriptor, [views[0][written]], offset + written.start)
         raise OSError(errno.EIO, "the power failed")
 
     async with bench_at(tmp_path, capacity_bytes=capacity_for(1)) as bench:
@@ -211,7 +209,7 @@ async def test_a_page_that_is_deleted_while_it_is_read_is_not_called_corrupt(
         keys = bench.keys(1)
         await bench.put(keys, [0])
         if damaged:
-            flip(pages_file(tmp_path), FRAMES_AT + HEADER_BYTES)
+            flip(pages_file(tmp_path), SLOTS_AT)
         reading, deleted = threading.Event(), threading.Event()
 
         def wait_for_delete(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -331,7 +329,7 @@ async def test_one_bad_sector_costs_one_page(tmp_path: Path, monkeypatch: pytest
         preadv = os.preadv
 
         def bad(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-            if offset <= FRAMES_AT + 2 * FRAME_BYTES < offset + sum(map(len, views)):
+            if offset <= SLOTS_AT + 2 * SLOT_BYTES < offset + sum(map(len, views)):
                 raise OSError(errno.EIO, "bad sector")
             return preadv(descriptor, views, offset)
 

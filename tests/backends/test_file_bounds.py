@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from asynchicache.backends.file import shape
+from asynchicache.backends.file import shape, store
 from asynchicache.backends.file.clear import clear_store
+from asynchicache.backends.file.manifest import Manifest
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
 from asynchicache.testing.backends import Bench, fingerprint_of
 from asynchicache.types import Outcome
 from storage.file_stores import (
-    FRAME_BYTES,
-    FRAMES_AT,
+    SLOT_BYTES,
+    SLOTS_AT,
     backend_at,
     bench_at,
     capacity_for,
@@ -70,7 +71,7 @@ async def test_pages_lie_in_several_segments(tmp_path: Path, small_segments: Non
         assert await bench.get(bench.keys(*numbers), numbers) == [HIT] * 150
         assert await bench.get(bench.keys(*reversed(numbers)), numbers) == [HIT] * 150
 
-    assert names_below(tmp_path) == [f"0000{n}.pages" for n in range(3)] + ["pool.json"]
+    assert names_below(tmp_path) == [f"0000{n}.pages" for n in range(4)] + ["pool.json"]  # 128 slots ahead
 
 
 @pytest.mark.asyncio
@@ -116,7 +117,7 @@ async def test_entries_that_cannot_be_written_stop_writing_only(
     pwritev = os.pwritev
 
     def refuse_entries(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        if len(views) == 1:
+        if offset < SLOTS_AT:
             raise OSError(5, "bad sector")
         return pwritev(descriptor, views, offset)
 
@@ -250,15 +251,14 @@ async def test_clearing_a_closed_store_removes_what_fits(tmp_path: Path) -> None
     cleared = clear_store(tmp_path, "kv", fingerprint[:8].upper())
 
     assert cleared.pools == [f"kv-{fingerprint[:32]}"]
-    assert cleared.bytes > 3 * FRAME_BYTES
+    assert cleared.bytes > 3 * SLOT_BYTES
     assert len(clear_store(tmp_path).pools) == 2
     assert names_below(tmp_path) == ["notes"]
     assert clear_store(tmp_path).pools == []
 
 
 def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
-    fields = {"pool": "kv", "shard": "", "fingerprint": fingerprint, "page_bytes": page_bytes}
-    return json.dumps(fields | {"header_bytes": 4096, "slot_bytes": 4096}).encode()
+    return msgspec.json.encode(Manifest("kv", "", fingerprint, page_bytes, 4096).sealed())
 
 
 @pytest.mark.asyncio
@@ -268,8 +268,8 @@ def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
         (b"{}", "pool.json is damaged: Object missing required field"),
         (b"\xff", "pool.json is damaged"),
         (manifest(fingerprint="zz"), "pool.json is damaged: non-hexadecimal"),
-        (manifest(page_bytes=0), "damaged: a page of 0 bytes"),
-        (manifest(page_bytes=4097), "damaged: a page of 4097 bytes"),
+        (manifest(page_bytes=0), "damaged: it does not fit together"),
+        (manifest(page_bytes=4097), "damaged: it does not fit together"),
         (manifest(page_bytes=7), r"holds Manifest\(.*, not Manifest\(.*remove it, or give another folder"),
     ],
 )
@@ -343,7 +343,7 @@ async def test_opening_reads_entries_and_no_page(tmp_path: Path, monkeypatch: py
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(200))
 
-    assert await bytes_read_at_open(tmp_path, monkeypatch) == FRAMES_AT
+    assert await bytes_read_at_open(tmp_path, monkeypatch) == SLOTS_AT
 
 
 @pytest.mark.soak
@@ -359,3 +359,18 @@ async def test_a_hundred_thousand_pages_are_found_again(
         assert await there(bench, range(count)) == [*range(count)]
         some = random.Random(0).sample(range(count), 64)
         assert await bench.get(bench.keys(*some), range(64)) == [HIT] * 64
+
+
+@pytest.mark.asyncio
+async def test_slots_freed_ahead_come_back_when_a_put_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_AHEAD", 4)
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(8)) as bench:
+        await fill(bench, range(12))  # full, and evicting
+        foreign = [key._replace(fingerprint=b"f" * 32) for key in bench.keys(20, 21)]
+        for _ in range(8):
+            with pytest.raises(UsageError, match="is no page of pool"):
+                await bench.engine.put(foreign, [0, 1])
+        await fill(bench, range(30, 38))
+        assert await there(bench, range(30, 38)) == [*range(30, 38)]

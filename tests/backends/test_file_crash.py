@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file.verify import verify_store
-from asynchicache.storage.binding import sealed_key
 from asynchicache.types import Outcome
 from storage.file_stores import bench_at, capacity_for, other_process, size_of
 
@@ -18,9 +17,9 @@ HIT, MISS, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT
 WRITE_FOREVER = """
 import asyncio, sys
 from asynchicache.backends.file import segments
-from storage.file_stores import FRAME_BYTES, bench_at
+from storage.file_stores import SLOT_BYTES, bench_at
 
-segments._LONG_BYTES = 4 * FRAME_BYTES
+segments._LONG_BYTES = 4 * SLOT_BYTES
 
 async def worker(bench, lane):
     for batch in range(int(sys.argv[3]) + lane, 100_000_000, 4):
@@ -96,7 +95,7 @@ async def check_killed_again_and_again(path: Path, kills: int, seed: int) -> Non
         lines, delay = chance.randint(1, 60), chance.uniform(0, 0.003)
         options = f"{{'capacity_bytes': {capacity}}}"
         stored = acknowledged_before_kill(path, lines, options, batch, delay)
-        report = verify_store(path, sealed_key)
+        report = verify_store(path)
         assert (report.corrupt, report.problems) == (0, [])
         assert size_of(path) <= capacity
         async with bench_at(path) as bench:

@@ -12,7 +12,6 @@ from asynchicache.backends.file.clear import clear_store
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.verify import verify_store
 from asynchicache.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
-from asynchicache.storage.binding import sealed_key
 from asynchicache.types import Outcome
 from storage.file_stores import backend_at, bench_at, other_process, pages_file
 
@@ -113,8 +112,8 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"asynchicache file store 4\n", "format 4; this version reads format 3: update asynchicache"),
-        (b"asynchicache file store 2\n", "format 2; this version reads format 3: give another folder"),
+        (b"asynchicache file store 5\n", "format 5; this version reads format 4: update asynchicache"),
+        (b"asynchicache file store 3\n", "format 3; this version reads format 4: give another folder"),
         (b"asynchicache file store x\n", "holds no file store"),
         (b"asynchicache file store " + b"9" * 5000, "holds no file store"),
         (b"something else 1\n", "holds no file store"),
@@ -153,7 +152,7 @@ async def test_a_manifest_that_is_no_file_is_not_opened(tmp_path: Path, name: st
         async with bench_at(tmp_path):
             pass
     with pytest.raises(StorageError, match="it is no file") if name == "pool.json" else nullcontext():
-        verify_store(tmp_path, sealed_key)
+        verify_store(tmp_path)
     with pytest.raises(StorageError, match="it is no file") if name == "pool.json" else nullcontext():
         clear_store(tmp_path, "kv")
 
@@ -165,7 +164,7 @@ async def test_a_crash_between_lock_and_format_does_no_harm(tmp_path: Path) -> N
     async with backend_at(tmp_path):
         pass
 
-    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 3\n"
+    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 4\n"
 
 
 @pytest.mark.asyncio

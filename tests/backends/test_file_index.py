@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from asynchicache.backends.file.index import PageIndex
+from asynchicache.backends.file.index import PageIndex, Stored
 
 DIGESTS = st.integers(0, 3).map(lambda number: bytes([number]) * 32)
 
@@ -22,6 +22,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.pages: dict[bytes, int] = {}
         self.writing: set[int] = set()
         self.reading: list[int] = []
+        self.checksums: dict[int, bytes] = {}
+        self.stored = 0
 
     @rule(count=st.integers(1, 4))
     def grow(self, count: int) -> None:
@@ -69,10 +71,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(slot=consumes(taken), digest=DIGESTS)
     def hold(self, slot: int, digest: bytes) -> None:
-        held = self.index.hold(slot, digest)
+        self.stored += 1
+        page = Stored(digest, slot, self.stored.to_bytes(8))
+        held = self.index.hold(page)
         assert held == (digest not in self.pages)
         if held:
             self.pages[digest] = slot
+            self.checksums[slot] = page.checksum
         else:
             self.index.release(slot)
         self.writing.remove(slot)
@@ -84,10 +89,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(target=pinned, digest=DIGESTS)
     def pin(self, digest: bytes) -> object:
-        slot = self.index.pin(digest)
-        assert slot == self.pages.get(digest)
+        page, slot = self.index.pin(digest), self.pages.get(digest)
         if slot is None:
+            assert page is None
             return multiple()
+        assert page == (digest, slot, self.checksums[slot])
         self.reading.append(slot)
         return (digest, slot)
 
@@ -129,20 +135,24 @@ class IndexMachine(RuleBasedStateMachine):
 TestIndex = IndexMachine.TestCase
 
 
-def test_a_scan_fills_it() -> None:
-    index = PageIndex()
-    index.load([(b"a", 4), (b"b", 3)], 6)
+def page(name: bytes, slot: int) -> Stored:
+    return Stored(name, slot, name * 8)
 
-    assert index.in_order() == [(b"a", 4), (b"b", 3)]
+
+def test_a_scan_fills_it() -> None:
+    index, pages = PageIndex(), [page(b"a", 4), page(b"b", 3)]
+    index.load(pages, 6)
+
+    assert index.in_order() == pages
     assert not index.used
-    assert [index.pin(b"a"), index.pin(b"b")] == [4, 3]
+    assert [index.pin(b"a"), index.pin(b"b")] == pages
     assert index.used
     assert index.take(9) == [0, 1, 2, 5]
 
 
 def test_the_least_recently_used_page_goes_first() -> None:
     index = PageIndex()
-    index.load([(b"a", 0), (b"b", 1), (b"c", 2), (b"d", 3)], 4)
+    index.load([page(b"a", 0), page(b"b", 1), page(b"c", 2), page(b"d", 3)], 4)
     index.pin(b"a")
     index.touch(b"b")
 
@@ -154,7 +164,7 @@ def test_the_least_recently_used_page_goes_first() -> None:
 
 def test_a_slot_that_is_read_is_free_only_after_the_last_reader() -> None:
     index = PageIndex()
-    index.load([(b"a", 0)], 1)
+    index.load([page(b"a", 0)], 1)
     index.pin(b"a")
     index.pin(b"a")
     index.release(index.remove(b"a") or 0)

@@ -22,9 +22,8 @@ from asynchicache.backends.file.index import PageIndex
 from asynchicache.backends.file.manifest import parse
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.file.verify import verify_store
-from asynchicache.storage.binding import sealed_key
 from asynchicache.testing.backends import Bench
-from storage.file_stores import FRAME_BYTES, bench_at, capacity_for
+from storage.file_stores import SLOT_BYTES, bench_at, capacity_for
 from storage.power_cuts import DiskLog
 
 PAGES = 48
@@ -53,9 +52,9 @@ def watch_index(log: DiskLog, monkeypatch: pytest.MonkeyPatch) -> None:
         real = getattr(PageIndex, name)
 
         def forget(index: PageIndex, *arguments: object) -> object:
-            before = dict(index.in_order())
+            before = {page.digest for page in index.in_order()}
             answer = real(index, *arguments)
-            log.give_up(before.keys() - dict(index.in_order()))
+            log.give_up(before - {page.digest for page in index.in_order()})
             return answer
 
         return forget
@@ -74,7 +73,7 @@ async def record(
     with log.recording(monkeypatch), monkeypatch.context() as watching:
         watch_index(log, watching)
         watching.setattr(stores, "_AHEAD", 4)
-        watching.setattr(segments, "_LONG_BYTES", (2 + seed % 2 * 1000) * FRAME_BYTES)  # who writes pages
+        watching.setattr(segments, "_LONG_BYTES", (2 + seed % 2 * 1000) * SLOT_BYTES)  # who writes pages
         async with bench_at(folder, capacity_bytes=capacity) as bench:
             await work(bench, log, random.Random(seed), steps)
     return log
@@ -82,13 +81,13 @@ async def record(
 
 def served(image: Path) -> frozenset[bytes]:
     """Pages that a store opened on the image serves, each of which was read and checked before."""
-    report = verify_store(image, sealed_key)
+    report = verify_store(image)
     assert (report.corrupt, report.problems) == (0, [])
     (folder,) = image.glob("kv-*")
     manifest = parse((folder / MANIFEST).read_bytes(), folder)
-    store = PageStore(folder, manifest, Budget(None), sealed_key)
+    store = PageStore(folder, manifest, Budget(None))
     try:
-        found = frozenset(digest for digest, _ in store.index.in_order())
+        found = frozenset(page.digest for page in store.index.in_order())
     finally:
         store.close()
     assert len(found) == report.pages

@@ -12,13 +12,13 @@ import pytest
 from xxhash import xxh3_64_digest
 
 from asynchicache.backends.file import shape
+from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.verify import StoreReport, verify_store
 from asynchicache.errors import StorageFormatError
-from asynchicache.storage.binding import HEADER_BYTES, sealed_key
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import Bench, fingerprint_of
 from asynchicache.types import Outcome
-from storage.file_stores import FRAME_BYTES, FRAMES_AT, bench_at, pages_file
+from storage.file_stores import SLOT_BYTES, SLOTS_AT, backend_at, bench_at, open_bench, pages_file
 from storage.power_cuts import DiskLog
 
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
@@ -36,8 +36,8 @@ async def crashed(path: Path) -> Path:
 def tear(path: Path, slot: int) -> None:
     """The second half of a slot was never written."""
     with pages_file(path).open("r+b") as file:
-        file.seek(FRAMES_AT + slot * FRAME_BYTES + FRAME_BYTES // 2)
-        file.write(bytes(FRAME_BYTES // 2))
+        file.seek(SLOTS_AT + slot * SLOT_BYTES + SLOT_BYTES // 2)
+        file.write(bytes(SLOT_BYTES // 2))
 
 
 def slots_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -46,7 +46,7 @@ def slots_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     preadv = os.preadv
 
     def recording(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        slots.extend([(offset - FRAMES_AT) // FRAME_BYTES] if offset >= FRAMES_AT else [])
+        slots.extend([(offset - SLOTS_AT) // SLOT_BYTES] if offset >= SLOTS_AT else [])
         return preadv(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", recording)
@@ -58,7 +58,7 @@ async def hits(bench: Bench, count: int = 6) -> list[bool]:
 
 
 def verified(path: Path, *, repair: bool = False) -> StoreReport:
-    return verify_store(path, sealed_key, repair=repair)
+    return verify_store(path, repair=repair)
 
 
 @pytest.mark.asyncio
@@ -152,11 +152,11 @@ async def test_a_writer_syncs_what_a_killed_one_has_left_to_the_kernel(
 async def test_a_stamp_that_no_writer_reaches_is_damage(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         await bench.put(bench.keys(0, 1), range(2))
+        identity = Manifest.of(bench.binding).identity
     with pages_file(tmp_path).open("r+b") as file:
-        digest = file.read(32)
-        entry = digest + Struct("<QQ8x").pack(2**64 - 1, 0)
+        entry = file.read(32) + Struct("<QQ").pack(2**64 - 1, 0) + bytes(8)
         file.seek(0)
-        file.write(entry + xxh3_64_digest(entry, seed=0))
+        file.write(entry + xxh3_64_digest(entry + identity, seed=0))
     assert verified(tmp_path).problems == ["kv: the name of slot 0 is damaged"]
     async with bench_at(tmp_path) as bench:
         assert await hits(bench, 2) == [False, True]
@@ -173,7 +173,7 @@ async def test_the_name_of_a_file_far_behind_all_others_is_refused(tmp_path: Pat
             pass
 
 
-@pytest.mark.parametrize("frame_bytes", [8192, FRAME_BYTES, HEADER_BYTES + (4 << 20), 1 << 33])
+@pytest.mark.parametrize("frame_bytes", [8192, SLOT_BYTES, 4 << 20, 1 << 33])
 def test_bytes_and_slots_of_a_pool_agree(frame_bytes: int) -> None:
     sizes = SegmentShape.of(frame_bytes)
 
@@ -184,3 +184,49 @@ def test_bytes_and_slots_of_a_pool_agree(frame_bytes: int) -> None:
         nbytes = sizes.pool_bytes(slots)
         assert sizes.pool_slots(nbytes) == slots
         assert sizes.pool_slots(nbytes - 1) == max(slots - 1, 0)
+
+
+@pytest.mark.asyncio
+async def test_pages_that_changed_places_are_damaged(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(0, 1, 2), range(3))
+    data = bytearray(pages_file(tmp_path).read_bytes())
+    first, second = (slice(SLOTS_AT + n * SLOT_BYTES, SLOTS_AT + (n + 1) * SLOT_BYTES) for n in (0, 1))
+    data[first], data[second] = data[second], data[first]
+    pages_file(tmp_path).write_bytes(data)
+    assert (verified(tmp_path).pages, verified(tmp_path).corrupt) == (1, 2)
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(0, 1, 2), range(3)) == [CORRUPT, CORRUPT, HIT]
+
+
+@pytest.mark.asyncio
+async def test_a_file_of_another_pool_holds_no_page_of_this_one(tmp_path: Path) -> None:
+    async with backend_at(tmp_path) as backend:
+        for weights in ("w1", "w2"):
+            bench = await open_bench(backend, weights=weights)
+            await bench.put(bench.keys(0, 1), range(2))
+    ours, theirs = (tmp_path / f"kv-{fingerprint_of(name).hex()[:32]}/00000.pages" for name in ("w1", "w2"))
+    shutil.copy(theirs, ours)
+    assert verified(tmp_path).problems == [f"kv: the name of slot {slot} is damaged" for slot in range(2)]
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(0, 1), range(2)) == [MISS] * 2
+        assert await bench.put(bench.keys(0), [0]) == [STORED]
+
+
+@pytest.mark.asyncio
+async def test_the_manifest_of_another_pool_costs_no_page(tmp_path: Path) -> None:
+    async with backend_at(tmp_path) as backend:
+        for weights in ("w1", "w2"):
+            bench = await open_bench(backend, weights=weights)
+            await bench.put(bench.keys(0), [0])
+    ours, theirs = (tmp_path / f"kv-{fingerprint_of(name).hex()[:32]}/pool.json" for name in ("w1", "w2"))
+    shutil.copy(theirs, ours)
+    (problem,) = verified(tmp_path).problems
+    assert problem == f"{ours} is damaged: it is that of {theirs.parent}"
+    with pytest.raises(StorageFormatError, match="remove it, or give another folder"):
+        async with bench_at(tmp_path):
+            pass
+    assert verified(tmp_path, repair=True).repaired == 1
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(0), [0]) == [HIT]
+    assert (verified(tmp_path).pages, verified(tmp_path).problems) == (2, [])

@@ -201,7 +201,7 @@ async def test_a_folder_is_free_when_the_last_call_has_ended_though_the_threads_
     backend = open_backend({"path": tmp_path}, port)
     bench = await open_bench(backend)
     await bench.put(bench.keys(1), [0])
-    monkeypatch.setattr(bench.binding, "check", lambda slot, key: gate.pass_through() or HIT)
+    monkeypatch.setattr(bench.binding, "restore", lambda slot, key, checksum: gate.pass_through() or HIT)
     call = asyncio.create_task(bench.engine.get(bench.keys(1), [0]))
     await gate.reached()
     closing = asyncio.create_task(backend.aclose())
@@ -311,13 +311,13 @@ async def test_a_call_ends_when_nothing_of_it_runs(tmp_path: Path, monkeypatch: 
     backend = open_backend({"path": tmp_path}, port)
     bench = await open_bench(backend)
     await bench.put(bench.keys(1, 2), [0, 1])
-    check = bench.binding.check
+    restore = bench.binding.restore
 
-    def slow(slot: int, key: ObjectKey) -> Outcome:
+    def slow(slot: int, key: ObjectKey, checksum: bytes) -> Outcome:
         gate.pass_through()
-        return check(slot, key)
+        return restore(slot, key, checksum)
 
-    monkeypatch.setattr(bench.binding, "check", slow)
+    monkeypatch.setattr(bench.binding, "restore", slow)
     port.failing = 1
     call = asyncio.create_task(bench.engine.get(bench.keys(1, 2), [0, 1]))
     await gate.reached()

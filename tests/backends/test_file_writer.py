@@ -14,12 +14,13 @@ import pytest
 
 from asynchicache.backends.file import entries
 from asynchicache.backends.file import writer as writer_module
+from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.commits import Commits
+from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.writer import GroupWriter, Load
-from asynchicache.storage.binding import HEADER_BYTES
-from storage.file_stores import FRAME_BYTES
+from storage.file_stores import SLOT_BYTES
 
 
 class Crank:
@@ -54,36 +55,47 @@ class Pool:
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.segments = Segments(folder, FRAME_BYTES, read_only=False, direct=True)
+        self.segments = Segments(folder, SLOT_BYTES, b"kv", read_only=False, direct=True)
         self.segments.grow(8, 8)
+        monkeypatch.setattr(self.segments, "is_long", lambda count: True)
         self.commits = Commits(self.segments, 1)
         self.crank = Crank()
         self.log: list[object] = []
         self.most: int | None = 100
+        self.written = threading.Event()
         self.writer = GroupWriter(self.segments, self.commits)
         self.writer._worker = self.crank
         self._threads = ThreadPoolExecutor(4)
         monkeypatch.setattr(self.segments, "write", partial(self._write, self.segments.write))
         monkeypatch.setattr(os, "fdatasync", partial(self._sync, os.fdatasync))
 
-    def put(self, slot: int, move: Callable[[Run], list[Move]] | None = None) -> Future[None]:
+    def put(
+        self,
+        slot: int,
+        move: Callable[[Run], list[Move]] | None = None,
+        seal: Callable[[], dict[int, Stored]] | None = None,
+    ) -> Future[None]:
         """Let a thread write a page, and return once that is in the queue."""
-        memory = memoryview(mmap.mmap(-1, FRAME_BYTES))
-        memory[:] = bytes([slot]) * FRAME_BYTES
-        run = Run([Move(slot, 0)], [memory[:HEADER_BYTES], memory[HEADER_BYTES:]])
-        load = Load(self.commits.name([(bytes([slot]) * 32, slot)]), move or self._move, [run])
+        memory = memoryview(mmap.mmap(-1, SLOT_BYTES))
+        memory[:] = bytes([slot]) * SLOT_BYTES
+        run = Run([Move(slot, 0)], [memory])
+        page = Stored(bytes([slot]) * 32, slot, bytes(8))
+        load = Load(move or self._move, [run], seal or (lambda: {slot: page}), naming=self.commits.name(1))
         ended = self._threads.submit(self.writer.write, load)
         assert self.crank.submitted.acquire(timeout=10)
         return ended
 
     def held(self) -> bytes:
         """The first byte of each slot that has an entry on the disk."""
-        memory = memoryview(mmap.mmap(-1, FRAME_BYTES))
+        memory = memoryview(mmap.mmap(-1, SLOT_BYTES))
         found = bytearray()
         for slot in sorted(entry.slot for entry in entries.load(self.segments).pages):
-            self.segments.read(slot, [memory[:HEADER_BYTES], memory[HEADER_BYTES:]])
+            self.segments.read(slot, [memory])
             found.append(memory[0])
         return bytes(found)
+
+    def turn_in_a_thread(self) -> Future[None]:
+        return self._threads.submit(self.crank.turn)
 
     def run_dry(self) -> None:
         """Let the writer do whatever it was asked for."""
@@ -95,10 +107,13 @@ class Pool:
         return list(run.moves)
 
     def _write(self, real: Callable[..., int], slot: int, views: list[memoryview]) -> int:
-        self.log.append((slot, len(views) // 2))
-        if self.most is None and len(views) > 2:
+        self.log.append((slot, len(views)))
+        if self.most is None and len(views) > 1:
             raise OSError(5, "too much")
-        return real(slot, views[: 2 * (self.most or 1)])
+        try:
+            return real(slot, views[: self.most or 1])
+        finally:
+            self.written.set()
 
     def _sync(self, real: Callable[[int], None], descriptor: int) -> None:
         self.log.append("barrier")
@@ -218,3 +233,72 @@ def test_a_barrier_that_fails_fails_all_of_its_calls_and_those_after(
         with pytest.raises(OSError, match=r"lost|failed before"):
             call.result(timeout=10)
     assert pool.commits.broken
+
+
+def test_pages_are_written_before_they_are_sealed_and_named_after(pool: Pool) -> None:
+    sealing, go_on = threading.Event(), threading.Event()
+
+    def seal() -> dict[int, Stored]:
+        sealing.set()
+        assert go_on.wait(10)
+        return {1: Stored(b"1" * 32, 1, bytes(8))}
+
+    call = pool.put(1, seal=seal)
+    turning = pool.turn_in_a_thread()
+    assert sealing.wait(10)
+    assert pool.written.wait(10)
+    assert pool.log == [(1, 1)]
+    go_on.set()
+    for one in (call, turning):
+        one.result(timeout=10)
+    assert pool.log == [(1, 1), "barrier"]
+    assert pool.held() == b"\1"
+
+
+def test_a_call_whose_pages_cannot_be_sealed_fails_alone_and_names_nothing(pool: Pool) -> None:
+    def fail() -> dict[int, Stored]:
+        raise ZeroDivisionError
+
+    calls = [pool.put(1, seal=fail), pool.put(2)]
+    pool.run_dry()
+    with pytest.raises(ZeroDivisionError):
+        calls[0].result(timeout=10)
+    calls[1].result(timeout=10)
+    assert pool.held() == b"\2"
+
+
+def losing_once(lost: list[int]) -> Callable[[int], None]:
+    """Tells each descriptor that is in `lost` once of a write that was lost."""
+
+    def sync(descriptor: int) -> None:
+        if descriptor in lost:
+            lost.remove(descriptor)
+            raise OSError(5, "lost")
+
+    return sync
+
+
+def test_barriers_that_share_a_file_that_is_open_are_all_told_of_a_lost_write(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: BlockFile) -> int:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(BlockFile, "open_again", refuse)
+    (segment,) = pool.segments._files
+    with pool.segments.barrier([1]) as first, pool.segments.barrier([2]) as second:
+        first()
+        assert pool.log == ["barrier"]
+        monkeypatch.setattr(os, "fdatasync", losing_once([segment._entries._fileno]))
+        for barrier in (first, second, first):
+            with pytest.raises(OSError, match=r"lost|failed before"):
+                barrier()
+
+
+def test_a_barrier_has_the_file_open_for_itself(pool: Pool) -> None:
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    with pool.segments.barrier([1, 2]) as sync:
+        assert len(list(Path("/proc/self/fd").iterdir())) == opened + 1
+        sync()
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+    assert pool.log == ["barrier"]

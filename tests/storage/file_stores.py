@@ -13,12 +13,12 @@ from asynchicache.backends.file import FileBackend, open_backend
 from asynchicache.backends.file.budget import FIXED_BYTES
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 
 PAGE_BYTES = 5000
-FRAME_BYTES = HEADER_BYTES + 8192
-FRAMES_AT = SegmentShape.of(FRAME_BYTES).entries_bytes
+SLOT_BYTES = 8192
+SLOTS_AT = SegmentShape.of(SLOT_BYTES).entries_bytes
 """Where the first slot lies in a file of pages."""
 
 
@@ -56,7 +56,7 @@ def pages_file(path: Path) -> Path:
 
 def pool_bytes(slots: int) -> int:
     """Bytes of the files of a pool with so many slots."""
-    return SegmentShape.of(FRAME_BYTES).pool_bytes(slots)
+    return SegmentShape.of(SLOT_BYTES).pool_bytes(slots)
 
 
 def capacity_for(slots: int) -> int:

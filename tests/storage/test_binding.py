@@ -151,3 +151,23 @@ def test_names_that_no_key_may_hold_are_refused() -> None:
         SlotBinding(slab, fingerprint_of("w"), "../up")
     with pytest.raises(ConfigError, match="1 to 64"):
         SlotBinding(slab_of("k" * 65, 10, 1), fingerprint_of("w"))
+
+
+def test_what_seal_returns_is_all_that_an_engine_has_to_keep(binding: SlotBinding) -> None:
+    key = binding.key(b"k" * 32)
+    checksum = binding.seal(0, key)
+    header = bytes(binding.header(0))
+    binding.header(0)[:] = bytes(len(header))
+
+    assert binding.restore(0, key, bytes(8)) is Outcome.CORRUPT
+    assert bytes(binding.header(0)) == bytes(len(header))
+    assert binding.restore(0, key, checksum) is Outcome.HIT
+    assert bytes(binding.header(0)) == header
+    binding.page(0)[3] ^= 1
+    assert binding.restore(0, key, checksum) is Outcome.CORRUPT
+
+
+def test_a_page_of_another_pool_is_not_restored(binding: SlotBinding) -> None:
+    checksum = binding.seal(0, binding.key(b"k" * 32))
+    stranger = binding.key(b"k" * 32)._replace(fingerprint=b"f" * 32)
+    assert binding.restore(0, stranger, checksum) is Outcome.CORRUPT

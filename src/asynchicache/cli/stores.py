@@ -17,7 +17,6 @@ from asynchicache.bench.options import option
 from asynchicache.bench.tables import facts
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.errors import ConfigError
-from asynchicache.storage.binding import sealed_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class ClearOptions:
 def verify(options: VerifyOptions, output: Output) -> Outcome:
     """Read every page; not ok if something is damaged and was not repaired."""
     with output.console.status(escape(f"reading {options.path}")):
-        report = verify_store(Path(options.path), sealed_key, repair=options.repair)
+        report = verify_store(Path(options.path), repair=options.repair)
     return Outcome(report.as_json(), _report(report), report.ok)
 
 
@@ -71,7 +70,7 @@ def _report(report: StoreReport) -> RenderableType:
         "damaged": report.corrupt,
         "repaired": report.repaired,
         "unfinished": report.unfinished,
-        "whole, but forgotten": report.orphaned,
+        "named twice": report.orphaned,
         "bytes": report.bytes,
     }
     table = facts([(name, f"{number:,}") for name, number in numbers.items()], f"pools: {len(report.pools)}")

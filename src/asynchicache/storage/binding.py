@@ -84,15 +84,8 @@ def read_header(data: bytes | bytearray | memoryview) -> PageHeader | None:
     return PageHeader(key, page_bytes, checksum)
 
 
-def sealed_key(header: memoryview, page: memoryview) -> ObjectKey | None:
-    """The page that header and page were sealed as, whichever pool it is of; None if one is damaged."""
-    found = read_header(header)
-    if found is None or _checksum(page[: found.page_bytes]) != found.checksum:
-        return None
-    return found.key
-
-
-def _checksum(page: memoryview) -> bytes:
+def page_checksum(page: memoryview) -> bytes:
+    """xxh3-64 of a page without padding, 8 bytes big-endian."""
     return xxh3_64(page).digest()  # faster here than `xxh3_64_digest`
 
 
@@ -133,21 +126,37 @@ class SlotBinding:
         """The name of this pool's page with that digest."""
         return ObjectKey(self.fingerprint, digest, self.pool, self.shard)
 
-    def seal(self, slot: int, key: ObjectKey) -> None:
+    def seal(self, slot: int, key: ObjectKey) -> bytes:
         """Write the header for the page now in `slot`.
+
+        Returns:
+            The page's checksum, for an engine that stores that and no header.
 
         Raises:
             UsageError: `key` is of another pool, shard or fingerprint.
         """
         if not self._owns(key):
             raise UsageError(f"{key.text()} is no page of pool {self.pool!r}, shard {self.shard!r}")
-        self.header(slot)[:_USED_BYTES] = self._seal_of(slot, key)
+        found = self._checksum_of(slot)
+        self.header(slot)[:_USED_BYTES] = self._header_of(key, found)
+        return found
 
     def check(self, slot: int, key: ObjectKey) -> Outcome:
         """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
-        if self._owns(key) and bytes(self.header(slot)[:_USED_BYTES]) == self._seal_of(slot, key):
-            return Outcome.HIT
+        if self._owns(key):
+            wanted = self._header_of(key, self._checksum_of(slot))
+            if bytes(self.header(slot)[:_USED_BYTES]) == wanted:
+                return Outcome.HIT
         logger.debug("slot %d for %s: %s", slot, key.text(), self._problem(slot, key))
+        return Outcome.CORRUPT
+
+    def restore(self, slot: int, key: ObjectKey, checksum: bytes) -> Outcome:
+        """HIT if the page in `slot` has the checksum that `seal` returned for `key`; its header is written
+        then, as no engine has brought one. Else CORRUPT."""
+        if self._owns(key) and self._checksum_of(slot) == checksum:
+            self.header(slot)[:_USED_BYTES] = self._header_of(key, checksum)
+            return Outcome.HIT
+        logger.debug("slot %d for %s: its bytes are not what was stored", slot, key.text())
         return Outcome.CORRUPT
 
     def identify(
@@ -158,7 +167,7 @@ class SlotBinding:
         if header[: _FIXED.size] != self._fixed:  # nearly always a slot that was never written
             return None
         found = read_header(header)
-        if found is None or (page is not None and _checksum(page[: self.page_bytes]) != found.checksum):
+        if found is None or (page is not None and page_checksum(page[: self.page_bytes]) != found.checksum):
             return None
         return self.key(found.key.digest)
 
@@ -170,9 +179,12 @@ class SlotBinding:
             and len(key.digest) == _DIGEST_BYTES
         )
 
-    def _seal_of(self, slot: int, key: ObjectKey) -> bytes:
-        """The header that the page now in `slot` would get; padding after the page is left out."""
-        sealed = self._fixed + key.digest + _checksum(self.page(slot)[: self.page_bytes])
+    def _checksum_of(self, slot: int) -> bytes:
+        """Of the page now in `slot`; padding after it is left out."""
+        return page_checksum(self.page(slot)[: self.page_bytes])
+
+    def _header_of(self, key: ObjectKey, checksum: bytes) -> bytes:
+        sealed = self._fixed + key.digest + checksum
         return sealed + xxh3_64_digest(sealed)
 
     def _problem(self, slot: int, key: ObjectKey) -> str:

@@ -95,12 +95,21 @@ class PoolBinding(Protocol):
         """
         ...
 
-    def seal(self, slot: int, key: ObjectKey) -> None:
-        """Write the header for the page now in `slot`: format, key, length, checksum (xxh3-64)."""
+    def seal(self, slot: int, key: ObjectKey) -> bytes:
+        """Write the header for the page now in `slot`: format, key, length, checksum (xxh3-64).
+
+        Returns:
+            The checksum of the page, 8 bytes.
+        """
         ...
 
     def check(self, slot: int, key: ObjectKey) -> Outcome:
         """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
+        ...
+
+    def restore(self, slot: int, key: ObjectKey, checksum: bytes) -> Outcome:
+        """For an engine that keeps what `seal` returned, and no header: HIT, and the header is written, if
+        the page now in `slot` has that checksum, else CORRUPT."""
         ...
 
     def identify(

@@ -85,10 +85,12 @@ class TearingBinding(SlotBinding):
         super().__init__(memory, fingerprint, shard)
         self.torn: set[bytes] = set()
 
-    def seal(self, slot: int, key: ObjectKey) -> None:
-        super().seal(slot, key)
-        if key.digest in self.torn:
-            self.header(slot)[0] ^= 0xFF
+    def seal(self, slot: int, key: ObjectKey) -> bytes:
+        checksum = super().seal(slot, key)
+        if key.digest not in self.torn:
+            return checksum
+        self.header(slot)[0] ^= 0xFF
+        return bytes(byte ^ 0xFF for byte in checksum)
 
 
 @dataclass(frozen=True, slots=True)
