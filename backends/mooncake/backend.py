@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,7 @@ from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredSlots
 from asynchicache.backends.mooncake.store import Client, Store
+from asynchicache.backends.mooncake.turns import LARGE_BYTES
 from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
@@ -94,7 +96,8 @@ class MooncakeBackend:
     async def _client(self) -> Client:
         options = self._options
         store = self._given if self._given is not None else await self._run(partial(join, options))
-        return Client(store, options.master_address, options.replicas)
+        large = LARGE_BYTES if options.protocol == "tcp" else math.inf
+        return Client(store, options.master_address, options.replicas, large)
 
     async def _leave(self) -> None:
         """Close the store, unless it is the caller's; no call runs any more."""

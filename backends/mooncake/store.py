@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from asynchicache.backends.mooncake.codes import Code, master_is_away, name_of
+from asynchicache.backends.mooncake.turns import Turns
 from asynchicache.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -53,12 +55,16 @@ class Client:
         store: the store.
         master: where its master listens, None if that is not known.
         replicas: copies of a page.
+        large_bytes: bytes of a read, or write, that waits while two other such are under way.
     """
 
-    def __init__(self, store: Store, master: tuple[str, int] | None, replicas: int) -> None:
+    def __init__(
+        self, store: Store, master: tuple[str, int] | None, replicas: int, large_bytes: float = math.inf
+    ) -> None:
         self.store = store
         self._master = master
         self._config = _replicate_config(replicas)
+        self._reads, self._writes = Turns(large_bytes), Turns(large_bytes)
         self._away = False
 
     def exists(self, keys: list[str]) -> list[int]:
@@ -67,12 +73,14 @@ class Client:
 
     def get(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
         """The bytes that were read into each key's buffers, or a negative code."""
-        return self._ask(keys, partial(self.store.batch_get_into_multi_buffers, keys, pointers, sizes))
+        with self._reads.taken(_total(sizes)):
+            return self._ask(keys, partial(self.store.batch_get_into_multi_buffers, keys, pointers, sizes))
 
     def put(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
         """0, or a negative code, for each key, whose object is what its buffers hold in a row."""
         put = self.store.batch_put_from_multi_buffers
-        return self._ask(keys, partial(put, keys, pointers, sizes, self._config))
+        with self._writes.taken(_total(sizes)):
+            return self._ask(keys, partial(put, keys, pointers, sizes, self._config))
 
     def remove(self, keys: list[str]) -> list[int]:
         """0, or a negative code, for each key; leases of readers do not hinder it."""
@@ -105,6 +113,10 @@ class Client:
         if away != self._away:
             logger.warning("Mooncake's master %s", "does not answer" if away else "answers again")
         self._away = away
+
+
+def _total(sizes: list[list[int]]) -> int:
+    return sum(map(sum, sizes))
 
 
 def reach(address: tuple[str, int]) -> None:
