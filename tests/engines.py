@@ -156,8 +156,9 @@ class Server:
         return self._process.wait(timeout)
 
     def pause(self) -> None:
-        """Stop it where it is: it holds its sockets and answers nothing."""
+        """Stop it where it is: it holds its sockets and answers nothing, from when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until then it answers still
 
     def resume(self) -> None:
         """Let it go on after `pause`."""
