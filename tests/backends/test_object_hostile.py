@@ -78,7 +78,8 @@ class HostileStore:
                 body = await reader.readexactly(int(sizes[0].split(":")[1]) if sizes else 0)
                 if method in self.lies and "FORMAT" not in path and self.patience:
                     self.patience -= 1
-                    writer.write(self.lies[method])
+                    # A client that does not know it sends its next request into a connection that we close.
+                    writer.write(self.lies[method].replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
                     await writer.drain()
                     break
                 writer.write(self.truth(method, path.partition("?")[0], body))
