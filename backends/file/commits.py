@@ -54,12 +54,18 @@ class Commits:
     def name(self, count: int, leaving: Sequence[int] = ()) -> Naming:
         """Stamps for so many pages that are about to be written; `leaving` will hold nothing.
 
-        One that is never committed stops the mark: what is named after it will be read after a crash.
+        One that is neither committed nor withdrawn stops the mark: what is named after it will be read after
+        a crash.
         """
         with self._lock:
             first, self._stamp = self._stamp, self._stamp + count
             self._pending.add(first)
             return Naming(first, min(self._pending), leaving)
+
+    def withdraw(self, naming: Naming) -> None:
+        """No entry names any of its pages, and none will."""
+        with self._lock:
+            self._pending.discard(naming.first)
 
     def entries(self, naming: Naming, pages: Iterable[Stored]) -> dict[int, bytes]:
         """Entries as they are stored, by slot, for all pages that `naming` is for."""
@@ -109,7 +115,7 @@ class Commits:
         try:
             entries.put(self._segments, stored)
             sync()
-        except OSError:
+        except BaseException:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.
             self.broken = True
             logger.exception("nothing is written any more until the pool is reopened")

@@ -209,9 +209,9 @@ class FileEngine:
     def _write(self, moves: Sequence[Move], batch: _Batch) -> None:
         """Write and seal pages, and make them visible."""
         batch.end(moves, Outcome.FAILED)  # until they are stored, or it is known why not
-        write = partial(self._move, self._store.segments.write, batch)
-        load = Load(write, list(self._runs(moves, batch)), partial(self._seal, moves, batch))
+        load = Load(partial(self._move, self._store.segments.write, batch), partial(self._seal, moves, batch))
         try:
+            load.runs += self._runs(moves, batch)
             first = self._store.write(load)
         except OSError as error:
             logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)

@@ -15,6 +15,8 @@ from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.storage.protocol import PoolBinding
 
+_FINGERPRINT_DIGITS = 64
+
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pool.
@@ -61,7 +63,9 @@ def parse(text: bytes, path: Path) -> Manifest:
             f"{path} is damaged: {error}; `asynchicache verify --repair` removes it"
         ) from error
     page, slot = manifest.page_bytes, manifest.slot_bytes
-    if manifest != manifest.sealed() or page < 1 or slot != round_up(page, ALIGNMENT):
+    text_of = bytes.fromhex(manifest.fingerprint).hex()
+    fits = page > 0 and slot == round_up(page, ALIGNMENT) and manifest.fingerprint == text_of
+    if not fits or len(text_of) != _FINGERPRINT_DIGITS or manifest != manifest.sealed():
         raise StorageFormatError(
             f"{path} is damaged: it does not fit together; `asynchicache verify --repair` removes it"
         )

@@ -219,6 +219,20 @@ class Segments:
     def _holding(self, slots: Iterable[int]) -> list[Segment]:
         return [self._files[number] for number in sorted({slot // self.shape.slots for slot in slots})]
 
+    def _new_file(self, number: int) -> Segment:
+        """A file whose name is durable.
+
+        Raises:
+            OSError: it is not.
+        """
+        file = self._file(number)
+        try:
+            sync_folder(self._folder)
+        except OSError:
+            file.close()
+            raise
+        return file
+
     def _file(self, number: int) -> Segment:
         path = segment_path(self._folder, number)
         return Segment(path, self.shape, read_only=self._read_only, direct=self._direct)
@@ -227,8 +241,7 @@ class Segments:
         """Up to `count` slots more in the last file, or in a new one."""
         number, place = divmod(self.slots, self.shape.slots)
         if number == len(self._files):
-            self._files.append(self._file(number))
-            sync_folder(self._folder)
+            self._files.append(self._new_file(number))
         more = min(count, self.shape.slots - place)
         if not self._files[number].grow(place + more):
             return 0

@@ -146,6 +146,8 @@ class PageStore:
             self._writer.write(load)
             self.release(leaving)
         except BaseException:
+            if not load.named:
+                self._commits.withdraw(load.naming)
             self._give_up(leaving)
             raise
         return self._publish(load.stored)

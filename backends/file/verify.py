@@ -20,7 +20,7 @@ class StoreReport:
     Attributes:
         pages: named, and whole.
         corrupt: named, but damaged or not there; and damaged names.
-        repaired: of those, forgotten.
+        repaired: of those, forgotten; and manifests that were removed.
         unfinished: named by the last writes before a crash, which left them in part; nobody was told that
             they are stored. They are forgotten when the store is opened, or repaired.
         orphaned: whole, but named twice: two calls stored one page when a crash came, and one of both is
@@ -104,7 +104,10 @@ def _manifest(store: StoreFolder, folder: Path) -> Manifest:
         StorageFormatError: it is damaged, or that of another folder.
     """
     manifest = read(folder / MANIFEST)
-    theirs = store.pool_path(manifest.pool, manifest.shard, bytes.fromhex(manifest.fingerprint))
+    try:
+        theirs = store.pool_path(manifest.pool, manifest.shard, bytes.fromhex(manifest.fingerprint))
+    except StorageError as error:
+        raise StorageFormatError(f"{folder / MANIFEST} is damaged: {error}") from error
     if theirs != folder:  # all entries would seem damaged
         raise StorageFormatError(f"{folder / MANIFEST} is damaged: it is that of {theirs}")
     return manifest

@@ -30,8 +30,8 @@ class Load:
 
     Attributes:
         move: writes a run page by page if it must, and returns the pages that were written whole.
-        runs: what is to be written.
         seal: see `Seal`.
+        runs: what is to be written.
         written: pages that were written whole.
         pages: what `seal` returned, once it is `sealed`.
         entries: that name them, by slot.
@@ -42,14 +42,14 @@ class Load:
     """
 
     move: Callable[[Run], list[Move]]
-    runs: Sequence[Run]
     seal: Seal
+    runs: list[Run] = field(default_factory=list)
     written: list[Move] = field(default_factory=list)
     pages: Mapping[int, Stored] = field(default_factory=dict)
     entries: Mapping[int, bytes] = field(default_factory=dict)
     naming: Naming = _UNNAMED
     named: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
     sealed: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -82,10 +82,10 @@ class GroupWriter:
         """Write the runs of `load`; returns when all that is written of it is durable, and named.
 
         Short ones are written on this thread, so that those of several calls are under way at once; pages
-        are sealed on it, too, while the other thread writes them.
+        are sealed on it, too, while the other thread writes the long ones.
 
         Raises:
-            OSError: it may not be.
+            OSError: it may not be. Whatever `seal` raises, and starting the thread, is raised, too.
         """
         for run in load.runs:
             if not self._is_long(run):
@@ -96,7 +96,7 @@ class GroupWriter:
         try:
             load.pages = load.seal()
             load.entries = self._commits.entries(load.naming, load.pages.values())
-        except Exception as error:  # noqa: BLE001 - raised below: its pages are being written
+        except BaseException as error:  # noqa: BLE001 - raised below: its pages are being written
             load.error = error
         finally:
             load.sealed.set()
@@ -129,9 +129,9 @@ class GroupWriter:
         for load in loads:
             load.sealed.wait()
         sealed = [load for load in loads if load.error is None]
+        stored = {move.slot: load.entries[move.slot] for load in sealed for move in load.written}
         for load in sealed:
             load.named = True
-        stored = {move.slot: load.entries[move.slot] for load in sealed for move in load.written}
         self._commits.commit([load.naming for load in sealed], stored)
 
     def _is_long(self, run: Run) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asynchicache.backends.file import shape, store
+from asynchicache.backends.file import segments, shape, store
 from asynchicache.backends.file.clear import clear_store
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
@@ -257,7 +257,7 @@ async def test_clearing_a_closed_store_removes_what_fits(tmp_path: Path) -> None
     assert clear_store(tmp_path).pools == []
 
 
-def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
+def manifest(fingerprint: str = "00" * 32, page_bytes: int = 7) -> bytes:
     return msgspec.json.encode(Manifest("kv", "", fingerprint, page_bytes, 4096).sealed())
 
 
@@ -268,6 +268,8 @@ def manifest(fingerprint: str = "00", page_bytes: int = 7) -> bytes:
         (b"{}", "pool.json is damaged: Object missing required field"),
         (b"\xff", "pool.json is damaged"),
         (manifest(fingerprint="zz"), "pool.json is damaged: non-hexadecimal"),
+        (manifest(fingerprint="00"), "damaged: it does not fit together"),
+        (manifest(fingerprint="AA" * 32), "damaged: it does not fit together"),
         (manifest(page_bytes=0), "damaged: it does not fit together"),
         (manifest(page_bytes=4097), "damaged: it does not fit together"),
         (manifest(page_bytes=7), r"holds Manifest\(.*, not Manifest\(.*remove it, or give another folder"),
@@ -359,6 +361,38 @@ async def test_a_hundred_thousand_pages_are_found_again(
         assert await there(bench, range(count)) == [*range(count)]
         some = random.Random(0).sample(range(count), 64)
         assert await bench.get(bench.keys(*some), range(64)) == [HIT] * 64
+
+
+@pytest.mark.asyncio
+async def test_memory_that_cannot_be_had_costs_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(slot: int) -> memoryview:
+        raise UsageError(f"slot {slot} is not there")
+
+    async with bench_at(tmp_path, capacity_bytes=capacity_for(8)) as bench:
+        for _ in range(8):
+            with monkeypatch.context() as broken:
+                broken.setattr(bench.binding, "page", refuse)
+                with pytest.raises(UsageError, match="is not there"):
+                    await bench.engine.put(bench.keys(20, 21), [0, 1])
+        await fill(bench, range(8))
+        assert await there(bench, range(8)) == [*range(8)]
+
+
+@pytest.mark.asyncio
+async def test_a_file_whose_name_is_not_durable_takes_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(24, "too many open files")
+
+    async with bench_at(tmp_path) as bench:
+        with monkeypatch.context() as broken:
+            broken.setattr(segments, "sync_folder", refuse)
+            for _ in range(2):
+                assert await bench.put(bench.keys(1), [0]) == [FAILED]
+        assert await bench.put(bench.keys(1), [0]) == [STORED]
 
 
 @pytest.mark.asyncio

@@ -15,7 +15,7 @@ from asynchicache.backends.file import shape
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.verify import StoreReport, verify_store
-from asynchicache.errors import StorageFormatError
+from asynchicache.errors import StorageFormatError, UsageError
 from asynchicache.testing.backends import Bench, fingerprint_of
 from asynchicache.types import Outcome
 from storage.file_stores import SLOT_BYTES, SLOTS_AT, backend_at, bench_at, open_bench, pages_file
@@ -230,3 +230,19 @@ async def test_the_manifest_of_another_pool_costs_no_page(tmp_path: Path) -> Non
     async with bench_at(tmp_path) as bench:
         assert await bench.get(bench.keys(0), [0]) == [HIT]
     assert (verified(tmp_path).pages, verified(tmp_path).problems) == (2, [])
+
+
+@pytest.mark.asyncio
+async def test_a_put_that_was_refused_does_not_stop_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench_at(tmp_path / "open") as bench:
+        with pytest.raises(UsageError, match="is no page of pool"):
+            await bench.engine.put([bench.keys(9)[0]._replace(fingerprint=b"f" * 32)], [0])
+        for number in range(4):
+            await bench.put(bench.keys(number), [0])
+        shutil.copytree(tmp_path / "open", tmp_path / "crashed")
+    read = slots_read(monkeypatch)
+    async with bench_at(tmp_path / "crashed") as bench:
+        assert len(read) == 1
+        assert await hits(bench, 4) == [True] * 4

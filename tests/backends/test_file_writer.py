@@ -80,7 +80,7 @@ class Pool:
         memory[:] = bytes([slot]) * SLOT_BYTES
         run = Run([Move(slot, 0)], [memory])
         page = Stored(bytes([slot]) * 32, slot, bytes(8))
-        load = Load(move or self._move, [run], seal or (lambda: {slot: page}), naming=self.commits.name(1))
+        load = Load(move or self._move, seal or (lambda: {slot: page}), [run], naming=self.commits.name(1))
         ended = self._threads.submit(self.writer.write, load)
         assert self.crank.submitted.acquire(timeout=10)
         return ended
@@ -255,13 +255,16 @@ def test_pages_are_written_before_they_are_sealed_and_named_after(pool: Pool) ->
     assert pool.held() == b"\1"
 
 
-def test_a_call_whose_pages_cannot_be_sealed_fails_alone_and_names_nothing(pool: Pool) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_call_whose_pages_cannot_be_sealed_fails_alone_and_names_nothing(
+    pool: Pool, error: type[BaseException]
+) -> None:
     def fail() -> dict[int, Stored]:
-        raise ZeroDivisionError
+        raise error
 
     calls = [pool.put(1, seal=fail), pool.put(2)]
     pool.run_dry()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         calls[0].result(timeout=10)
     calls[1].result(timeout=10)
     assert pool.held() == b"\2"

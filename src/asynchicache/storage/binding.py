@@ -1,4 +1,4 @@
-"""A pool's host slots as an engine sees them, and the header that every stored page carries.
+"""A pool's host slots as an engine sees them, and the header that a stored page carries.
 
 The header names what the page is and seals its bytes, so that storage may lose, tear, swap or
 damage pages, and the worst that follows is a miss.

@@ -22,7 +22,7 @@ class Capabilities:
 
     Attributes:
         durable: STORED means that the page survives the end of this process.
-        checks: the engine calls `binding.check` in its own thread hop; else the core does.
+        checks: the engine calls `binding.check`, or `restore`, in its own thread hop; else the core does.
         shared: other processes may read and write the same pages.
         batch_pages: most pages of one `get` or `put` that it handles well.
         batch_keys: the same of one `exists` or `delete`, which moves no pages.
