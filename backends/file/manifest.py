@@ -15,7 +15,7 @@ from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.storage.protocol import PoolBinding
 
-_FINGERPRINT_DIGITS = 64
+_FINGERPRINT_BYTES = 32
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,19 +57,19 @@ def parse(text: bytes, path: Path) -> Manifest:
     """
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
-        bytes.fromhex(manifest.fingerprint)
+        fingerprint = bytes.fromhex(manifest.fingerprint)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise StorageFormatError(
-            f"{path} is damaged: {error}; `asynchicache verify --repair` removes it"
-        ) from error
-    page, slot = manifest.page_bytes, manifest.slot_bytes
-    text_of = bytes.fromhex(manifest.fingerprint).hex()
-    fits = page > 0 and slot == round_up(page, ALIGNMENT) and manifest.fingerprint == text_of
-    if not fits or len(text_of) != _FINGERPRINT_DIGITS or manifest != manifest.sealed():
-        raise StorageFormatError(
-            f"{path} is damaged: it does not fit together; `asynchicache verify --repair` removes it"
-        )
+        raise _damaged(path, str(error)) from error
+    whole = manifest == manifest.sealed()
+    named = len(fingerprint) == _FINGERPRINT_BYTES and manifest.fingerprint == fingerprint.hex()
+    sized = manifest.page_bytes > 0 and manifest.slot_bytes == round_up(manifest.page_bytes, ALIGNMENT)
+    if not (whole and named and sized):
+        raise _damaged(path, "it does not fit together")
     return manifest
+
+
+def _damaged(path: Path, why: str) -> StorageFormatError:
+    return StorageFormatError(f"{path} is damaged: {why}; `asynchicache verify --repair` removes it")
 
 
 def read(path: Path) -> Manifest:

@@ -31,13 +31,14 @@ class Load:
     Attributes:
         move: writes a run page by page if it must, and returns the pages that were written whole.
         seal: see `Seal`.
-        runs: what is to be written.
+        runs: what is still to be written.
         written: pages that were written whole.
-        pages: what `seal` returned, once it is `sealed`.
+        pages: what `seal` returned.
         entries: that name them, by slot.
         naming: of the pages.
         named: an entry may name what was written, whatever has failed.
         error: why the pages are not durable.
+        sealed: set once `seal` has ended.
         ended: set once they are, or cannot be.
     """
 
@@ -87,8 +88,11 @@ class GroupWriter:
         Raises:
             OSError: it may not be. Whatever `seal` raises, and starting the thread, is raised, too.
         """
-        for run in load.runs:
-            if not self._is_long(run):
+        runs, load.runs = load.runs, []
+        for run in runs:
+            if self._segments.is_long(len(run.moves)):
+                load.runs.append(run)
+            else:
                 load.write(run)
         with self._lock:  # which the thread waits for; a call that it could not be told of is not written
             self._worker.submit(self._serve)
@@ -120,9 +124,8 @@ class GroupWriter:
             load.ended.set()
 
     def _carry_out(self, loads: Sequence[Load]) -> None:
-        owners = {id(run): load for load in loads for run in load.runs if self._is_long(run)}
-        long = [run for load in loads for run in load.runs if id(run) in owners]
-        for group in joined(long, self._segments.most_slots):
+        owners = {id(run): load for load in loads for run in load.runs}
+        for group in joined((run for load in loads for run in load.runs), self._segments.most_slots):
             whole = len(group) > 1 and self._at_once(group)
             for run in group:
                 _write(owners[id(run)], run, whole=whole)
@@ -133,9 +136,6 @@ class GroupWriter:
         for load in sealed:
             load.named = True
         self._commits.commit([load.naming for load in sealed], stored)
-
-    def _is_long(self, run: Run) -> bool:
-        return self._segments.is_long(len(run.moves))
 
     def _at_once(self, group: Sequence[Run]) -> bool:
         """Whether runs of several calls were written in one; if not, each of them goes by itself."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asynchicache.backends.file import segments, shape, store
+from asynchicache.backends.file import shape
 from asynchicache.backends.file.clear import clear_store
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
-from asynchicache.testing.backends import Bench, fingerprint_of
+from asynchicache.testing.backends import fingerprint_of
 from asynchicache.types import Outcome
 from storage.file_stores import (
     SLOT_BYTES,
@@ -24,10 +24,12 @@ from storage.file_stores import (
     backend_at,
     bench_at,
     capacity_for,
+    fill,
     open_bench,
     pages_file,
     pool_bytes,
     size_of,
+    there,
 )
 
 HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FAILED
@@ -40,12 +42,6 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape, "_CACHE_PAGE", 4096)
 
 
-async def fill(bench: Bench, numbers: Sequence[int]) -> None:
-    for start in range(0, len(numbers), 32):
-        some = numbers[start : start + 32]
-        await bench.put(bench.keys(*some), range(len(some)))
-
-
 def names_below(folder: Path) -> list[str]:
     """Files in the folders of pools."""
     return sorted(path.name for path in folder.glob("*/*"))
@@ -55,11 +51,6 @@ def file_of(folder: Path, name: str) -> Path:
     """The one file of that name in a pool's folder."""
     (found,) = folder.glob(f"*/{name}")
     return found
-
-
-async def there(bench: Bench, numbers: Sequence[int]) -> list[int]:
-    found = await bench.engine.exists(bench.keys(*numbers))
-    return [number for number, bit in zip(numbers, found, strict=True) if bit]
 
 
 @pytest.mark.asyncio
@@ -361,50 +352,3 @@ async def test_a_hundred_thousand_pages_are_found_again(
         assert await there(bench, range(count)) == [*range(count)]
         some = random.Random(0).sample(range(count), 64)
         assert await bench.get(bench.keys(*some), range(64)) == [HIT] * 64
-
-
-@pytest.mark.asyncio
-async def test_memory_that_cannot_be_had_costs_no_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(slot: int) -> memoryview:
-        raise UsageError(f"slot {slot} is not there")
-
-    async with bench_at(tmp_path, capacity_bytes=capacity_for(8)) as bench:
-        for _ in range(8):
-            with monkeypatch.context() as broken:
-                broken.setattr(bench.binding, "page", refuse)
-                with pytest.raises(UsageError, match="is not there"):
-                    await bench.engine.put(bench.keys(20, 21), [0, 1])
-        await fill(bench, range(8))
-        assert await there(bench, range(8)) == [*range(8)]
-
-
-@pytest.mark.asyncio
-async def test_a_file_whose_name_is_not_durable_takes_no_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(folder: Path) -> None:
-        raise OSError(24, "too many open files")
-
-    async with bench_at(tmp_path) as bench:
-        with monkeypatch.context() as broken:
-            broken.setattr(segments, "sync_folder", refuse)
-            for _ in range(2):
-                assert await bench.put(bench.keys(1), [0]) == [FAILED]
-        assert await bench.put(bench.keys(1), [0]) == [STORED]
-
-
-@pytest.mark.asyncio
-async def test_slots_freed_ahead_come_back_when_a_put_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "_AHEAD", 4)
-    async with bench_at(tmp_path, capacity_bytes=capacity_for(8)) as bench:
-        await fill(bench, range(12))  # full, and evicting
-        foreign = [key._replace(fingerprint=b"f" * 32) for key in bench.keys(20, 21)]
-        for _ in range(8):
-            with pytest.raises(UsageError, match="is no page of pool"):
-                await bench.engine.put(foreign, [0, 1])
-        await fill(bench, range(30, 38))
-        assert await there(bench, range(30, 38)) == [*range(30, 38)]

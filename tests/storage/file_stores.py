@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -46,6 +46,19 @@ async def bench_at(path: Path | str, *, slots: int = 64, **options: object) -> A
     """One pool of the file backend over a folder; closed in the end."""
     async with backend_at(path, **options) as backend:
         yield await open_bench(backend, slots=slots)
+
+
+async def fill(bench: Bench, numbers: Sequence[int]) -> None:
+    """Put the pages of these numbers."""
+    for start in range(0, len(numbers), 32):
+        some = numbers[start : start + 32]
+        await bench.put(bench.keys(*some), range(len(some)))
+
+
+async def there(bench: Bench, numbers: Sequence[int]) -> list[int]:
+    """Those of the numbers whose pages are there."""
+    found = await bench.engine.exists(bench.keys(*numbers))
+    return [number for number, bit in zip(numbers, found, strict=True) if bit]
 
 
 def pages_file(path: Path) -> Path:
