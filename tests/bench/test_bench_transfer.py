@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from asynchicache.bench.copy_rig import CopyRig
 from asynchicache.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
 from asynchicache.bench.overlap import SHARES, OverlapOptions, _Runner, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
@@ -24,6 +25,7 @@ from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PlanCopies
 from asynchicache.transfer.paths import CopyPath
+from asynchicache.transfer.plan import CacheOperation
 
 SMALL = {"row_mib": 1, "rounds": 1}
 
@@ -45,6 +47,39 @@ async def test_every_pool_and_layout_has_a_row_each_way() -> None:
     runs = {(row["pool"], row["layout"]): row["run_bytes"] for row in result["rows"]}
     assert runs["mla", "page_first"] == 1152
     assert runs["mla", "page_first_direct"] == 64 * 1152
+
+
+@pytest.mark.asyncio
+async def test_medians_of_rounds_count_and_both_sides_take_turns_in_coming_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    ours, limits = (
+        iter([9.0, 1.0, 2.0, 8.0] * 6),
+        iter([9.0, 2.0, 2.0, 4.0] * 6),
+    )  # seconds, the warming round first
+
+    async def seconds(rig: CopyRig, operation: CacheOperation) -> float:
+        order.append("ours")
+        await copy(rig, operation)
+        return next(ours)
+
+    async def seconds_on_stream(rig: CopyRig, work: object) -> float:
+        order.append("limit")
+        return next(limits)
+
+    copy = CopyRig.seconds
+    monkeypatch.setattr(CopyRig, "seconds", seconds)
+    monkeypatch.setattr(CopyRig, "seconds_on_stream", seconds_on_stream)
+    report = await run_transfer(TransferOptions(row_mib=1, rounds=3, pool="swa"), _ignore)
+
+    row = report.rows[0]
+    nbytes = 4 * row.page_bytes  # a MiB of them
+    assert row.gb_s == pytest.approx(nbytes / 2.0 / 1e9)
+    assert row.limit_gb_s == pytest.approx(nbytes / 2.0 / 1e9)
+    assert row.ratio == pytest.approx(1.0)  # of 2.0, 1.0 and 0.5
+    assert order[:8] == ["ours", "limit", "limit", "ours"] * 2
+    assert report.ok
 
 
 @pytest.mark.asyncio

@@ -36,7 +36,7 @@ class OverlapOptions:
     device: str = option("cpu", "cpu, cuda or cuda:N")
     layers: int = option(32, "layers of the model", minimum=2)
     layer_mib: int = option(32, "MiB that are loaded for a layer", minimum=1)
-    rounds: int = option(15, "rounds, of which the median counts", minimum=1)
+    rounds: int = option(30, "rounds, of which the median counts", minimum=1)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 
 import torch
 from rich.console import RenderableType
@@ -60,7 +61,7 @@ class TransferOptions:
     path: str = option(AUTO, "how to copy; auto measures", choices=[AUTO, *(path.value for path in CopyPath)])
     pool: str = option(ALL, "whose pages to copy", choices=[ALL, *POOLS])
     row_mib: int = option(256, "MiB that a row moves at a time", minimum=1)
-    rounds: int = option(20, "rounds, of which the fastest counts", minimum=1)
+    rounds: int = option(40, "rounds, of which the median counts", minimum=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -75,8 +76,8 @@ class TransferRow:
         page_bytes: of one slot, all tensors and layers.
         run_bytes: contiguous on both sides, on average.
         path: how the pages were copied.
-        gb_s, limit_gb_s: 10^9 bytes a second, of the engine, and of one plain copy of as many bytes.
-        ratio: of both.
+        gb_s, limit_gb_s: 10^9 bytes a second, of the engine, and of one plain copy of as many bytes; medians.
+        ratio: of both in a round; the median.
     """
 
     direction: str
@@ -197,12 +198,14 @@ async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, rounds: int
     plain, nbytes = _plain_copy(rig, direction)
     before = rig.engine.statistics().paths[case.pool.name]
     ours, limits = [], []
-    for _ in range(rounds + 1):  # the first round warms up
+    for number in range(rounds + 1):  # the first round warms up
+        if number % 2:  # they take turns in coming first
+            limits.append(await rig.seconds_on_stream(plain))
         ours.append(await rig.seconds(operation))
-        limits.append(await rig.seconds_on_stream(plain))
+        if not number % 2:
+            limits.append(await rig.seconds_on_stream(plain))
     after = rig.engine.statistics().paths[case.pool.name]
-    # As STREAM counts bandwidth: what else the machine does can only slow a round down.
-    mine, limit = nbytes / min(ours[1:]) / 1e9, nbytes / min(limits[1:]) / 1e9
+    mine, limit = _rates(nbytes, ours[1:]), _rates(nbytes, limits[1:])
     return TransferRow(
         direction.value,
         case.layout.value,
@@ -210,10 +213,15 @@ async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, rounds: int
         case.pool.slot_bytes(case.page_size),
         case.run_bytes,
         next(path.value for path in CopyPath if after[path] > before[path]),
-        mine,
-        limit,
-        mine / limit,
+        median(mine),
+        median(limit),
+        median(one / other for one, other in zip(mine, limit, strict=True)),
     )
+
+
+def _rates(nbytes: int, seconds: Sequence[float]) -> list[float]:
+    """10^9 bytes a second."""
+    return [nbytes / one / 1e9 for one in seconds]
 
 
 def _plain_copy(rig: CopyRig, direction: Direction) -> tuple[Callable[[], object], int]:
