@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asynchicache.backends.file import entries
+from asynchicache.backends.file.entries import Block
 from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.segments import Segments
 
@@ -71,18 +72,21 @@ class Commits:
         """Entries as they are stored, by slot, for all pages that `naming` is for."""
         return entries.packed(pages, naming.first, naming.mark, self._segments.identity)
 
-    def commit(self, namings: Sequence[Naming], stored: Mapping[int, bytes]) -> None:
+    def blocks(self, naming: Naming, stored: Mapping[int, bytes]) -> list[Block]:
+        """What `commit` writes if `stored` are the entries, by slot, of the pages that were written."""
+        return self._blocks({**stored, **entries.empty(naming.leaving)})
+
+    def commit(self, namings: Sequence[Naming], blocks: Sequence[Block]) -> None:
         """Return when pages, which were written, and their entries are durable.
 
         Args:
             namings: of the pages.
-            stored: their entries by slot, those of pages that were written whole.
+            blocks: of each of them, from `blocks`.
 
         Raises:
             OSError: they may not be, and no later commit will be.
         """
-        leaving = entries.empty(slot for naming in namings for slot in naming.leaving)
-        self._commit({**stored, **leaving}, partial(self._segments.sync, {*stored, *leaving}))
+        self._commit(blocks, partial(self._segments.sync, [block.slot for block in blocks]))
         with self._lock:
             self._pending.difference_update(naming.first for naming in namings)
 
@@ -93,7 +97,7 @@ class Commits:
             OSError: they may hold what they held, and no later commit will be durable.
         """
         with self._segments.barrier(slots) as sync:
-            self._commit(entries.empty(slots), sync)
+            self._commit(self._blocks(entries.empty(slots)), sync)
 
     def vouch(self, pages: Sequence[Stored]) -> None:
         """Name pages anew, the least recently used first, and say that all are durable.
@@ -105,15 +109,19 @@ class Commits:
         """
         first, self._stamp = self._stamp, self._stamp + len(pages)
         with self._segments.barrier(page.slot for page in pages) as sync:
-            entries.put(self._segments, entries.packed(pages, first, self._stamp, self._segments.identity))
+            named = entries.packed(pages, first, self._stamp, self._segments.identity)
+            entries.put(self._segments, self._blocks(named))
             sync()
 
-    def _commit(self, stored: Mapping[int, bytes], sync: Callable[[], None]) -> None:
-        if not stored:
+    def _blocks(self, stored: Mapping[int, bytes]) -> list[Block]:
+        return entries.blocks(stored, self._segments.shape.slots)
+
+    def _commit(self, blocks: Sequence[Block], sync: Callable[[], None]) -> None:
+        if not blocks:
             return
         self._check()
         try:
-            entries.put(self._segments, stored)
+            entries.put(self._segments, blocks)
             sync()
         except BaseException:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.

@@ -55,6 +55,13 @@ class Entries(NamedTuple):
     stamp: int
 
 
+class Block(NamedTuple):
+    """Entries of neighbouring slots of one file, as they are stored; `slot` is the first."""
+
+    slot: int
+    data: bytes
+
+
 def load(segments: Segments) -> Entries:
     """Read all entries, and no page.
 
@@ -91,14 +98,19 @@ def empty(slots: Iterable[int]) -> dict[int, bytes]:
     return dict.fromkeys(slots, bytes(ENTRY_BYTES))
 
 
-def put(segments: Segments, stored: Mapping[int, bytes]) -> None:
-    """Write entries by their slots, neighbours in one call; durable after a `Segments.barrier`.
+def blocks(stored: Mapping[int, bytes], file_slots: int) -> list[Block]:
+    """Entries by slot, those of neighbours together."""
+    return list(_gathered((Block(slot, data) for slot, data in stored.items()), file_slots))
+
+
+def put(segments: Segments, blocks: Iterable[Block]) -> None:
+    """Write entries, neighbours in one call; durable after a `Segments.barrier`.
 
     Raises:
         OSError: some may not be written.
     """
-    for run in _runs(sorted(stored), segments.shape.slots):
-        segments.write_entries(run[0], b"".join(stored[slot] for slot in run))
+    for block in _gathered(blocks, segments.shape.slots):
+        segments.write_entries(block.slot, block.data)
 
 
 def _used(data: memoryview) -> list[int]:
@@ -120,13 +132,19 @@ def _packed(entry: Entry, identity: bytes) -> bytes:
     return fixed + xxh3_64_digest(fixed + identity, entry.slot)
 
 
-def _runs(slots: Sequence[int], file_slots: int) -> Iterator[list[int]]:
-    """Ascending slots, cut where one does not follow, and where a file ends."""
-    run: list[int] = []
-    for slot in slots:
-        if run and (slot != run[-1] + 1 or slot % file_slots == 0):
-            yield run
+def _gathered(blocks: Iterable[Block], file_slots: int) -> Iterator[Block]:
+    """Blocks in ascending order, cut where one does not follow, and where a file ends."""
+    run: list[Block] = []
+    following = 0
+    for block in sorted(blocks):
+        if run and (block.slot != following or following % file_slots == 0):
+            yield _as_one(run)
             run = []
-        run.append(slot)
+        run.append(block)
+        following = block.slot + len(block.data) // ENTRY_BYTES
     if run:
-        yield run
+        yield _as_one(run)
+
+
+def _as_one(run: Sequence[Block]) -> Block:
+    return run[0] if len(run) == 1 else Block(run[0].slot, b"".join(block.data for block in run))

@@ -19,7 +19,7 @@ from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.errors import StorageFormatError
 
 _MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
-_MOST_BYTES = 64 << 20  # longer calls gain nothing, and Linux moves 2 GiB at most
+_MOST_BYTES = 32 << 20  # half of what calls write at once: the disk has one half, the other one gets ready
 _LONG_BYTES = 8 << 20
 _LONG_READS = 2
 _FIRST_BYTES = 1 << 20

@@ -140,6 +140,6 @@ def _check_pages(manifest: Manifest, segments: Segments, report: StoreReport, *,
     report.problems += [f"{manifest.pool}: {problem}" for problem in problems]
     if repair:
         with segments.barrier(lost) as sync:
-            entries.put(segments, entries.empty(lost))
+            entries.put(segments, entries.blocks(entries.empty(lost), segments.shape.slots))
             sync()
         report.repaired += len(problems)

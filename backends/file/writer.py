@@ -1,9 +1,10 @@
 """One thread of a pool that writes to its files what calls have ready, and makes it durable together.
 
 A disk is fast while it has much to do at once, and each barrier is a pause for it. So the thread takes
-everything that has queued up since it looked last, writes it, and ends with one barrier; meanwhile other
-threads compute the checksums, which entries need and pages do not. This is group commit (DeWitt et al.,
-"Implementation Techniques for Main Memory Database Systems", 1984).
+what has queued up since it looked last, up to half of what calls have under way at most, writes it, and
+ends with one barrier; meanwhile other threads compute the checksums, which entries need and pages do not,
+and make the other half ready. This is group commit (DeWitt et al., "Implementation Techniques for Main
+Memory Database Systems", 1984).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from asynchicache.backends.file.commits import Commits, Naming
+from asynchicache.backends.file.entries import Block
 from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run, joined
 from asynchicache.backends.file.segments import Segments
@@ -35,6 +38,7 @@ class Load:
         written: pages that were written whole.
         pages: what `seal` returned.
         entries: that name them, by slot.
+        blocks: what is written for them if all pages are.
         naming: of the pages.
         named: an entry may name what was written, whatever has failed.
         error: why the pages are not durable.
@@ -48,6 +52,7 @@ class Load:
     written: list[Move] = field(default_factory=list)
     pages: Mapping[int, Stored] = field(default_factory=dict)
     entries: Mapping[int, bytes] = field(default_factory=dict)
+    blocks: Sequence[Block] = ()
     naming: Naming = _UNNAMED
     named: bool = False
     error: BaseException | None = None
@@ -100,6 +105,7 @@ class GroupWriter:
         try:
             load.pages = load.seal()
             load.entries = self._commits.entries(load.naming, load.pages.values())
+            load.blocks = self._commits.blocks(load.naming, load.entries)
         except BaseException as error:  # noqa: BLE001 - raised below: its pages are being written
             load.error = error
         finally:
@@ -113,8 +119,7 @@ class GroupWriter:
         self._worker.close()
 
     def _serve(self) -> None:
-        with self._lock:
-            loads, self._queue = self._queue, []
+        loads = self._taken()
         try:
             self._carry_out(loads)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: their callers raise it
@@ -122,6 +127,14 @@ class GroupWriter:
                 load.error = load.error or error
         for load in loads:
             load.ended.set()
+
+    def _taken(self) -> list[Load]:
+        """What is written next: the first in the queue, and as many more as fit."""
+        with self._lock:
+            pages = accumulate(sum(len(run.moves) for run in load.runs) for load in self._queue)
+            count = max(1, sum(total <= self._segments.most_slots for total in pages))
+            loads, self._queue = self._queue[:count], self._queue[count:]
+            return loads
 
     def _carry_out(self, loads: Sequence[Load]) -> None:
         owners = {id(run): load for load in loads for run in load.runs}
@@ -132,10 +145,17 @@ class GroupWriter:
         for load in loads:
             load.sealed.wait()
         sealed = [load for load in loads if load.error is None]
-        stored = {move.slot: load.entries[move.slot] for load in sealed for move in load.written}
+        blocks = [block for load in sealed for block in self._blocks(load)]
         for load in sealed:
             load.named = True
-        self._commits.commit([load.naming for load in sealed], stored)
+        self._commits.commit([load.naming for load in sealed], blocks)
+
+    def _blocks(self, load: Load) -> Sequence[Block]:
+        if len(load.written) == len(load.entries):
+            return load.blocks
+        return self._commits.blocks(
+            load.naming, {move.slot: load.entries[move.slot] for move in load.written}
+        )
 
     def _at_once(self, group: Sequence[Run]) -> bool:
         """Whether runs of several calls were written in one; if not, each of them goes by itself."""

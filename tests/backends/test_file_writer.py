@@ -19,6 +19,7 @@ from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run
 from asynchicache.backends.file.segments import Segments
+from asynchicache.backends.file.shape import ENTRY_BYTES
 from asynchicache.backends.file.writer import GroupWriter, Load
 from storage.file_stores import SLOT_BYTES
 
@@ -147,6 +148,47 @@ def test_what_has_queued_up_shares_a_barrier_and_neighbours_a_write(pool: Pool) 
     last.result(timeout=10)
     assert pool.log == [(1, 2), (4, 1), "barrier", (3, 1), "barrier"]
     assert pool.held() == b"\1\2\3\4"
+
+
+@pytest.mark.parametrize(("most", "groups"), [(2, [(1, 2), (3, 1)]), (0, [(1, 1), (2, 1), (3, 1)])])
+def test_one_turn_takes_what_fits_and_one_call_at_least(
+    pool: Pool, most: int, groups: list[tuple[int, int]]
+) -> None:
+    pool.segments.most_slots = most
+    calls = [pool.put(slot) for slot in (1, 2, 3)]
+    for number in range(len(groups)):
+        pool.crank.turn()
+        assert pool.log == [step for group in groups[: number + 1] for step in (group, "barrier")]
+    for call in calls:
+        call.result(timeout=10)
+    pool.run_dry()
+    assert pool.held() == b"\1\2\3"
+
+
+def test_entries_of_neighbours_are_one_write_whichever_call_they_are_of(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+    write = pool.segments.write_entries
+    monkeypatch.setattr(
+        pool.segments,
+        "write_entries",
+        lambda slot, data: written.append((slot, len(data) // ENTRY_BYTES)) or write(slot, data),
+    )
+    calls = [pool.put(slot) for slot in (2, 4, 1)]
+    pool.run_dry()
+    for call in calls:
+        call.result(timeout=10)
+    assert written == [(1, 2), (4, 1)]
+
+
+def test_entries_of_two_files_are_two_writes() -> None:
+    stored = {slot: bytes([slot]) * ENTRY_BYTES for slot in (65, 63, 64, 7)}
+    assert entries.blocks(stored, 64) == [
+        (7, stored[7]),
+        (63, stored[63]),
+        (64, stored[64] + stored[65]),
+    ]
 
 
 @pytest.mark.parametrize("most", [1, None])
