@@ -22,7 +22,7 @@ class StorageBenchOptions:
 
     engine: str = flags.option("file", "storage engine")
     page_bytes: int = flags.option(1 << 20, "bytes of a page, a multiple of 4,096", minimum=ALIGNMENT)
-    pages: int = flags.option(256, "pages that are written and read", minimum=1)
+    pages: int = flags.option(512, "pages that are written and read", minimum=1)
     batch_bytes: int = flags.option(16 << 20, "bytes of the pages of one call", minimum=1)
     depth: int = flags.option(4, "calls in flight", minimum=1)
     rounds: int = flags.option(25, "measured rounds, after one that warms up", minimum=1)
