@@ -15,6 +15,7 @@ from rich.table import Table
 from asynchicache.bench.copy_rig import CopyRig, open_rig
 from asynchicache.bench.cores import on_core, one_torch_thread, single_threaded, two_cores
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.rounds import rotated
 from asynchicache.bench.tables import add_figures
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.base import Stream
@@ -160,7 +161,7 @@ class _Runner:
         orders = (self._layerwise, self._serial, self._forward, self._load, self._together)
         seconds: list[list[float]] = [[] for _ in orders]
         for turn in range(rounds + 1):
-            for which in _rotated(len(orders), turn):
+            for which in rotated(range(len(orders)), turn):
                 await self._rig.seconds_on_stream(self._pages[:, :, 0].zero_)  # what `_see` is to find there
                 seconds[which].append(await self._timed(partial(orders[which], repeats)))
         layerwise, serial, compute, transfer, together = (median(times[1:]) * 1e3 for times in seconds)
@@ -235,12 +236,6 @@ class _Runner:
 
     async def _end(self) -> None:
         await self._rig.port.run_blocking(partial(_reach_end, self._rig, self._compute))
-
-
-def _rotated(number: int, turn: int) -> list[int]:
-    """All of `number`, from another one on each turn: none always comes after the same, or at an interval at
-    which the machine does something else."""
-    return [(turn + which) % number for which in range(number)]
 
 
 def _reach_end(rig: CopyRig, stream: Stream) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -14,6 +15,7 @@ from rich.table import Table
 from asynchicache.bench.copy_rig import CopyRig, open_rig
 from asynchicache.bench.cores import one_torch_thread
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.rounds import rotated
 from asynchicache.bench.tables import add_figures
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.pools.slabs import Slab
@@ -197,13 +199,15 @@ async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, rounds: int
     direction = operation.direction
     plain, nbytes = _plain_copy(rig, direction)
     before = rig.engine.statistics().paths[case.pool.name]
-    ours, limits = [], []
+    ours: list[float] = []
+    limits: list[float] = []
+    sides = [
+        (ours, partial(rig.seconds, operation)),
+        (limits, partial(rig.seconds_on_stream, plain)),
+    ]
     for number in range(rounds + 1):  # the first round warms up
-        if number % 2:  # they take turns in coming first
-            limits.append(await rig.seconds_on_stream(plain))
-        ours.append(await rig.seconds(operation))
-        if not number % 2:
-            limits.append(await rig.seconds_on_stream(plain))
+        for seconds, move in rotated(sides, number):
+            seconds.append(await move())
     after = rig.engine.statistics().paths[case.pool.name]
     mine, limit = _rates(nbytes, ours[1:]), _rates(nbytes, limits[1:])
     return TransferRow(

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from asynchicache.bench.rounds import rotated
 from asynchicache.bench.storage.controller import open_controller_bench
 from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
 from asynchicache.bench.storage.options import StorageBenchOptions
@@ -167,8 +168,7 @@ async def _round(bench: Bench, *, measured: bool) -> None:
 def _moves(bench: Bench) -> list[tuple[str, Move]]:
     """What a round does; engine and limits take turns in going first."""
     sides: list[tuple[str, Bench | Limit]] = [("engine", bench), *bench.limits.items()]
-    first = bench.round % len(sides)
-    sides = [*sides[first:], *sides[:first]]
+    sides = rotated(sides, bench.round)
     puts: list[tuple[str, Move]] = [(f"{side} put", mover.put) for side, mover in sides]
     gets: list[tuple[str, Move]] = [(f"{side} get", mover.get) for side, mover in sides]
     scattered = [(f"{name} scattered", move) for name, move in gets if name in ("engine get", "limit get")]
