@@ -13,7 +13,7 @@ import pytest
 from asynchicache.backends.file import open_backend
 from asynchicache.bench.storage import run
 from asynchicache.bench.storage.controller import open_controller_bench
-from asynchicache.bench.storage.file import neighbours, open_limit
+from asynchicache.bench.storage.file import engine_options, neighbours, open_limit
 from asynchicache.bench.storage.limits import Setup
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
@@ -22,6 +22,7 @@ from asynchicache.bench.storage.run import run_storage
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.ports import AsyncioPort
+from asynchicache.types import Outcome
 from engines import module
 from storage.redis_servers import RedisServer
 
@@ -145,28 +146,42 @@ def test_wrong_bytes_are_counted() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_raw_file_brings_pages_back(tmp_path: Path) -> None:
-    pages = BenchPages(8192, 6, seed=2)
+async def test_the_raw_file_is_the_stores_own(tmp_path: Path) -> None:
+    """What it writes lies where the pool's first pages did, in one file or more, and it reads it back."""
+    pages = BenchPages(1 << 20, 6, seed=2)
     port = AsyncioPort(threads=1)
-    limit = await open_limit(Setup(8192, 6, pages.memory, {}, tmp_path, port))
+    backend = open_backend(engine_options({}, tmp_path), port)
+    engine = await backend.open_pool(pages.binding)
+    keys = pages.keys(0, range(6))
+    assert await engine.put(keys, range(6)) == [Outcome.STORED] * 6
+    pages.memory(3)[:8] = b"the raw "
+    limit = await open_limit(Setup(1 << 20, 6, pages.memory, {}, tmp_path, port, pages.pool))
     try:
-        await limit.put([0, 1, 2, 3, 4, 5])
+        await limit.put([3])
         pages.erase()
+        assert await engine.get(keys, range(6)) == [*[Outcome.HIT] * 3, Outcome.CORRUPT, *[Outcome.HIT] * 2]
         await limit.get([5, 0, 1, 3])
-        assert pages.wrong() == 2
-        await limit.get([2, 4])
-        assert pages.wrong() == 0
+        assert bytes(pages.memory(3)[:8]) == b"the raw "
+        assert pages.wrong() == 1
     finally:
         await limit.aclose()
+        await backend.aclose()
         await port.aclose()
 
 
 @pytest.mark.parametrize(
     ("indices", "runs"),
-    [([], []), ([3], [[3]]), ([0, 1, 2, 5, 7, 8], [[0, 1, 2], [5], [7, 8]])],
+    [
+        ([], []),
+        ([3], [[3]]),
+        ([0, 1, 2, 5, 7, 8], [[0, 1, 2], [5], [7, 8]]),
+        ([8, 9, 10, 11], [[8, 9], [10, 11]]),
+    ],
 )
-def test_neighbours_go_in_one_call(indices: Sequence[int], runs: list[list[int]]) -> None:
-    assert list(neighbours(indices)) == runs
+def test_neighbours_in_a_file_of_ten_slots_go_in_one_call(
+    indices: Sequence[int], runs: list[list[int]]
+) -> None:
+    assert list(neighbours(indices, 10)) == runs
 
 
 @pytest.mark.engine("redis")
@@ -199,7 +214,8 @@ async def test_a_full_server_that_evicts_is_left_to_it(tmp_path: Path, policy: s
     memory = BenchPages(8192, 1, seed=0).memory
 
     async def is_left_to_it() -> bool:
-        limit = await LIMITS["redis"].open(Setup(8192, 1, memory, {"url": server.url}, tmp_path, port))
+        setup = Setup(8192, 1, memory, {"url": server.url}, tmp_path, port, "bench")
+        limit = await LIMITS["redis"].open(setup)
         await limit.aclose()
         return limit.evicts
 

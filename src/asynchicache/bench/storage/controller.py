@@ -21,7 +21,8 @@ from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine,
 from asynchicache.types import Outcome, Tier
 
 _PAGE_TOKENS = 16
-_POOL = "kv"
+POOL = "kv"
+"""Whose pages are moved."""
 
 
 class WatchedBackend:
@@ -97,7 +98,7 @@ class ControllerBench:
         self._watch = watch
         self._nbytes = page_bytes * pages
         self._pages = pages
-        self._device = cache.device_tensor(_POOL, "bytes")[0]
+        self._device = cache.device_tensor(POOL, "bytes")[0]
         generator = torch.Generator().manual_seed(seed)
         shape = (pages, _PAGE_TOKENS, page_bytes // _PAGE_TOKENS)
         self.content = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -144,7 +145,7 @@ class ControllerBench:
         return sample, wrong
 
     def _slots(self, request: Request) -> list[int]:
-        return request.pages(_POOL)[: self._pages]
+        return request.pages(POOL)[: self._pages]
 
     def _tokens(self, number: int) -> list[int]:
         first = number << 32
@@ -157,10 +158,10 @@ async def open_controller_bench(
 ) -> AsyncIterator[ControllerBench]:
     """A cache on `backend`, which stays the caller's."""
     tensor = TensorSpec("bytes", (0,), (page_bytes // _PAGE_TOKENS,), "uint8")
-    spec = ModelSpec("bench", _PAGE_TOKENS, 1, (PoolSpec(_POOL, (tensor,)),))
+    spec = ModelSpec("bench", _PAGE_TOKENS, 1, (PoolSpec(POOL, (tensor,)),))
     config = CacheConfig(
-        device_slots={_POOL: pages + 1},
-        host_slots={_POOL: pages + 1},
+        device_slots={POOL: pages + 1},
+        host_slots={POOL: pages + 1},
         weight_version="bench",
         store_bytes=2 * page_bytes * pages,
         prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE, max_seconds=600.0),

@@ -31,9 +31,7 @@ class Limit(Protocol):
         ...
 
     async def clear(self) -> None:
-        """Forget what was written, if the next round would write it under other names. Never timed; the
-        engine's pages are deleted just before.
-        """
+        """Forget what was written, if the next round would write it under other names. Never timed."""
         ...
 
     async def server_seconds(self) -> float | None:
@@ -57,6 +55,7 @@ class Setup:
         options: the engine's, as the user gave them.
         folder: an empty folder for files, removed in the end; on the medium that the engine uses.
         port: threads.
+        pool: whose pages the engine moves, in turns with the limit.
     """
 
     page_bytes: int
@@ -65,6 +64,7 @@ class Setup:
     options: Mapping[str, object]
     folder: Path
     port: Port
+    pool: str
 
 
 def as_given(options: Mapping[str, object], folder: Path) -> Mapping[str, object]:

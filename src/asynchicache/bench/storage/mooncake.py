@@ -80,8 +80,8 @@ class DirectLimit:
         self._store.close()
 
     def _names(self, indices: Sequence[int]) -> list[str]:
-        folder = self._setup.folder.name
-        return [f"{folder}.limit:{index}.{self._turns[index]}" for index in indices]
+        prefix = f"{self._setup.folder.name}.limit.{self._setup.pool}"
+        return [f"{prefix}:{index}.{self._turns[index]}" for index in indices]
 
 
 async def open_limit(setup: Setup) -> Limit:

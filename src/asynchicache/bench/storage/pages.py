@@ -17,14 +17,19 @@ from asynchicache.testing.backends import fingerprint_of
 class BenchPages:
     """Host slots full of random bytes; slot `i` holds page `i`.
 
+    Attributes:
+        pool: its name.
+
     Args:
         page_bytes, pages: size and number.
         seed: of the bytes.
         run: part of every name; another one for each run, since a store may hold what a former one has left.
     """
 
+    pool = "bench"
+
     def __init__(self, page_bytes: int, pages: int, seed: int, run: str = "") -> None:
-        spec = PoolSpec("bench", (TensorSpec("bytes", (0,), (page_bytes,), "uint8"),))
+        spec = PoolSpec(self.pool, (TensorSpec("bytes", (0,), (page_bytes,), "uint8"),))
         self._slab = HostPool(spec, 1, pages, pin=False)
         self.binding = SlotBinding(self._slab, fingerprint_of(f"bench storage {seed}"))
         self.memory = self._slab.page

@@ -97,7 +97,7 @@ class RedisPyLimit:
         self._setup = setup
         self._client = client
         self._idiom = idiom
-        self._prefix = f"{setup.folder.name}:{idiom.name}"
+        self._prefix = f"{setup.folder.name}:{setup.pool}:{idiom.name}"
         self._turns = [0] * setup.pages
 
     async def put(self, indices: Sequence[int]) -> None:

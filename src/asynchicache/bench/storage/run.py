@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from asynchicache.bench.rounds import rotated
-from asynchicache.bench.storage.controller import open_controller_bench
+from asynchicache.bench.storage.controller import POOL, open_controller_bench
 from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
@@ -22,7 +22,7 @@ from asynchicache.bench.ticker import longest_gap
 from asynchicache.config import open_backend
 from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
-from asynchicache.ports import AsyncioPort, Port
+from asynchicache.ports import AsyncioPort
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import PoolEngine, StorageBackend
@@ -47,8 +47,8 @@ class Bench:
     """
 
     options: StorageBenchOptions
+    setup: Setup
     pages: BenchPages
-    port: Port
     backend: StorageBackend
     engine: PoolEngine
     pool: GuardedPool
@@ -104,13 +104,14 @@ class Bench:
         """CPU time that the server has used so far; None if there is none, or it does not tell."""
         return await self.limit.server_seconds() if self.limit is not None else None
 
-    async def forget(self) -> None:
-        """Delete this round's pages, the limits' as well, unless the medium makes room by itself."""
-        if self.limit is not None and self.limit.evicts:
-            return
+    async def clear(self) -> None:
+        """Delete this round's pages."""
         await self.pool.delete(self.keys)
-        for limit in self.limits.values():
-            await limit.clear()
+
+    async def forget(self, side: Bench | Limit) -> None:
+        """Delete what a side has stored in this round, unless the medium makes room by itself."""
+        if self.limit is None or not self.limit.evicts:
+            await side.clear()
 
 
 async def _drain(move: Move, batches: Iterator[Sequence[int]]) -> None:
@@ -142,7 +143,7 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
             advance(number + 1, options.rounds + 2)
         bench.begin_round(bench.round + 1)
         await _stall(bench)
-        await bench.forget()
+        await bench.forget(bench)
         if options.through_controller:
             await _through_controller(bench)
         advance(options.rounds + 2, options.rounds + 2)
@@ -150,29 +151,30 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
 
 
 async def _round(bench: Bench, *, measured: bool) -> None:
-    """Every page down and up again, neighbours together, then up in random order."""
-    in_order = range(bench.options.pages)
-    samples = {}
-    for name, move in _moves(bench):
-        order = bench.order if name.endswith("scattered") else in_order
-        if "get" in name:
-            bench.pages.erase()
-        samples[name] = await bench.sweep(move, order)
-        bench.report.wrong_pages += bench.pages.wrong() if "get" in name else 0
+    """Engine and limits, by turns in going first; each forgets its pages before the next begins."""
+    sides: list[tuple[str, Bench | Limit]] = [("engine", bench), *bench.limits.items()]
+    samples: dict[str, Sample] = {}
+    for name, side in rotated(sides, bench.round):
+        samples |= await _turn(bench, name, side)
+        if side is bench and measured:
+            await _exists(bench)
+        await bench.forget(side)
     if measured:
         bench.report.add(samples)
-        await _exists(bench)
-    await bench.forget()
 
 
-def _moves(bench: Bench) -> list[tuple[str, Move]]:
-    """What a round does; engine and limits take turns in going first."""
-    sides: list[tuple[str, Bench | Limit]] = [("engine", bench), *bench.limits.items()]
-    sides = rotated(sides, bench.round)
-    puts: list[tuple[str, Move]] = [(f"{side} put", mover.put) for side, mover in sides]
-    gets: list[tuple[str, Move]] = [(f"{side} get", mover.get) for side, mover in sides]
-    scattered = [(f"{name} scattered", move) for name, move in gets if name in ("engine get", "limit get")]
-    return [*puts, *gets, *scattered]
+async def _turn(bench: Bench, name: str, side: Bench | Limit) -> dict[str, Sample]:
+    """Every page down and up again, neighbours together; for engine and limit up in random order, too."""
+    in_order = range(bench.options.pages)
+    samples = {f"{name} put": await bench.sweep(side.put, in_order)}
+    orders: dict[str, Sequence[int]] = {f"{name} get": in_order}
+    if name in ("engine", "limit"):
+        orders[f"{name} get scattered"] = bench.order
+    for what, order in orders.items():
+        bench.pages.erase()
+        samples[what] = await bench.sweep(side.get, order)
+        bench.report.wrong_pages += bench.pages.wrong()
+    return samples
 
 
 async def _exists(bench: Bench) -> None:
@@ -199,16 +201,16 @@ async def _stall(bench: Bench) -> None:
 
 async def _through_controller(bench: Bench) -> None:
     """The same pages through a whole cache, in turns with the limit; one round warms up."""
-    options, in_order = bench.options, range(bench.options.pages)
-    opened = open_controller_bench(bench.backend, options.page_bytes, options.pages, options.seed, bench.port)
-    async with opened as controller:
+    options, port = bench.options, bench.setup.port
+    opened = open_controller_bench(bench.backend, options.page_bytes, options.pages, options.seed, port)
+    async with opened as controller, AsyncExitStack() as stack:
+        limits = await _opened(stack, LIMITS.get(options.engine), replace(bench.setup, pool=POOL))
         for number in range(options.rounds + 1):
             samples = {"controller put": await controller.put(number)}
-            if bench.limit is not None:
-                samples["controller limit put"] = await bench.sweep(bench.limit.put, in_order)
             samples["controller get"], wrong = await controller.get(number)
-            if bench.limit is not None:
-                samples["controller limit get"] = await bench.sweep(bench.limit.get, in_order)
+            if "limit" in limits:
+                samples |= await _turn(bench, "controller limit", limits["limit"])
+                await bench.forget(limits["limit"])
             bench.report.wrong_pages += wrong
             if number:
                 bench.report.add(samples)
@@ -227,23 +229,21 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
         port = AsyncioPort(threads=max(8, 2 * options.depth), seed=options.seed)
         stack.push_async_callback(port.aclose)
         pages = BenchPages(options.page_bytes, options.pages, options.seed, folder.name)
-        setup = Setup(options.page_bytes, options.pages, pages.memory, options.engine_options(), folder, port)
-        peer = LIMITS.get(options.engine)
+        given, peer = options.engine_options(), LIMITS.get(options.engine)
+        setup = Setup(options.page_bytes, options.pages, pages.memory, given, folder, port, pages.pool)
         own = peer.engine_options if peer is not None else as_given
-        backend = open_backend(options.engine, own(setup.options, setup.folder), port)
+        backend = open_backend(options.engine, own(given, folder), port)
         stack.push_async_callback(backend.aclose)
         engine = await backend.open_pool(pages.binding)
         pool = GuardedPool(engine, pages.binding, port, _PATIENCE)
         stack.push_async_callback(pool.aclose)
-        limits: dict[str, Limit] = {}
-        for title, one in _peers(peer):
-            limits[title] = await one.open(setup)
-            stack.push_async_callback(limits[title].aclose)
+        limits = await _opened(stack, peer, setup)
         order = port.random.sample(range(options.pages), options.pages)
         report = StorageReport.of(options, peer)
-        yield Bench(options, pages, port, backend, engine, pool, limits, report, order=order)
+        yield Bench(options, setup, pages, backend, engine, pool, limits, report, order=order)
 
 
-def _peers(peer: Peer | None) -> list[tuple[str, Peer]]:
-    """What an engine is measured against, as samples name it."""
-    return [] if peer is None else [("limit", peer), *((one.title, one) for one in peer.beside)]
+async def _opened(stack: AsyncExitStack, peer: Peer | None, setup: Setup) -> dict[str, Limit]:
+    """What an engine is measured against, as samples name it; `stack` closes it."""
+    peers = [] if peer is None else [("limit", peer), *((one.title, one) for one in peer.beside)]
+    return {name: await stack.enter_async_context(aclosing(await one.open(setup))) for name, one in peers}
