@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from asynchicache.errors import DeviceError
 from asynchicache.kernels.batch import RunBatch
 
 _LIBRARY = "libcuda.so.1"
+_COPY_ARGUMENTS = (c_uint64, c_uint64, c_size_t, c_void_p)  # of cuMemcpyAsync: to, from, bytes, stream
 _SOURCE_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when their turn comes
 
 
@@ -95,6 +97,23 @@ class CudaDriver:
             raise DeviceError(
                 f"cuMemcpyBatchAsync of {len(batch.sizes)} runs returned error {code} at run {failed.value}"
             )
+
+    def copy_singly(self, batch: RunBatch) -> None:
+        """Enqueue each run of a batch on torch's current stream by a call of its own, in their order: what
+        batches and kernels are held against.
+
+        Raises:
+            DeviceError: the driver refused one.
+        """
+        self._enter_context()
+        function = self._library.cuMemcpyAsync
+        function.argtypes, function.restype = _COPY_ARGUMENTS, c_int
+        stream = torch.cuda.current_stream().cuda_stream
+        columns = (column.tolist() for column in (batch.destinations, batch.sources, batch.sizes))
+        # No loop in Python: what is measured is to be the driver's calls.
+        failed = set(map(function, *columns, repeat(stream))) - {0}
+        if failed:
+            raise DeviceError(f"cuMemcpyAsync of {len(batch.sizes)} runs returned error {min(failed)}")
 
     def _enter_context(self) -> None:
         """Give this thread a context if it has none, as it may be if it has not called torch's runtime yet.

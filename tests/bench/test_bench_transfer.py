@@ -17,9 +17,10 @@ from rich.console import Console
 
 from asynchicache.bench.copy_rig import CopyRig
 from asynchicache.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
-from asynchicache.bench.overlap import SHARES, OverlapOptions, _Runner, run_overlap
-from asynchicache.bench.transfer import POOLS, TransferOptions, run_transfer
+from asynchicache.bench.overlap import SHARES, OverlapOptions, OverlapReport, _Runner, run_overlap
+from asynchicache.bench.transfer import POOLS, TransferOptions, TransferReport, run_transfer
 from asynchicache.errors import ConfigError
+from asynchicache.kernels.batch import RunBatch, memmove_batch
 from asynchicache.layouts import HostLayout
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
@@ -47,6 +48,35 @@ async def test_every_pool_and_layout_has_a_row_each_way() -> None:
     runs = {(row["pool"], row["layout"]): row["run_bytes"] for row in result["rows"]}
     assert runs["mla", "page_first"] == 1152
     assert runs["mla", "page_first_direct"] == 64 * 1152
+
+
+@pytest.mark.asyncio
+async def test_small_pages_and_runs_are_held_against_single_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def copy(batch: RunBatch) -> None:
+        lengths.extend(batch.sizes.tolist())
+        memmove_batch(batch)
+
+    monkeypatch.setattr("asynchicache.bench.plain_copies.memmove_batch", copy)
+    report = await run_transfer(TransferOptions(**SMALL, pool="dsa", path="batch"), _ignore)
+
+    for row in report.rows:
+        small = row.layout != "page_first"  # whose runs are 132 bytes, of pages of 33 KiB
+        assert (row.gain is not None, row.singles_gb_s is not None) == (small, small)
+    assert set(lengths) == {8448}
+    runs = 4 * ((1 << 20) // (4 * 8448))  # of a MiB of pages with four layers each
+    assert len(lengths) == runs * 2 * 2 * 2  # layouts, directions, and rounds with the first one
+    assert report.ok
+
+
+@pytest.mark.asyncio
+async def test_what_there_is_is_told_after_each_case() -> None:
+    found: list[TransferReport] = []
+    report = await run_transfer(TransferOptions(**SMALL, pool="swa"), _ignore, found.append)
+
+    assert [len(one.rows) for one in found] == [2, 4, 6]
+    assert found[-1] == report
 
 
 @pytest.mark.asyncio
@@ -103,10 +133,13 @@ async def test_copies_that_do_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.asyncio
 async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
     cores = os.sched_getaffinity(0)
-    report = await run_overlap(OverlapOptions(layers=3, layer_mib=1, rounds=1), _ignore)
+    found: list[OverlapReport] = []
+    report = await run_overlap(OverlapOptions(layers=3, layer_mib=1, rounds=1), _ignore, found.append)
     result = json.loads(json.dumps(report.as_json()))
 
     assert (result["device"], result["ok"], len(result["rows"])) == ("cpu", True, len(SHARES))
+    assert [len(one.rows) for one in found] == [1, 2, 3]
+    assert found[-1] == report
     assert result["submit_us_per_layer"] > 0
     assert result["first_layer_us"] > 0
     assert os.sched_getaffinity(0) == cores

@@ -28,6 +28,7 @@ class _Library:
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[int], list[int], list[int]]] = []
+        self.singles: list[tuple[int, int, int]] = []
         self._current = threading.local()
         self.cuCtxGetCurrent = CFUNCTYPE(c_int, POINTER(c_void_p))(self._get_current)
         self.cuDeviceGet = CFUNCTYPE(c_int, POINTER(c_int), c_int)(self._get_device)
@@ -39,6 +40,7 @@ class _Library:
         self.cuMemcpyBatchAsync = CFUNCTYPE(
             c_int, *(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, POINTER(c_size_t), c_void_p
         )(self._copy_batch)
+        self.cuMemcpyAsync = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy)
 
     def _get_current(self, context) -> int:
         context[0] = getattr(self._current, "context", None)
@@ -77,6 +79,14 @@ class _Library:
             if not all(_within_one(address, size) for address in addresses):
                 return INVALID_VALUE
         self.batches.append((read[0], read[1], read[2]))
+        return 0
+
+    def _copy(self, to: int, of: int, size: int, stream: int) -> int:
+        if not self._has_context():
+            return INVALID_CONTEXT
+        if stream != STREAM or not all(_within_one(address, size) for address in (to, of)):
+            return INVALID_VALUE
+        self.singles.append((to, of, size))
         return 0
 
 
@@ -148,6 +158,17 @@ def test_what_the_driver_refuses_is_an_error(library: _Library, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 9)
     with pytest.raises(DeviceError, match="cuDeviceGet returned error 101"):
         driver.device_address(0x1000)
+
+
+def test_single_copies_are_a_call_each(library: _Library) -> None:
+    driver = CudaDriver(library)
+
+    driver.copy_singly(_batch((0x1000, 0x9000, 5), (0x2000, 0x9800, 6)))
+
+    assert library.singles == [(0x9000, 0x1000, 5), (0x9800, 0x2000, 6)]
+    assert library.batches == []
+    with pytest.raises(DeviceError, match="cuMemcpyAsync of 2 runs returned error 1"):
+        driver.copy_singly(_batch((0x2FFF, 0x9800, 2), (0x1000, 0x9000, 5)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

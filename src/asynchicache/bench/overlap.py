@@ -78,6 +78,7 @@ class OverlapReport:
         submit_us_per_layer: from submitting a load until all its layers are enqueued, by their number.
         first_layer_us: from submitting a load until its first layer is, and the forward is launched on it.
         ok: every layer that was computed on had its bytes by then.
+        pinned: whether host memory was pinned; never on a CPU.
     """
 
     device: str
@@ -85,12 +86,14 @@ class OverlapReport:
     submit_us_per_layer: float
     first_layer_us: float
     ok: bool
+    pinned: bool = False
 
     def as_json(self) -> dict[str, object]:
         rows = [asdict(row) for row in self.rows]
         return {
             "device": self.device,
             "ok": self.ok,
+            "pinned": self.pinned,
             "submit_us_per_layer": self.submit_us_per_layer,
             "first_layer_us": self.first_layer_us,
             "rows": rows,
@@ -108,8 +111,17 @@ class OverlapReport:
         return table
 
 
-async def run_overlap(options: OverlapOptions, advance: Callable[[int, int], None]) -> OverlapReport:
+async def run_overlap(
+    options: OverlapOptions,
+    advance: Callable[[int, int], None],
+    tell: Callable[[OverlapReport], None] = lambda report: None,
+) -> OverlapReport:
     """Load and compute, overlapped and one after the other.
+
+    Args:
+        options: what to measure.
+        advance: told how many rows are done, and of how many.
+        tell: told what there is after each: whoever ends it early keeps that. Default: nobody is.
 
     Raises:
         ConfigError: no such device.
@@ -126,10 +138,9 @@ async def run_overlap(options: OverlapOptions, advance: Callable[[int, int], Non
             runner = _Runner(rig, options.layers)
             for done, share in enumerate(SHARES):
                 rows.append(await runner.row(share, options.rounds))
+                tell(runner.report([*rows]))
                 advance(done + 1, len(SHARES))
-            submit = median(runner.submit_seconds) / options.layers * 1e6
-            first = median(runner.first_seconds) * 1e6
-            return OverlapReport(rig.device.name, rows, submit, first, runner.wrong_layers == 0)
+            return runner.report(rows)
 
 
 class _Runner:
@@ -154,6 +165,13 @@ class _Runner:
         self._pages = rig.memory.device.items("pages")
         self._plain = torch.ones(self._pages.shape, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
         rig.memory.host.items("pages").fill_(1)
+
+    def report(self, rows: list[OverlapRow]) -> OverlapReport:
+        """What there is so far."""
+        submit = median(self.submit_seconds) / self._layers * 1e6
+        first = median(self.first_seconds) * 1e6
+        device, pinned = self._rig.device.name, self._rig.memory.host.pinned
+        return OverlapReport(device, rows, submit, first, self.wrong_layers == 0, pinned)
 
     async def row(self, share: float, rounds: int) -> OverlapRow:
         transfer = median([await self._timed(self._load) for _ in range(5)][1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -15,16 +15,19 @@ from rich.table import Table
 from asynchicache.bench.copy_rig import CopyRig, open_rig
 from asynchicache.bench.cores import one_torch_thread
 from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.plain_copies import PlainMemory, single_copier
 from asynchicache.bench.rounds import rotated
 from asynchicache.bench.tables import add_figures
 from asynchicache.layouts import HostLayout, SlotLayout
-from asynchicache.pools.slabs import Slab
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import PoolTransfer, trailing_pages
 
 AUTO, ALL = "auto", "all"
+SINGLES = range(4 << 10, (16 << 10) + 1)
+"""Bytes of pages, or of runs, for which the engine is held against a loop of single copies too."""
+
 _LAYERS = tuple(range(4))
 _DIRECTIONS = (Direction.LOAD, Direction.BACKUP)
 
@@ -80,6 +83,9 @@ class TransferRow:
         path: how the pages were copied.
         gb_s, limit_gb_s: 10^9 bytes a second, of the engine, and of one plain copy of as many bytes; medians.
         ratio: of both in a round; the median.
+        pinned: whether host memory was pinned, that of the plain copy as well; never on a CPU.
+        singles_gb_s: of a loop of single copies of as long runs, for pages or runs of 4 to 16 KiB; else None.
+        gain: the engine's speed by that in a round; the median, or None.
     """
 
     direction: str
@@ -91,6 +97,9 @@ class TransferRow:
     gb_s: float
     limit_gb_s: float
     ratio: float
+    pinned: bool = False
+    singles_gb_s: float | None = None
+    gain: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +155,15 @@ class _Case:
         units = sum(len(tensor.spec.layers) * tensor.units for tensor in layout.tensors.values())
         return layout.page_bytes // units
 
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.slot_bytes(self.page_size)
+
+    @property
+    def singly(self) -> bool:
+        """Whether it is held against single copies, too."""
+        return self.page_bytes in SINGLES or self.run_bytes in SINGLES
+
 
 def _cases(chosen: str) -> Iterator[_Case]:
     for name in POOLS if chosen == ALL else [chosen]:
@@ -155,8 +173,17 @@ def _cases(chosen: str) -> Iterator[_Case]:
                 yield _Case(name, pool, page_size, layout)
 
 
-async def run_transfer(options: TransferOptions, advance: Callable[[int, int], None]) -> TransferReport:
+async def run_transfer(
+    options: TransferOptions,
+    advance: Callable[[int, int], None],
+    tell: Callable[[TransferReport], None] = lambda report: None,
+) -> TransferReport:
     """Move the pages of every pool in every layout, in both directions.
+
+    Args:
+        options: what to measure.
+        advance: told how many cases are done, and of how many.
+        tell: told what there is after each: whoever ends it early keeps that. Default: nobody is.
 
     Raises:
         ConfigError: no such device, or no such path on it.
@@ -168,6 +195,7 @@ async def run_transfer(options: TransferOptions, advance: Callable[[int, int], N
             found, right, device = await _run_case(case, options)
             rows += found
             ok = ok and right
+            tell(TransferReport(device, [*rows], ok))
             advance(done + 1, len(cases))
     return TransferReport(device, rows, ok)
 
@@ -183,7 +211,7 @@ async def _run_case(case: _Case, options: TransferOptions) -> tuple[list[Transfe
         for direction in _DIRECTIONS:
             operation = _shuffled(direction, pool.name, slots, options.seed)
             _fill(rig, direction, options.seed)
-            rows.append(await _row(rig, case, operation, options.rounds))
+            rows.append(await _row(rig, case, operation, options))
             right = right and _arrived(rig, operation)
         return rows, right, rig.device.name
 
@@ -195,49 +223,57 @@ def _shuffled(direction: Direction, pool: str, slots: int, seed: int) -> CacheOp
     return CacheOperation(direction, (PoolTransfer(pool, sources, destinations),))
 
 
-async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, rounds: int) -> TransferRow:
-    direction = operation.direction
-    plain, nbytes = _plain_copy(rig, direction)
-    before = rig.engine.statistics().paths[case.pool.name]
-    ours: list[float] = []
-    limits: list[float] = []
-    sides = [
-        (ours, partial(rig.seconds, operation)),
-        (limits, partial(rig.seconds_on_stream, plain)),
+async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, options: TransferOptions) -> TransferRow:
+    plain = PlainMemory.beside(rig, operation.direction)
+    measures = [
+        (plain.nbytes, partial(rig.seconds, operation)),
+        (plain.nbytes, partial(rig.seconds_on_stream, plain.copy)),
     ]
-    for number in range(rounds + 1):  # the first round warms up
-        for seconds, move in rotated(sides, number):
-            seconds.append(await move())
+    if case.singly:
+        runs, copy = plain.singles(case.run_bytes, options.seed), single_copier(rig.memory.device.device)
+        measures.append((runs.nbytes, partial(rig.seconds_on_stream, partial(copy, runs))))
+    before = rig.engine.statistics().paths[case.pool.name]
+    mine, limit, *singles = await _measured(measures, options.rounds)
     after = rig.engine.statistics().paths[case.pool.name]
-    mine, limit = _rates(nbytes, ours[1:]), _rates(nbytes, limits[1:])
     return TransferRow(
-        direction.value,
+        operation.direction.value,
         case.layout.value,
         case.name,
-        case.pool.slot_bytes(case.page_size),
+        case.page_bytes,
         case.run_bytes,
         next(path.value for path in CopyPath if after[path] > before[path]),
         median(mine),
         median(limit),
-        median(one / other for one, other in zip(mine, limit, strict=True)),
+        _median_ratio(mine, limit),
+        rig.memory.host.pinned,
+        *(figure for rates in singles for figure in (median(rates), _median_ratio(mine, rates))),
     )
+
+
+async def _measured(
+    measures: Sequence[tuple[int, Callable[[], Awaitable[float]]]], rounds: int
+) -> list[list[float]]:
+    """By measure, 10^9 bytes a second in each round.
+
+    Args:
+        measures: bytes, and what takes how many seconds to move them.
+        rounds: that count; one more, the first, warms up.
+    """
+    seconds: list[list[float]] = [[] for _ in measures]
+    for number in range(rounds + 1):
+        for which in rotated(range(len(measures)), number):
+            seconds[which].append(await measures[which][1]())
+    return [_rates(nbytes, times[1:]) for (nbytes, _), times in zip(measures, seconds, strict=True)]
+
+
+def _median_ratio(mine: Sequence[float], others: Sequence[float]) -> float:
+    """Of the rates of a round."""
+    return median(one / other for one, other in zip(mine, others, strict=True))
 
 
 def _rates(nbytes: int, seconds: Sequence[float]) -> list[float]:
     """10^9 bytes a second."""
     return [nbytes / one / 1e9 for one in seconds]
-
-
-def _plain_copy(rig: CopyRig, direction: Direction) -> tuple[Callable[[], object], int]:
-    """One `copy_` of as many bytes as the device pool has, between memory of the same kinds."""
-    nbytes = rig.memory.device.nbytes
-    if rig.memory.device.device.type == "cpu":
-        host, device = (Slab(nbytes).tensor.fill_(1) for _ in range(2))
-    else:
-        host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
-        device = torch.ones(nbytes, dtype=torch.uint8, device=rig.memory.device.device)
-    source, destination = (host, device) if direction is Direction.LOAD else (device, host)
-    return lambda: destination.copy_(source, non_blocking=True), nbytes
 
 
 def _sides(rig: CopyRig, direction: Direction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
