@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, NamedTuple, TypedDict
 
+from gpu_goals import POOLS, SMALL_POOLS, Goal, goals, rows_of
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -42,13 +43,9 @@ SUITES: dict[str, tuple[str, str]] = {
 }
 """By what they are for, rooms whose tests of a GPU are run, and which of those (pytest's `-k`)."""
 
-POOLS = ("mha", "mla", "dsa", "swa", "mamba")
 _COPIES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "transfer": (POOLS, {"device": "cuda", "row_mib": 256}),
-    "transfer by single copies": (  # those with runs of 4 to 16 KiB
-        ("mha", "dsa"),
-        {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"},
-    ),
+    "transfer by plain": (SMALL_POOLS, {"device": "cuda", "row_mib": 16, "rounds": 1, "path": "plain"}),
     **{  # also what "transfer" did not choose
         f"transfer by {path}": (("mha",), {"device": "cuda", "row_mib": 256, "rounds": 5, "path": path})
         for path in ("batch", "kernel")
@@ -62,7 +59,9 @@ BENCHES: dict[str, tuple[str, dict[str, object]]] = {
         for pool in pools
     },
 }
-"""By name, a module of `asynchicache.bench` and options of it; a pool that fails leaves the others' rows."""
+"""By name, a module of `asynchicache.bench` and options of it; a pool that fails leaves the others' rows.
+
+What goals need comes first: the time for all steps may be up before the last one."""
 
 # Neither goes through the command line, which wants the package installed.
 _LOOK_ROUND = """
@@ -104,8 +103,10 @@ made = getattr(bench, f"{name.capitalize()}Options")(**options)
 started = time.perf_counter()
 def advance(done, total):
     print(f"{done} of {total} after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-report = asyncio.run(getattr(bench, f"run_{name}")(made, advance))
-print(json.dumps(report.as_json()))
+def tell(report, whole=False):
+    print(json.dumps({**report.as_json(), "whole": whole}), flush=True)
+report = asyncio.run(getattr(bench, f"run_{name}")(made, advance, tell))
+tell(report, whole=True)
 sys.exit(not report.ok)
 """
 _SYSTEM = (["nvidia-smi"], ["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"], ["lscpu"], ["free", "-m"])
@@ -115,9 +116,6 @@ SECONDS, TOTAL_SECONDS = 140, 540
 """Most that one step may take, and all of them: a machine that hangs does not hang the report."""
 
 _LOOK_SECONDS, _SYSTEM_SECONDS, _KILL_SECONDS = 120, 15, 5  # the first look reads torch from a cold disk
-_LARGE, _SMALL = 64 << 10, range(4 << 10, (16 << 10) + 1)
-_WANTED_SHARE, _WANTED_GAIN, _WANTED_OVERLAP, _WANTED_HOST_US = 0.9, 3.0, 1.10, 20.0
-
 # Plugins that the machine's own pytest brings may not suit the one that is carried. What a process that dies
 # was doing is printed, by each of its threads.
 _ENVIRONMENT = {
@@ -135,15 +133,6 @@ class Step(TypedDict):
     ok: bool
     seconds: float
     detail: str
-
-
-class Goal(TypedDict):
-    """A figure and what it is to be; a miss is reported and fails nothing."""
-
-    name: str
-    value: float
-    wanted: float
-    met: bool
 
 
 class Ran(NamedTuple):
@@ -259,22 +248,26 @@ def _counts(file: Path) -> dict[str, int]:
 def run_bench(
     name: str, module: str, options: dict[str, object], log: Path, *, seconds: float = SECONDS
 ) -> tuple[Step, dict[str, Any]]:
-    """One bench on the GPU, whose bytes must be right; its figures are kept where they are not."""
+    """One bench on the GPU, whose bytes must be right; its figures are kept where they are not, and those
+    that it had, with `whole` false, where it did not come to its end."""
     command = [sys.executable, "-c", _RUN_BENCH, module, json.dumps(options)]
     step, result = _run_for_json(f"bench {name}", command, seconds, log)
     if result:
-        step["detail"] = f"{len(result['rows'])} rows, bytes {'right' if step['ok'] else 'WRONG'}"
+        words = f"{len(result['rows'])} rows, bytes {'right' if result['ok'] else 'WRONG'}"
+        step["detail"] = words if result["whole"] else f"{words}, not the rest\n{step['detail']}"
     return step, result
 
 
 def _run_for_json(
     name: str, command: Sequence[str], seconds: float, log: Path
 ) -> tuple[Step, dict[str, Any]]:
-    """Run what prints a JSON object; its detail is how it ended where it did not end well."""
+    """Run what prints JSON objects, a line each, of which the last counts; its detail is how it ended where
+    it did not end well."""
     ran = _run(command, seconds, log)
     found: dict[str, Any] = {}
-    with suppress(json.JSONDecodeError):
-        found = json.loads(ran.out)
+    for line in ran.out.splitlines():
+        with suppress(json.JSONDecodeError):  # what was cut within a line
+            found = json.loads(line)
     ok = ran.code == 0 and bool(found)
     return Step(name=name, ok=ok, seconds=ran.seconds, detail="" if ok else ran.end), found
 
@@ -319,43 +312,6 @@ def _wait(run: subprocess.Popen[bytes], seconds: float) -> int:
     return 124
 
 
-def goals(benches: dict[str, dict[str, Any]]) -> Iterator[Goal]:
-    """What the benches are held against; nothing where a bench did not run."""
-    rows = _rows(benches, "transfer")
-    for direction in ("load", "backup"):
-        ratios = [
-            row["ratio"] for row in rows if row["direction"] == direction and row["run_bytes"] >= _LARGE
-        ]
-        if ratios:
-            yield _goal(f"{direction}: share of a plain copy, runs of 64 KiB up", min(ratios), _WANTED_SHARE)
-    single = {_key(row): row["gb_s"] for row in _rows(benches, "transfer by single copies")}
-    gains = [
-        row["gb_s"] / single[_key(row)] for row in rows if row["run_bytes"] in _SMALL and _key(row) in single
-    ]
-    if gains:
-        yield _goal("gain over single copies, runs of 4 to 16 KiB", min(gains), _WANTED_GAIN)
-    overlap = benches.get("overlap", {}).get("rows", [])
-    if overlap:
-        shares = [row["layerwise_ms"] / row["ideal_ms"] for row in overlap]
-        yield _goal("layer-wise loading, of the ideal", max(shares), _WANTED_OVERLAP, least=False)
-        host = benches["overlap"]["submit_us_per_layer"]
-        yield _goal("host, microseconds a layer", host, _WANTED_HOST_US, least=False)
-
-
-def _rows(benches: dict[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Of all pools."""
-    return [row for pool in POOLS for row in benches.get(f"{name}, {pool}", {}).get("rows", [])]
-
-
-def _goal(name: str, value: float, wanted: float, *, least: bool = True) -> Goal:
-    met = value >= wanted if least else value <= wanted
-    return Goal(name=name, value=round(value, 3), wanted=wanted, met=met)
-
-
-def _key(row: dict[str, Any]) -> tuple[object, ...]:
-    return row["pool"], row["layout"], row["direction"], row["page_bytes"]
-
-
 def present(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
     versions = f"torch {machine.get('torch')}, CUDA {machine.get('cuda_runtime')}"
@@ -368,13 +324,19 @@ def present(report: dict[str, Any], console: Console) -> None:
         last = "\n".join(line[:100] for line in step["detail"].splitlines()[-8:])  # gpu.log has it all
         steps.add_row(step["name"], _yes(step["ok"]), f"{step['seconds']:.0f}", Text(last))
     console.print(steps)
-    found = Table("goal", "value", "wanted", "met", title="goals")
-    for goal in report["goals"]:
-        found.add_row(goal["name"], f"{goal['value']:.2f}", f"{goal['wanted']:.2f}", _yes(goal["met"]))
-    console.print(found)
+    console.print(_goals(report["goals"]))
     for name in _COPIES:
-        if rows := _rows(report["benches"], name):
+        if rows := rows_of(report["benches"], name):
             console.print(_rates(name, rows))
+
+
+def _goals(found: Sequence[Goal]) -> Table:
+    table = Table("goal", "value", "wanted", "met", "worst row", title="goals")
+    for goal in found:
+        value = "" if goal["value"] is None else f"{goal['value']:.2f}"
+        met = "not shown" if goal["met"] is None else _yes(goal["met"])
+        table.add_row(goal["name"], value, f"{goal['wanted']:.2f}", met, goal["note"])
+    return table
 
 
 def _rates(name: str, rows: list[dict[str, Any]]) -> Table:
