@@ -14,6 +14,8 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PlanCopies
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.ticks import Tick
 
 Build = Callable[..., CacheOperation]
 
@@ -192,6 +194,47 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
             await ticket
 
     assert [type(error) for error in rig.outcomes] == [TransferError]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_ticket_that_only_reads_is_given_up_too(
+    open_rig, operation: Build, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in its tick or beside an operation, behind a thread that is stuck in the driver."""
+    begun, go_on = threading.Event(), threading.Event()
+    async with open_rig() as rig:
+        engine, carry_out = rig.engine, rig.engine._carry_out
+
+        def stuck(tick: Tick) -> None:
+            begun.set()
+            go_on.wait()
+            carry_out(tick)
+
+        monkeypatch.setattr(engine, "_carry_out", stuck)
+        engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        await asyncio.to_thread(begun.wait)
+        nothing = CacheOperation(Direction.LOAD, ())
+        onlooker = engine.submit(nothing, reads=[("kv", [0])], done=lambda _: None)
+        if beside:
+            engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
+        try:
+            assert await engine.aclose(0) == 1 + beside
+            with pytest.raises(TransferError, match="given up"):
+                await asyncio.wait_for(onlooker, 30)
+            assert onlooker.status(0) is LayerStatus.FAILED
+            assert onlooker.host_fence(0).open
+        finally:
+            go_on.set()
+
+
+@pytest.mark.asyncio
+async def test_a_ticket_of_which_nothing_is_known_is_no_success() -> None:
+    tick = Tick(0.0)
+    tick.planned.set()
+
+    with pytest.raises(TransferError, match="not known"):
+        await Ticket(6, tick)
 
 
 @pytest.mark.asyncio

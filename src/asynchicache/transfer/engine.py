@@ -190,7 +190,7 @@ class TransferEngine:
             await self._untold.idle.wait()
         given_up = len(self._untold)
         error = TransferError(f"given up after {deadline_seconds} s: the engine closed")
-        self._disappoint(self._untold.submissions(), error)
+        self._disappoint([*self._untold.submissions(), *self._untold.onlookers()], error)
         self._gave_up = True
         if self._submitter is not None and given_up:
             self._submitter.abandon()  # it may hang in the driver: nobody could join it
@@ -216,7 +216,7 @@ class TransferEngine:
             return Ticket.of_nothing(self._layers)
         tick = self._tick or self._open_tick()
         ticket = Ticket(self._layers, tick, operation, None, after, reads)
-        tick.onlookers.append(ticket)
+        self._untold.look_on(tick, ticket)
         return ticket
 
     def _check_surroundings(self, after: Sequence[Event], reads: Reads) -> None:

@@ -114,11 +114,17 @@ class Ticket(Submission, eq=False, weakref=True):
         return self.layer(self.layers - 1).__await__()
 
     async def _known(self) -> Sequence[TransferView]:
-        """What it stands for; always a cancellation point."""
+        """What it stands for; always a cancellation point.
+
+        Raises:
+            TransferError: nobody ever said.
+        """
         await asyncio.sleep(0)
         if self.views is None and self.tick is not None:
             await self.tick.planned.wait()
-        return self.views or ()
+        if self.views is None:  # an empty answer would say that all has landed
+            raise TransferError("it is not known what the ticket waits for")
+        return self.views
 
     def _check(self, layer: int) -> None:
         if not 0 <= layer < self.layers:

@@ -106,7 +106,7 @@ class Tick:
 
 
 class Untold:
-    """Operations whose end was not told yet, in the order of submission; the loop's.
+    """Operations whose end was not told yet, in the order of submission, and who looks on; the loop's.
 
     Attributes:
         written: operations since the start, without empty ones.
@@ -118,6 +118,7 @@ class Untold:
         self.idle = asyncio.Event()
         self.idle.set()
         self._ticks: dict[Tick, None] = {}
+        self._looked_on: list[Tick] = []  # by onlookers, and perhaps not planned yet
 
     def __len__(self) -> int:
         return sum(tick.written - tick.told for tick in self._ticks)
@@ -130,8 +131,19 @@ class Untold:
             self._ticks[tick] = None
             self.idle.clear()
 
+    def look_on(self, tick: Tick, onlooker: Submission) -> None:
+        """Take in one that moves nothing, and of which it is not known yet what it waits for."""
+        if not tick.onlookers:
+            self._looked_on = [other for other in self._looked_on if not other.planned.is_set()]
+            self._looked_on.append(tick)
+        tick.onlookers.append(onlooker)
+
     def submissions(self) -> list[Submission]:
         return [wish for tick in self._ticks for wish in tick.wishes if wish.tell is not None]
+
+    def onlookers(self) -> list[Submission]:
+        """Those of which it is not known what they wait for."""
+        return [one for tick in self._looked_on for one in tick.onlookers if one.views is None]
 
     def strike_out(self, ended: Submission) -> None:
         """The end of it was told."""
