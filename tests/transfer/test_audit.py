@@ -6,6 +6,8 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,15 @@ from asynchicache.transfer import audit as audit_module
 from asynchicache.transfer.audit import AuditStatistics, PageAudit
 from asynchicache.transfer.copies import PlanCopies, PoolMemory
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.transfer.plan import CacheOperation, Direction, LayerGroup
+from asynchicache.transfer.plan import (
+    CacheOperation,
+    Direction,
+    LayerGroup,
+    PoolExtent,
+    TransferPlan,
+    merge,
+)
+from asynchicache.transfer.record import TransferRecord
 
 pytestmark = pytest.mark.asyncio
 
@@ -211,3 +221,108 @@ async def test_of_two_backups_to_one_slot_the_second_counts(
         assert rig.outcomes == [None] * 3
         looked_at = int(second < 0.5)
         assert rig.counts == AuditStatistics(recorded=looked_at, compared=looked_at, mismatched=0)
+
+
+def _hold_first(engine: TransferEngine, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The engine learns of the next transfer of a direction once what is in the list is called."""
+    held: list[Any] = []
+    reached = engine._reached
+
+    def hold(record: TransferRecord, *what: Any) -> None:
+        if record.direction is direction and held[:1] in ([], [record]):
+            held[:1] = [record]
+            held.append(partial(reached, record, *what))
+        else:
+            reached(record, *what)
+
+    monkeypatch.setattr(engine, "_reached", hold)
+    return held
+
+
+def _let_go(held: list[Any]) -> None:
+    for call in held[1:]:
+        call()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_a_load_is_compared_with_what_its_slot_had_when_it_was_enqueued(
+    operation: Build, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though another page has gone to the slot, and its fingerprint is there, when the load is looked at."""
+    async with _open(inline=inline) as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0], [3])))
+        held = _hold_first(rig.engine, Direction.LOAD, monkeypatch)
+        load = rig.engine.submit(operation(Direction.LOAD, kv=([3], [6])), done=rig.outcomes.append)
+        await load.submitted()
+        await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
+        _let_go(held)
+        await load
+
+        assert rig.outcomes == [None] * 3
+        assert rig.counts == AuditStatistics(recorded=2, compared=1, mismatched=0)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_of_two_backups_the_one_enqueued_last_counts_whichever_is_looked_at_first(
+    operation: Build, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _open(inline=inline) as rig:
+        held = _hold_first(rig.engine, Direction.BACKUP, monkeypatch)
+        first = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [3])), done=rig.outcomes.append)
+        await first.submitted()
+        await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
+        _let_go(held)
+        await first
+        await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+
+        assert rig.outcomes == [None] * 3
+        assert rig.counts == AuditStatistics(recorded=1, compared=1, mismatched=0)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_a_load_of_what_has_no_fingerprint_yet_is_not_compared(
+    operation: Build, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all with that of the page which lay there before."""
+    async with _open(inline=inline) as rig:
+        await rig.run(operation(Direction.BACKUP, kv=([0], [3])))
+        held = _hold_first(rig.engine, Direction.BACKUP, monkeypatch)
+        backup = rig.engine.submit(operation(Direction.BACKUP, kv=([1], [3])), done=rig.outcomes.append)
+        await backup.submitted()
+        await rig.run(operation(Direction.LOAD, kv=([3], [6])))
+        _let_go(held)
+        await backup
+
+        assert rig.outcomes == [None] * 3
+        assert rig.counts == AuditStatistics(recorded=2, compared=0, mismatched=0)
+
+
+async def test_a_backup_enqueued_while_another_is_remembered_is_not_mistaken_for_it(operation: Build) -> None:
+    """Copies are chosen on one thread and remembered on another: between any two steps of it."""
+    async with _open() as rig:
+        audit, plan = rig.audit, _plan(operation(Direction.BACKUP, kv=([0], [3])))
+        first = audit.choose(plan)
+        assert first is not None
+        second = None
+
+        class Interrupted(dict):  # type: ignore[type-arg]
+            def get(self, *key: Any) -> Any:
+                nonlocal second
+                found = super().get(*key)
+                second = second or audit.choose(plan)
+                return found
+
+        for name, table in list(vars(audit).items()):
+            if isinstance(table, dict) and name != "_devices":
+                setattr(audit, name, Interrupted(table))
+        first.settle([b"first"])
+        assert second is not None
+        second.settle([b"second"])
+        load = audit.choose(_plan(operation(Direction.LOAD, kv=([3], [6]))))
+
+        assert load is not None
+        assert load.settle([b"second"]) == []
+
+
+def _plan(operation: CacheOperation) -> TransferPlan:
+    return merge([operation], {"kv": PoolExtent(KV, PAGE_SIZE, SLOTS, SLOTS)}, LAYERS, None)

@@ -45,14 +45,31 @@ Aside: TypeAlias = dict[str, torch.Tensor]
 """A page's bytes in host memory, by tensor, `[layers, bytes]`."""
 
 
+@dataclass(slots=True, eq=False)
+class _Fingerprint:
+    """What one copy wrote to a host slot; None until it has landed. Written once, on the loop."""
+
+    digest: bytes | None = None
+
+
 class _Page(NamedTuple):
+    """One to look at.
+
+    Attributes:
+        expected: written by its own copy to the host, or known when its copy to the device is enqueued.
+    """
+
     pool: str
     device_slot: int
     host_slot: int
+    expected: _Fingerprint
 
 
 class PageAudit:
     """The fingerprints of host slots, by pool.
+
+    What a slot holds changes in the order of enqueueing, which is the device's, while copies settle in any:
+    so `choose` says which copy's bytes a slot has, and which a load is to bring.
 
     `choose` and `AuditSample.stage` are for the thread that enqueues copies, `AuditSample.digests` for one
     that may block, the rest for the loop.
@@ -69,8 +86,7 @@ class PageAudit:
         self._devices = devices
         self._share = share
         self._rng = rng
-        self._digests: dict[tuple[str, int], bytes] = {}
-        self._awaited: dict[tuple[str, int], object] = {}  # of whose copy a digest will come
+        self._fingerprints: dict[tuple[str, int], _Fingerprint] = {}  # of the copies enqueued last
 
     def choose(self, plan: TransferPlan) -> AuditSample | None:
         """The pages of a transfer to look at; None if there are none."""
@@ -80,26 +96,26 @@ class PageAudit:
         pages = list(self._limited(self._known(plan) if load else self._drawn(plan)))
         if not pages:
             return None
-        copy = object()
         if not load:
-            self._awaited.update({(page.pool, page.host_slot): copy for page in pages})
-        return AuditSample(self, pages, copy, load=load)
+            self._fingerprints.update({(page.pool, page.host_slot): page.expected for page in pages})
+        return AuditSample(self, pages, load=load)
 
     def forget(self, pool: str, host_slots: Iterable[int]) -> None:
         """These slots will hold something else."""
-        if self._digests or self._awaited:
+        if self._fingerprints:
             for slot in host_slots:
-                self._digests.pop((pool, slot), None)
-                self._awaited.pop((pool, slot), None)
+                self._fingerprints.pop((pool, slot), None)
 
     def _known(self, plan: TransferPlan) -> Iterable[_Page]:
-        if not self._digests:
+        """Not what a copy that has not landed yet brings: it may never be known."""
+        if not self._fingerprints:
             return
         for pool, runs in plan.runs.items():
             sources, destinations = (side.tolist() for side in expand_runs(runs))
             for host_slot, device_slot in zip(sources, destinations, strict=True):
-                if (pool, host_slot) in self._digests:
-                    yield _Page(pool, device_slot, host_slot)
+                known = self._fingerprints.get((pool, host_slot))
+                if known is not None and known.digest is not None:
+                    yield _Page(pool, device_slot, host_slot, known)
 
     def _drawn(self, plan: TransferPlan) -> Iterable[_Page]:
         for pool, runs in plan.runs.items():
@@ -107,7 +123,7 @@ class PageAudit:
             self.forget(pool, destinations)
             for device_slot, host_slot in zip(sources, destinations, strict=True):
                 if self._rng.random() < self._share:
-                    yield _Page(pool, device_slot, host_slot)
+                    yield _Page(pool, device_slot, host_slot, _Fingerprint())
 
     def _limited(self, pages: Iterable[_Page]) -> Iterable[_Page]:
         left = MOST_BYTES
@@ -133,17 +149,16 @@ class PageAudit:
         items = self._devices[page.pool].items(part.tensor)[rows, page.device_slot].contiguous()
         aside[part.tensor][rows].copy_(items, non_blocking=True)
 
-    def settle(self, page: _Page, digest: bytes, copy: object, *, load: bool) -> str | None:
-        """Remember, unless a later copy went to the same slot, or compare; what is wrong, in words."""
-        key = (page.pool, page.host_slot)
-        if not load:
-            if self._awaited.get(key) is copy:
-                self._awaited.pop(key, None)
-                self._digests[key] = digest
-                self.statistics.recorded += 1
-            return None
+    def remember(self, page: _Page, digest: bytes) -> None:
+        """What a copy to the host has written, unless a later one went to the same slot."""
+        page.expected.digest = digest
+        if self._fingerprints.get((page.pool, page.host_slot)) is page.expected:
+            self.statistics.recorded += 1
+
+    def compare(self, page: _Page, digest: bytes) -> str | None:
+        """What is wrong with a page that came to the device, in words."""
         self.statistics.compared += 1
-        if self._digests.get(key, digest) == digest:
+        if digest == page.expected.digest:
             return None
         self.statistics.mismatched += 1
         return (
@@ -155,11 +170,9 @@ class PageAudit:
 class AuditSample:
     """Pages of one transfer that are looked at; made by `PageAudit.choose`."""
 
-    def __init__(self, audit: PageAudit, pages: Sequence[_Page], copy: object, *, load: bool) -> None:
-        """`copy`: stands for the transfer."""
+    def __init__(self, audit: PageAudit, pages: Sequence[_Page], *, load: bool) -> None:
         self._audit = audit
         self._pages = pages
-        self._copy = copy
         self._load = load
         self._copies: list[Aside] = [audit.room_aside(page) for page in pages]
 
@@ -187,5 +200,9 @@ class AuditSample:
     def settle(self, digests: Sequence[bytes]) -> list[str]:
         """Remember or compare, on the loop; what is wrong, in words."""
         pairs = zip(self._pages, digests, strict=True)
-        found = [self._audit.settle(page, digest, self._copy, load=self._load) for page, digest in pairs]
-        return [problem for problem in found if problem is not None]
+        if self._load:
+            found = [self._audit.compare(page, digest) for page, digest in pairs]
+            return [problem for problem in found if problem is not None]
+        for page, digest in pairs:
+            self._audit.remember(page, digest)
+        return []
