@@ -6,13 +6,16 @@ import asyncio
 import gc
 import threading
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from asynchicache.errors import ClosedError, DeviceError, TransferError
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.transfer import batches
 from asynchicache.transfer.copies import PlanCopies
-from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.hazards import HazardTable
+from asynchicache.transfer.plan import CacheOperation, Direction, merge
 from asynchicache.transfer.record import LayerStatus
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.transfer.ticks import Tick
@@ -194,6 +197,50 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
             await ticket
 
     assert [type(error) for error in rig.outcomes] == [TransferError]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("driver", ["thread", "inline"])
+@pytest.mark.parametrize("broken", ["merge", "mark"])
+async def test_a_tick_that_cannot_be_planned_fails_whole_and_keeps_nobody_waiting(
+    open_rig, operation: Build, driver: str, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its two transfers the second runs out of memory; later ones use the slots of both."""
+
+    async def fails(what: Awaitable[None], why: str) -> None:
+        with pytest.raises(TransferError, match=why):
+            await asyncio.wait_for(what, 30)
+
+    async with open_rig(driver) as rig:
+        room = [True]
+
+        def refuse(*_: object) -> None:
+            if not room:
+                raise MemoryError("no room for a plan")
+            room.pop()
+
+        def merged(*args: Any) -> Any:
+            refuse()
+            return merge(*args)
+
+        with monkeypatch.context() as exhausted:
+            if broken == "merge":
+                exhausted.setattr(batches, "merge", merged)
+            else:
+                mark = HazardTable.mark
+                exhausted.setattr(HazardTable, "mark", lambda *args: (refuse(), mark(*args)))
+            load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+            backup = rig.engine.submit(operation(Direction.BACKUP, kv=([1], [1])), done=rig.done)
+            await fails(load, "no room for a plan")
+            await fails(backup, "no room for a plan")
+        assert [type(error) for error in rig.outcomes] == [MemoryError] * 2
+        nothing = CacheOperation(Direction.LOAD, ())
+        await asyncio.wait_for(rig.engine.submit(nothing, reads=[("kv", [0])], done=rig.done).layer(0), 30)
+        later = operation(Direction.BACKUP, kv=([0], [2]))
+        await asyncio.wait_for(rig.engine.submit(later, reads=[("kv", [0])], done=rig.done).layer(0), 30)
+        assert await rig.engine.aclose(10) == 0
+
+    assert rig.outcomes[2:] == [None, None]
 
 
 @pytest.mark.asyncio

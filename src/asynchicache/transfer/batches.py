@@ -43,6 +43,7 @@ class Batcher:
         self._hazards = HazardTable(extents)
         self._independence = Independence(extents)
         self._live: dict[int, TransferRecord] = {}
+        self._made: list[TransferRecord] = []
         self._number = 0
 
     def batch(self, submissions: Sequence[Submission]) -> list[TransferRecord]:
@@ -52,6 +53,7 @@ class Batcher:
         the lower priority number goes first, and of equal ones forks and loads before backups.
         """
         self._forget_finished()
+        self._made = []
         moving = [submission for submission in submissions if not submission.operation.empty]
         records = [record for some in self._rounds(moving) for record in self._round(some)]
         for record in records:
@@ -62,6 +64,13 @@ class Batcher:
             if submission.operation.empty:
                 submission.resolve(tuple(self._writers(submission)))
         return records
+
+    def withdraw(self, error: Exception) -> list[TransferRecord]:
+        """What a batch that failed had made: live, so that others wait for it, but nobody will enqueue it."""
+        for record in self._made:
+            record.error = error
+            record.forget()
+        return self._made
 
     def _forget_finished(self) -> None:
         self._live = {number: record for number, record in self._live.items() if not record.finished}
@@ -94,6 +103,7 @@ class Batcher:
         since = self._oldest
         self._number += 1
         record = TransferRecord(self._number, direction, submissions)
+        self._made.append(record)
         if self._live:
             record.needs = self._records(self._hazards.writers_of_sources(direction, columns, since))
             record.follows = self._records(self._hazards.users_of_destinations(direction, columns, since))

@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 GROUP_BYTES = 8 << 20
 """Bytes of layers that are worth a launch of their own: some 150 microseconds of a PCIe 5 bus."""
 
-_NO_POOL = -1, -1
-"""Slots of a pool that is not there: below even a transfer of nothing."""
+_NO_POOL = -1, -1  # slots of a pool that is not there: below even a transfer of nothing
 
 
 class TransferEngine:
@@ -108,8 +107,7 @@ class TransferEngine:
         self._auditor = None if submit_inline else port.worker("asynchicache-audit")
         self._tick: Tick | None = None
         self._untold = Untold()
-        self._closed = False
-        self._gave_up = False  # everybody was told, and what the submit thread still does is nobody's
+        self._closed = self._gave_up = False  # what the submit thread does after giving up is nobody's
         self._launches = self._failed = 0
         self._landed = Landed()
 
@@ -188,9 +186,10 @@ class TransferEngine:
             self._flush(self._tick)
         with anyio.move_on_after(deadline_seconds):
             await self._untold.idle.wait()
-        given_up = len(self._untold)
+        given_up = self._untold.submissions()
+        onlookers = self._untold.onlookers() if given_up else ()  # if not, the submit thread gets to them
         error = TransferError(f"given up after {deadline_seconds} s: the engine closed")
-        self._disappoint([*self._untold.submissions(), *self._untold.onlookers()], error)
+        self._disappoint([*given_up, *onlookers], error)
         self._gave_up = True
         if self._submitter is not None and given_up:
             self._submitter.abandon()  # it may hang in the driver: nobody could join it
@@ -198,7 +197,7 @@ class TransferEngine:
             await self._port.run_blocking(self._submitter.close)
         if self._auditor is not None:
             await self._port.run_blocking(self._auditor.close)
-        return given_up
+        return len(given_up)
 
     # Before the copies, on the loop.
 
@@ -253,7 +252,7 @@ class TransferEngine:
         try:
             records = self._batcher.batch([*tick.wishes, *tick.onlookers])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
-            self._tell(partial(self._fail_tick, tick, error))
+            self._tell(partial(self._fail_tick, tick, error, self._batcher.withdraw(error)))
             return
         self._launches += len(records)
         for record in records:
@@ -318,8 +317,7 @@ class TransferEngine:
             self._tell(partial(self._fail, record, error))
 
     def _recorded(self, stream: Stream) -> Event:
-        """One event behind all that was enqueued: for fences and transfers to come, for the reactor, and for
-        the thread that tells it."""
+        """One event behind all that was enqueued: for fences, for transfers to come, and for the reactor."""
         event = self._device.event()
         stream.record(event)
         return event
@@ -379,10 +377,12 @@ class TransferEngine:
             self._failed += 1
             self._end(record.fail(error))
 
-    def _fail_tick(self, tick: Tick, error: BaseException) -> None:
-        """Nothing became of what a tick submitted."""
+    def _fail_tick(self, tick: Tick, error: BaseException, records: Sequence[TransferRecord] = ()) -> None:
+        """Nothing became of what a tick submitted, nor of the transfers that were made of it."""
         tick.planned.set()
         self._disappoint([*tick.wishes, *tick.onlookers], error)
+        for record in records:
+            self._fail(record, error)
 
     def _disappoint(self, submissions: Sequence[Submission], error: BaseException) -> None:
         """Fail these, also those of which no transfer will tell."""
