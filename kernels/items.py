@@ -112,6 +112,35 @@ class PoolItems:
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(self.rows):
             raise UsageError(f"{rows} are no rows of 0 to {len(self.rows) - 1}")
 
+    def check_places(self, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
+        """Waits for slots that lie on a GPU, where one that is not there would be an illegal access.
+
+        Args:
+            host_slots: int64 `[pages]`.
+            device_slots: int64 `[pages]`.
+            written: which of both are written, `host` or `device`.
+
+        Raises:
+            UsageError: a slot that is not there, or one that is written twice.
+        """
+        for name, items, slots in (("host", self.host, host_slots), ("device", self.device, device_slots)):
+            _check_there(name, items[0].shape[1], slots)
+            if name == written:
+                _check_once(name, slots)
+
+
+def _check_there(name: str, there: int, slots: torch.Tensor) -> None:
+    wrong = slots[(slots < 0) | (slots >= there)]
+    if len(wrong):
+        raise UsageError(f"{name} slot {int(wrong[0])} is not there; slots are 0 to {there - 1}")
+
+
+def _check_once(name: str, slots: torch.Tensor) -> None:
+    ordered = slots.sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise UsageError(f"{name} slot {int(twice[0])} is written twice; copies have no order")
+
 
 def _check_pair(index: int, host: torch.Tensor, device: torch.Tensor) -> None:
     for name, items in (("host", host), ("device", device)):

@@ -23,34 +23,46 @@ class ReferenceKernels:
         """Slots where `gather` and `scatter` want them: here, on the host."""
         return slots
 
-    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
+    def gather(
+        self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor, *, checked: bool = False
+    ) -> None:
         """Copy device pages to host pages, `device_slots[i]` to `host_slots[i]`.
 
         Args:
             rows: which rows of the pool's items.
             device_slots: int64 `[pages]`.
             host_slots: int64 `[pages]`, without duplicates.
+            checked: they are there, and without duplicates, as slots of a plan are.
 
         Raises:
-            UsageError: slots or rows of another form.
+            UsageError: slots or rows of another form; slots that are not there, or written twice, unless
+                they are `checked`.
         """
         self._items.check_slots(rows, host_slots, device_slots)
+        if not checked:
+            self._items.check_places(host_slots, device_slots, "host")
         for tensor, layers in self._spans(rows):
             device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
             copy_pages(device, host, device_slots, host_slots)
 
-    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+    def scatter(
+        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, checked: bool = False
+    ) -> None:
         """Copy host pages to device pages, `host_slots[i]` to `device_slots[i]`.
 
         Args:
             rows: which rows of the pool's items.
             host_slots: int64 `[pages]`.
             device_slots: int64 `[pages]`, without duplicates.
+            checked: they are there, and without duplicates, as slots of a plan are.
 
         Raises:
-            UsageError: slots or rows of another form.
+            UsageError: slots or rows of another form; slots that are not there, or written twice, unless
+                they are `checked`.
         """
         self._items.check_slots(rows, host_slots, device_slots)
+        if not checked:
+            self._items.check_places(host_slots, device_slots, "device")
         for tensor, layers in self._spans(rows):
             device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
             copy_pages(host, device, host_slots, device_slots)

@@ -114,22 +114,34 @@ class TritonKernels:
         # wait for the stream.
         return slots.pin_memory().to(self._device, non_blocking=True)
 
-    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
-        """`ReferenceKernels.gather` in one launch; both slots as `upload` returns them."""
+    def gather(
+        self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor, *, checked: bool = False
+    ) -> None:
+        """`ReferenceKernels.gather` in one launch; both slots as `upload` returns them. Waits for the
+        current stream unless they are `checked`."""
+        self._check(rows, host_slots, device_slots, "" if checked else "host")
         self._copy(rows, host_slots, device_slots, to_device=False)
 
-    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        """`ReferenceKernels.scatter` in one launch; both slots as `upload` returns them."""
+    def scatter(
+        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, checked: bool = False
+    ) -> None:
+        """`ReferenceKernels.scatter` in one launch; both slots as `upload` returns them. Waits for the
+        current stream unless they are `checked`."""
+        self._check(rows, host_slots, device_slots, "" if checked else "device")
         self._copy(rows, host_slots, device_slots, to_device=True)
 
-    def _copy(
-        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
-    ) -> None:
+    def _check(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
         self._items.check_slots(rows, host_slots, device_slots)
         if host_slots.device != self._device or device_slots.device != self._device:
             raise UsageError(
                 f"slots lie on {host_slots.device} and {device_slots.device}, not on {self._device}"
             )
+        if written:
+            self._items.check_places(host_slots, device_slots, written)
+
+    def _copy(
+        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
+    ) -> None:
         pages = len(host_slots)
         if not pages or not rows:
             return

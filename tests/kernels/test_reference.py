@@ -60,6 +60,39 @@ def test_scatter_undoes_gather(layout: HostLayout) -> None:
         assert not found[:, [0, 3, 4, 6]].any()
 
 
+WRONG = [
+    ([0, 6], [0, 1], "host slot 6 is not there; slots are 0 to 5"),
+    ([0, -1], [0, 1], "host slot -1 is not there"),
+    ([0, 1], [0, 7], "device slot 7 is not there; slots are 0 to 6"),
+    ([0, 1], [-2, 1], "device slot -2 is not there"),
+]
+
+
+@pytest.mark.parametrize(("host_slots", "device_slots", "message"), WRONG)
+def test_slots_that_are_not_there_are_refused(
+    host_slots: list[int], device_slots: list[int], message: str
+) -> None:
+    kernels = ReferenceKernels(PoolItems.of(*_pool(HostLayout.LAYER_FIRST), LAYERS))
+    host, device = torch.tensor(host_slots), torch.tensor(device_slots)
+
+    with pytest.raises(UsageError, match=message):
+        kernels.gather(range(3), device, host)
+    with pytest.raises(UsageError, match=message):
+        kernels.scatter(range(3), host, device)
+
+
+def test_slots_that_are_written_twice_are_refused() -> None:
+    kernels = ReferenceKernels(PoolItems.of(*_pool(HostLayout.LAYER_FIRST), LAYERS))
+    twice, once = torch.tensor([3, 1, 3]), torch.tensor([0, 1, 2])
+
+    with pytest.raises(UsageError, match="host slot 3 is written twice"):
+        kernels.gather(range(3), once, twice)
+    with pytest.raises(UsageError, match="device slot 3 is written twice"):
+        kernels.scatter(range(3), once, twice)
+    kernels.gather(range(3), twice, once)
+    kernels.scatter(range(3), twice, once)
+
+
 def test_rows_are_in_the_order_of_the_models_layers() -> None:
     items = PoolItems.of(*_pool(HostLayout.PAGE_FIRST_DIRECT), LAYERS)
 

@@ -195,6 +195,22 @@ def test_slots_of_another_form_are_refused(slots: torch.Tensor, rows: range, mes
         kernels.scatter(rows, slots.to(DEVICE), torch.tensor([0]).to(DEVICE))
 
 
+def test_slots_that_are_not_there_or_written_twice_are_refused() -> None:
+    host = torch.zeros(1, 3, 1, 8, dtype=torch.uint8, pin_memory=not INTERPRETED)
+    kernels = TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), _pointers())
+    good, high, twice = (torch.tensor(slots).to(DEVICE) for slots in ([0, 1], [0, 3], [2, 2]))
+
+    for host_slots, device_slots, message in (
+        (high, good, "host slot 3 is not there; slots are 0 to 2"),
+        (good, high, "device slot 3 is not there"),
+        (good, twice, "device slot 2 is written twice"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            kernels.scatter(range(1), host_slots, device_slots)
+    with pytest.raises(UsageError, match="host slot 2 is written twice"):
+        kernels.gather(range(1), good, twice)
+
+
 def _whole(views: list[torch.Tensor]) -> torch.Tensor:
     """Everything that the slab of some views holds: a stray write outside of them counts too."""
     return torch.empty(0, dtype=torch.uint8).set_(views[0].untyped_storage())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asynchicache.errors import ConfigError
 from asynchicache.kernels.batch import expand_runs
+from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.select import CopyMethods
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
@@ -193,6 +194,26 @@ def test_a_forced_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ConfigError, match="copy_path 'kernel' is not there for pool 'kv' on cpu: Triton"):
         PageCopier({"kv": _memory()}, force=CopyPath.KERNEL)
+
+
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])
+def test_kernels_need_not_check_the_slots_of_a_plan(
+    operation: Callable[..., CacheOperation], monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    """On a GPU that would wait for the stream in each launch."""
+    checks: list[object] = []
+    monkeypatch.setattr(PoolItems, "check_places", lambda *arguments: checks.append(arguments))
+    memory = _memory()
+    wish = operation(direction, kv=([0, 2], [1, 0]))
+    expected, plan = _copied(memory, wish), merge([wish], {"kv": memory.extent}, 3, None)
+
+    PageCopier({"kv": memory}, force=CopyPath.KERNEL).prepare(plan).enqueue(
+        EmulatedDevice(InlineDriver()).stream("copies"), plan.groups[0]
+    )
+
+    assert checks == []
+    found = _contents(memory)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheOperation]) -> None:

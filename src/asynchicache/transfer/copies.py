@@ -307,9 +307,9 @@ class _PoolCopies:
             self._sides = kernels.upload(sources), kernels.upload(destinations)
         sources, destinations = (side[pages] for side in self._sides)
         if self._direction is Direction.LOAD:
-            kernels.scatter(rows, sources, destinations)
+            kernels.scatter(rows, sources, destinations, checked=True)
         else:
-            kernels.gather(rows, sources, destinations)
+            kernels.gather(rows, sources, destinations, checked=True)
 
     def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
         for part in parts:
