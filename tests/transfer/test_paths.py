@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from asynchicache.errors import CapacityError
-from asynchicache.transfer import calibration
+from asynchicache.transfer import calibration, copies
 from asynchicache.transfer.calibration import ITEM_BYTES, TOKEN_BYTES, best, measured_paths
 from asynchicache.transfer.copies import PageCopier
-from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table, table_for
 from asynchicache.transfer.plan import Direction
 
 BATCH, KERNEL, PLAIN = CopyPath
@@ -90,3 +93,27 @@ def test_a_device_without_room_to_measure_is_used_all_the_same(monkeypatch: pyte
 
     assert found == PathTable()
     assert PageCopier({}, table=found).table == cpu_table()
+
+
+@pytest.mark.parametrize("measured", [None, PathTable()])
+def test_on_a_gpu_no_kernel_runs_unless_it_was_measured(measured: PathTable | None) -> None:
+    table = table_for(measured, on_gpu=True)
+
+    assert {table.choose(RunShape(LOAD, False, nbytes), CopyPath) for nbytes in (1, 1 << 10, 1 << 20)} == {
+        PLAIN
+    }
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_was_measured_decides(on_gpu: bool) -> None:
+    assert table_for(TABLE, on_gpu=on_gpu) is TABLE
+
+
+def test_a_copier_of_a_gpus_pages_has_no_rates_of_a_cpu() -> None:
+    class Memory:
+        device = SimpleNamespace(device=torch.device("cuda"))
+
+    with pytest.MonkeyPatch.context() as without_gpu:
+        without_gpu.setattr(copies, "_Pool", lambda *_: None)
+
+        assert PageCopier({"kv": Memory()}).table == PathTable()  # type: ignore[dict-item]

@@ -43,6 +43,9 @@ def _merge(*operations: CacheOperation, group_bytes: int | None = 1) -> Transfer
         ([1], [2**63], "not a run of 64-bit integers"),
         (bytes(8), [3], "not a run of 64-bit integers, but bytes"),
         ([3], bytearray(8), "not a run of 64-bit integers, but bytes"),
+        (memoryview(b"a"), [3], "not a run of 64-bit integers, but bytes"),
+        ({3}, [3], r"slots \{3\} are not a run of 64-bit integers, but a set"),
+        ([3], frozenset({3}), "not a run of 64-bit integers, but a set"),
     ],
 )
 def test_operations_that_mean_nothing_are_refused(

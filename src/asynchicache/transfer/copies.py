@@ -19,7 +19,7 @@ from asynchicache.kernels.units import copy_runs
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
-from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, cpu_table
+from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, table_for
 from asynchicache.transfer.plan import Direction, LayerGroup, PoolExtent, TensorPart, TransferPlan
 from asynchicache.transfer.slots import Slots
 
@@ -115,14 +115,15 @@ class PageCopier:
         """
         Args:
             memories: by pool.
-            table: of rates, to choose paths by. Without any: rates that a CPU had.
+            table: of rates, to choose paths by. Without any: rates that a CPU had; plain copies on a GPU.
             force: take this path whatever was measured.
             chunk_bytes: most bytes of one launch, as far as single items allow.
 
         Raises:
             ConfigError: the forced path is not there.
         """
-        self.table = table if table is not None and table.rates else cpu_table()
+        on_gpu = any(memory.device.device.type == "cuda" for memory in memories.values())
+        self.table = table_for(table, on_gpu=on_gpu)
         self.nbytes: PathBytes = {pool: dict.fromkeys(CopyPath, 0) for pool in memories}
         self._force = force
         self._chunk_bytes = chunk_bytes

@@ -80,7 +80,7 @@ class TransferEngine:
             group_bytes: what makes a group of a load's layers worth a launch. Default: 8 MiB.
             submit_inline: enqueue on the loop, for devices that run in virtual time or in their
                 caller. Default: False, on a thread of the engine's own.
-            paths: how fast each way of copying is, to choose by. Default: rates that a CPU had.
+            paths: how fast each way of copying is. Default: rates that a CPU had; plain copies on a GPU.
             copy_path: copy this way, however fast it is.
             audit: compares a sample of what comes back to the device with what had left it.
 

@@ -84,6 +84,17 @@ def _size(nbytes: int) -> str:
     return f"{nbytes // 1024} KiB" if nbytes >= 1024 else f"{nbytes} B"
 
 
+def table_for(measured: PathTable | None, *, on_gpu: bool) -> PathTable:
+    """The table to choose by where there may be none, or one for whose rates there was no memory.
+
+    A GPU's kernels are nowhere near a CPU's rates, and take processors from the model besides: without rates
+    of its own it has plain copies.
+    """
+    if measured is not None and measured.rates:
+        return measured
+    return PathTable() if on_gpu else cpu_table()
+
+
 def cpu_table() -> PathTable:
     """What was measured on a server's CPU; for runs that must not depend on time."""
     batch, kernel, plain = CopyPath

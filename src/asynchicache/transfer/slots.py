@@ -29,13 +29,23 @@ def slot_array(slots: Sequence[int]) -> array[int]:
     Raises:
         UsageError: they are no run of 64-bit integers.
     """
-    # An array would take the bits of bytes for 64-bit numbers. Most are lists, and that is quicker to see.
-    if type(slots) is not list and isinstance(slots, (bytes, bytearray)):
-        raise UsageError("slots are not a run of 64-bit integers, but bytes: pass their numbers")
+    # Most are lists, and that is quicker to see.
+    if type(slots) is not list and isinstance(slots, _NO_RUNS):
+        raise _no_run(slots)
     try:
         return array("q", slots)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"slots are not a run of 64-bit integers: {error}") from None
+
+
+_NO_RUNS = bytes, bytearray, memoryview, set, frozenset
+
+
+def _no_run(slots: object) -> UsageError:
+    """An array would take the bits of bytes for 64-bit numbers, and a set's in no order that pairs them."""
+    if isinstance(slots, (set, frozenset)):
+        return UsageError(f"slots {slots!r} are not a run of 64-bit integers, but a set: it has no order")
+    return UsageError("slots are not a run of 64-bit integers, but bytes: pass their numbers")
 
 
 def copied(transfer: PoolTransfer) -> tuple[str, array[int], array[int]]:
