@@ -197,3 +197,17 @@ async def test_nothing_to_move_holds_nobody_up(open_rig, operation: Build) -> No
         assert time.monotonic() - started < PATIENCE
         with pytest.raises(UsageError, match="layer 6"):
             ticket.host_fence(6)
+
+
+@pytest.mark.asyncio
+async def test_the_loop_does_not_wait_for_the_end_of_its_own_turn(open_rig, operation: Build) -> None:
+    async with open_rig() as rig:
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+
+        with pytest.raises(RequestStateError, match="layer 1 is submitted when the loop's turn ends"):
+            ticket.host_fence(1).wait(0)
+        with pytest.raises(RequestStateError, match=r"await Ticket.submitted\(2\)"):
+            ticket.host_fence(2).wait_on(rig.device.stream("compute"), 0)
+
+        await ticket.submitted()
+        assert ticket.host_fence(1).wait(PATIENCE)  # the device needs no loop

@@ -236,7 +236,7 @@ class TransferEngine:
         if self._tick is not tick:
             return  # it was flushed ahead of its time
         self._untold.write_down(self._tick)
-        self._tick = None
+        self._tick = tick.thread = None
         if self._submitter is None:
             self._carry_out(tick)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from asynchicache.errors import DeviceError, RequestStateError
 from asynchicache.streams.base import Event, Stream
 from asynchicache.transfer.record import LayerStatus, TransferView
+from asynchicache.transfer.ticks import Tick
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between looks of a thread that waits; they double. A look takes the CUDA driver's lock."""
@@ -16,6 +18,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
 
 class Fenced(Protocol):
     """What a fence has to know of a ticket."""
+
+    @property
+    def tick(self) -> Tick | None: ...
 
     @property
     def views(self) -> Sequence[TransferView] | None: ...
@@ -106,7 +111,11 @@ class HostFence:
 
         Returns:
             Whether the fence is open; False if the time was up first.
+
+        Raises:
+            RequestStateError: the turn of the loop in which the ticket was made waits here for its own end.
         """
+        self._check_thread()
         return _look_until(lambda: self.open, timeout)
 
     def wait_on(self, stream: Stream, timeout: float | None = None) -> bool:
@@ -118,7 +127,11 @@ class HostFence:
 
         Returns:
             Whether `stream` is ordered behind the layer; False if the time was up first.
+
+        Raises:
+            RequestStateError: as `wait`.
         """
+        self._check_thread()
         if not _look_until(self._submitted, timeout):
             return False
         groups = [view.group(self._layer) for view in self._ticket.views or ()]
@@ -126,6 +139,14 @@ class HostFence:
             if event is not None:
                 stream.wait_event(event)
         return True
+
+    def _check_thread(self) -> None:
+        tick = self._ticket.tick
+        if tick is not None and self._ticket.views is None and tick.thread == threading.get_ident():
+            raise RequestStateError(
+                f"layer {self._layer} is submitted when the loop's turn ends, and this is its thread: "
+                f"await Ticket.submitted({self._layer}), or wait on another thread"
+            )
 
     def _submitted(self) -> bool:
         """Whether the layer is enqueued, or will never be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -85,6 +86,7 @@ class Tick:
 
     Attributes:
         started: when the first came, by the port's clock.
+        thread: of the loop whose turn must end before anything is known; None once it has.
         wishes: what was submitted, in order, until all of it was told; without `onlookers`, whose
             operations are empty.
         planned: set, on the loop, once it is known what becomes of them, and the first of it is enqueued.
@@ -98,6 +100,7 @@ class Tick:
     planned: asyncio.Event = field(default_factory=asyncio.Event)
     written: int = 0
     told: int = 0
+    thread: int | None = field(default_factory=threading.get_ident)
 
     def settle(self, record: TransferRecord) -> None:
         """One of its transfers is enqueued."""
