@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from asynchicache.errors import ConfigError
 from asynchicache.kernels.batch import expand_runs
 from asynchicache.kernels.items import PoolItems
+from asynchicache.kernels.reference import ReferenceKernels
 from asynchicache.kernels.select import CopyMethods
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
@@ -21,8 +22,9 @@ from asynchicache.pools.slabs import Pinner
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces, split_runs
+from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
+from asynchicache.transfer.pieces import cut_runs, pieces, split_runs
 from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, merge
 from pools.cuda_runtime import PlayedRuntime
 
@@ -214,6 +216,33 @@ def test_kernels_need_not_check_the_slots_of_a_plan(
     assert checks == []
     found = _contents(memory)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])
+def test_a_gpu_without_room_for_the_slots_of_a_kernel_copies_plainly(
+    operation: Callable[..., CacheOperation],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    direction: Direction,
+) -> None:
+    def refuse(kernels: ReferenceKernels, slots: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room for slots")
+
+    monkeypatch.setattr(ReferenceKernels, "upload", refuse)
+    memory, device = _memory(), EmulatedDevice(InlineDriver())
+    wish = operation(direction, kv=([0, 2, 3], [1, 0, 4]))
+    expected, plan = _copied(memory, wish), merge([wish], {"kv": memory.extent}, 3, 1)
+    copier = PageCopier({"kv": memory}, force=CopyPath.KERNEL, chunk_bytes=64)
+
+    for group in plan.groups:
+        copier.prepare(plan).enqueue(device.stream("copies"), group)
+
+    assert device.error is None
+    found = _contents(memory)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert caplog.messages == [
+        "pool kv: copies by kernel go plainly while there is no room: no room for slots"
+    ]
 
 
 def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheOperation]) -> None:

@@ -144,10 +144,13 @@ class PageAudit:
         }
 
     def copy_aside(self, page: _Page, part: TensorPart, aside: Aside) -> None:
-        """Copy some layers of a page on the device; they are there once the current stream has got here."""
-        rows = slice(part.start, part.stop)
-        items = self._devices[page.pool].items(part.tensor)[rows, page.device_slot].contiguous()
-        aside[part.tensor][rows].copy_(items, non_blocking=True)
+        """Copy some layers of a page to the host; they are there once the current stream has got here.
+
+        One by one, as together they would first be gathered on the device, which may have no room.
+        """
+        items = self._devices[page.pool].items(part.tensor)
+        for layer in range(part.start, part.stop):
+            aside[part.tensor][layer].copy_(items[layer, page.device_slot], non_blocking=True)
 
     def remember(self, page: _Page, digest: bytes) -> None:
         """What a copy to the host has written, unless a later one went to the same slot."""

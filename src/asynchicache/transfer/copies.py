@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,11 @@ from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, table_for
+from asynchicache.transfer.pieces import cut_runs, pieces, split_runs
 from asynchicache.transfer.plan import Direction, LayerGroup, PoolExtent, TensorPart, TransferPlan
 from asynchicache.transfer.slots import Slots
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 << 20
 """Bytes of one launch: a long copy must let others in between, on a copy engine that takes turns
@@ -65,24 +69,6 @@ class PoolMemory:
             for tensor, ours in zip(tensors, host, strict=True)
         ]
         return PoolItems.of(host, device, [tensor.layers for tensor in tensors])
-
-
-class Piece(NamedTuple):
-    """Runs of slots of neighbouring layers: what one tensor has in one launch.
-
-    Attributes:
-        start: the first layer, a local number.
-        stop: one behind the last.
-        runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
-    """
-
-    start: int
-    stop: int
-    runs: Slots
-
-    @property
-    def items(self) -> int:
-        return (self.stop - self.start) * int(self.runs[:, 2].sum())
 
 
 class _Work(NamedTuple):
@@ -192,6 +178,8 @@ class _Pool:
     """One pool's items, and the methods there are to copy them."""
 
     def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
+        self._name = name
+        self._told = False
         self.items = memory.items()
         self.index = {tensor.name: index for index, tensor in enumerate(memory.device.spec.tensors)}
         spec, page_size = memory.device.spec, memory.device.page_size
@@ -228,6 +216,14 @@ class _Pool:
         if direction is Direction.FORK or step >= self._host.slots or not self.pieces.of_runs:
             return runs
         return split_runs(runs, 0 if direction is Direction.LOAD else 1, step)
+
+    def tell_once(self, error: Exception) -> None:
+        """The first time that the GPU has no room is worth a line in the log."""
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "pool %s: copies by kernel go plainly while there is no room: %s", self._name, error
+            )
 
     @property
     def available(self) -> list[CopyPath]:
@@ -299,18 +295,37 @@ class _PoolCopies:
         item_bytes = sum((part.stop - part.start) * self._item_bytes(part) for part in parts)
         step = max(1, chunk_bytes // item_bytes)
         for start in range(0, int(self._runs[:, 2].sum()), step):
-            run = partial(self._by_kernel, kernels, rows, slice(start, start + step))
+            run = partial(self._by_kernel, kernels, rows, parts, slice(start, start + step))
             yield _Work(item_bytes * step, run)
 
-    def _by_kernel(self, kernels: PageKernels, rows: range, pages: slice) -> None:
-        if self._sides is None:  # once a plan, in the order of its stream
-            sources, destinations = map(torch.from_numpy, expand_runs(self._runs))
-            self._sides = kernels.upload(sources), kernels.upload(destinations)
-        sources, destinations = (side[pages] for side in self._sides)
+    def _by_kernel(
+        self, kernels: PageKernels, rows: range, parts: Sequence[TensorPart], pages: slice
+    ) -> None:
+        """Plainly where a full GPU has no room for the numbers of the slots."""
+        try:
+            sides = self._sides = self._sides or self._upload(kernels)
+        except torch.OutOfMemoryError as error:
+            self._pool.tell_once(error)
+            self._without_room(parts, pages)
+            return
+        sources, destinations = (side[pages] for side in sides)
         if self._direction is Direction.LOAD:
             kernels.scatter(rows, sources, destinations, checked=True)
         else:
             kernels.gather(rows, sources, destinations, checked=True)
+
+    def _upload(self, kernels: PageKernels) -> tuple[torch.Tensor, torch.Tensor]:
+        """Once a plan, in the order of its stream."""
+        sources, destinations = map(torch.from_numpy, expand_runs(self._runs))
+        return kernels.upload(sources), kernels.upload(destinations)
+
+    def _without_room(self, parts: Sequence[TensorPart], pages: slice) -> None:
+        sources, destinations = (side[pages] for side in expand_runs(self._runs))
+        runs = np.stack((sources, destinations, np.ones_like(sources)), axis=1)
+        for part in parts:
+            layers = slice(part.start, part.stop)
+            source, destination = self._ends[self._pool.index[part.tensor]]
+            _copy_runs(source[layers], destination[layers], runs)
 
     def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
         for part in parts:
@@ -335,62 +350,3 @@ def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> 
             source[:, source_slot : source_slot + slots],
             destination[:, destination_slot : destination_slot + slots],
         )
-
-
-def pieces(part: TensorPart, runs: Slots, item_bytes: int, chunk_bytes: int) -> Iterator[Piece]:
-    """A tensor's share of a plan in pieces of at most `chunk_bytes`, as far as single items allow.
-
-    Runs are cut between slots, and between layers where one slot is too large already.
-    """
-    layer_step = max(1, chunk_bytes // item_bytes)
-    for start in range(part.start, part.stop, layer_step):
-        stop = min(start + layer_step, part.stop)
-        most = max(1, chunk_bytes // (item_bytes * (stop - start)))
-        for some in _batches(cut_runs(runs, most), most):
-            yield Piece(start, stop, some)
-
-
-def cut_runs(runs: Slots, most: int) -> Slots:
-    """The same pages in runs of at most `most` slots."""
-    counts = runs[:, 2]
-    if counts.max(initial=0) <= most:
-        return runs
-    parts = -(-counts // most)
-    cut = np.repeat(runs, parts, axis=0)
-    offsets = most * (np.arange(len(cut)) - np.repeat(np.cumsum(parts) - parts, parts))
-    cut[:, :2] += offsets[:, None]
-    cut[:, 2] = np.minimum(most, cut[:, 2] - offsets)
-    return cut
-
-
-def split_runs(runs: Slots, side: int, step: int) -> Slots:
-    """The same pages in runs of which none has slots `n * step - 1` and `n * step` of one side.
-
-    Args:
-        runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
-        side: 0 for sources, 1 for destinations.
-        step: slots between two borders.
-    """
-    first, counts = runs[:, side], runs[:, 2]
-    parts = (first + counts - 1) // step - first // step + 1
-    if parts.max(initial=1) == 1:
-        return runs
-    split = np.repeat(runs, parts, axis=0)
-    index = np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts)
-    starts, ends = split[:, side], split[:, side] + split[:, 2]
-    borders = (starts // step + index) * step
-    offsets = np.maximum(borders - starts, 0)
-    stops = np.minimum(borders + step, ends)
-    split[:, 2] = stops - starts - offsets
-    split[:, :2] += offsets[:, None]
-    return split
-
-
-def _batches(runs: Slots, most: int) -> Iterator[Slots]:
-    """Neighbouring runs together, as many as make up at most `most` slots; each alone is no larger."""
-    ends = np.cumsum(runs[:, 2])
-    start, before = 0, 0
-    while start < len(runs):
-        stop = int(np.searchsorted(ends, before + most, side="right"))
-        yield runs[start:stop]
-        start, before = stop, int(ends[stop - 1])
