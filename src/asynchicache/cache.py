@@ -310,11 +310,10 @@ async def _open_rooms(
     slots = plan_slots(spec, config.sizes(), _memory(device))
     for pool in starving(spec, slots, config.pages_per_state):
         _log.warning("%s", pool)
-    memories = await port.run_blocking(
-        partial(allocate_memories, spec, slots, device.name, config.host_layout)
+    # To its end, also if this is cancelled: memory that a thread still pins could not be unpinned.
+    memories = await shielded(
+        port.run_blocking(partial(allocate_memories, spec, slots, device.name, config.host_layout, kept))
     )
-    for memory in memories.values():
-        kept.callback(memory.host.close)
     if owned:  # before the memory: what a failed device was given may still be on its way
         kept.callback(device.close)
     planner = _planner(spec, slots, config)

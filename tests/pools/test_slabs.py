@@ -98,6 +98,21 @@ def test_a_fork_does_not_copy_pinned_memory() -> None:
     slab.close()
 
 
+def test_a_fork_copies_what_could_not_be_pinned_or_is_pinned_no_longer() -> None:
+    slab = Slab(4096)
+    address = slab.tensor.data_ptr()
+
+    with pytest.raises(DeviceError):
+        slab.pin(Pinner(PlayedRuntime(refuse=0)), 0, 4096)
+    assert "dc" not in _flags(address)
+
+    slab.pin(Pinner(PlayedRuntime()), 0, 4096)
+    assert "dc" in _flags(address)
+    slab.unpin()
+    assert "dc" not in _flags(address)
+    slab.close()
+
+
 def _flags(address: int) -> list[str]:
     """Of the mapping that an address lies in, see `man proc_pid_smaps`."""
     found = False
@@ -308,6 +323,26 @@ def test_a_system_without_threads_refuses_to_pin(steps: int, words: str) -> None
 
     with pytest.warns(PinningWarning, match=f"{words}.*can't start new thread"):
         assert HostPool(KV, 4, 5, pin=pinner).grow() == 5 - 3 * steps
+
+
+class _Pageless(Pinner):
+    """Has no pages for the second run."""
+
+    runs = 0
+
+    def touch(self, memory: torch.Tensor) -> None:
+        self.runs += 1
+        if self.runs == 2:
+            raise CapacityError("no pages")
+
+
+def test_a_pool_that_finds_no_pages_unpins_what_it_pinned() -> None:
+    runtime = PlayedRuntime()
+
+    with pytest.raises(CapacityError, match="no pages"):
+        HostPool(KV, 4, 5, pin=_Pageless(runtime), layout=HostLayout.LAYER_FIRST)
+
+    assert (runtime.most, runtime.pinned, runtime.lost) == (1, {}, [])
 
 
 def test_a_closed_pool_does_not_grow() -> None:

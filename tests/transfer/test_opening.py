@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import pytest
 
+from asynchicache.bench import copy_rig
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig
+from asynchicache.errors import CapacityError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.device import DevicePool
@@ -13,13 +20,16 @@ from asynchicache.pools.host import HostPool
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.transfer import calibration, opening
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.opening import allocate_memories, growing_pools
+from pools.cuda_runtime import PlayedRuntime
 
 KV = PoolSpec("kv", (TensorSpec("keys", (0,), (1024,), "float32"),))
 DSA = PoolSpec("dsa", (TensorSpec("index_keys", (0,), (2048,), "float32"),), slots_of="kv")
 SPEC = ModelSpec("toy", 1, 1, (KV, DSA))
 PAGE = 4096
+CONFIG = CacheConfig(device_bytes=64 << 10, host_bytes=64 << 10)
 
 
 class _Runtime:
@@ -63,10 +73,118 @@ async def test_slots_open_once_every_pool_that_shares_them_is_pinned() -> None:
 @pytest.mark.asyncio
 async def test_a_cpu_pins_nothing() -> None:
     port = AsyncioPort(threads=1)
-    memories = allocate_memories(SPEC, {"kv": (2, 6)}, "cpu", HostLayout.PAGE_FIRST)
+    kept = ExitStack()
+    memories = allocate_memories(SPEC, {"kv": (2, 6)}, "cpu", HostLayout.PAGE_FIRST, kept)
 
     assert list(growing_pools(SPEC, memories, port, lambda pool, count: None)) == []
     assert {memory.host.layout.kind for memory in memories.values()} == {HostLayout.PAGE_FIRST}
-    for memory in memories.values():
-        memory.host.close()
+    kept.close()
     await port.aclose()
+
+
+# Errors between pinning and the end of an opening.
+
+
+class _SmallDevice:
+    """Has room for so many pools."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def __call__(self, *args: object) -> DevicePool:
+        self._room -= 1
+        if self._room < 0:
+            raise CapacityError("no room on the device")
+        spec, page_size, slots, _ = args
+        return DevicePool(spec, page_size, slots)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+    """What every pinner of a device pins with."""
+    runtime = PlayedRuntime()
+    monkeypatch.setattr(Pinner, "of", lambda *_: Pinner(runtime))
+    return runtime
+
+
+def _assert_all_was_unpinned(runtime: PlayedRuntime) -> None:
+    assert runtime.most > 0
+    assert (runtime.pinned, runtime.lost) == ({}, [])
+
+
+@pytest.mark.asyncio
+async def test_a_cache_without_room_on_the_device_leaves_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime
+) -> None:
+    monkeypatch.setattr(opening, "DevicePool", _SmallDevice(1))
+
+    with pytest.raises(CapacityError, match="no room on the device"):
+        async with HybridCache.open(SPEC, CONFIG):
+            pass
+
+    assert runtime.most == 2
+    _assert_all_was_unpinned(runtime)
+
+
+@pytest.mark.asyncio
+async def test_a_cache_whose_opening_is_cancelled_leaves_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime
+) -> None:
+    loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def slow(*args: object) -> DevicePool:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(30)
+        return _SmallDevice(1)(*args)
+
+    async def live() -> None:
+        async with HybridCache.open(SPEC, CONFIG):
+            pass
+
+    monkeypatch.setattr(opening, "DevicePool", slow)
+    task = asyncio.create_task(live())
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    _assert_all_was_unpinned(runtime)
+
+
+def test_measuring_without_room_on_the_device_leaves_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime
+) -> None:
+    monkeypatch.setattr(calibration, "DevicePool", _SmallDevice(0))
+
+    calibration.measured_paths.__wrapped__("cpu")
+
+    _assert_all_was_unpinned(runtime)
+
+
+def test_measuring_that_fails_leaves_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(calibration, "_measure", broken)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        calibration.measured_paths.__wrapped__("cpu")
+
+    _assert_all_was_unpinned(runtime)
+
+
+@pytest.mark.asyncio
+async def test_a_bench_without_room_on_the_device_leaves_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime
+) -> None:
+    monkeypatch.setattr(copy_rig, "DevicePool", _SmallDevice(0))
+
+    with pytest.raises(CapacityError, match="no room on the device"):
+        async with copy_rig.open_rig(KV, 1, 4):
+            pass
+
+    _assert_all_was_unpinned(runtime)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -105,30 +105,31 @@ async def open_rig(
         DeviceError: it is not there.
         CapacityError: there is no room.
     """
-    port = AsyncioPort(threads=2)
-    opened = EmulatedDevice(OwnCores(cores)) if device == "cpu" else open_device(CacheConfig(device=device))
-    host = HostPool(spec, page_size, slots, pin=Pinner.of(opened.name) or False, layout=layout)
-    while host.growing:
-        host.grow()
-    memory = PoolMemory(DevicePool(spec, page_size, slots, opened.name), host)
-    layers = max(tensor.layers[-1] for tensor in spec.tensors) + 1
-    reactor = CompletionReactor(port)
-    table = measured_paths(opened.name) if path is None else None
-    engine = TransferEngine(
-        opened,
-        {spec.name: memory},
-        layers,
-        port,
-        reactor,
-        group_bytes=group_bytes,
-        paths=table,
-        copy_path=path,
-    )
-    try:
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2)
+        stack.push_async_callback(port.aclose)
+        opened = (
+            EmulatedDevice(OwnCores(cores)) if device == "cpu" else open_device(CacheConfig(device=device))
+        )
+        host = HostPool(spec, page_size, slots, pin=Pinner.of(opened.name) or False, layout=layout)
+        stack.callback(host.close)
+        stack.callback(opened.close)
+        while host.growing:
+            host.grow()
+        memory = PoolMemory(DevicePool(spec, page_size, slots, opened.name), host)
+        layers = max(tensor.layers[-1] for tensor in spec.tensors) + 1
+        reactor = CompletionReactor(port)
+        table = measured_paths(opened.name) if path is None else None
+        engine = TransferEngine(
+            opened,
+            {spec.name: memory},
+            layers,
+            port,
+            reactor,
+            group_bytes=group_bytes,
+            paths=table,
+            copy_path=path,
+        )
+        stack.push_async_callback(reactor.aclose, _CLOSE_SECONDS)
+        stack.push_async_callback(engine.aclose, _CLOSE_SECONDS)
         yield CopyRig(opened, engine, memory, port, single_threaded(opened, "aside"))
-    finally:
-        await engine.aclose(_CLOSE_SECONDS)
-        await reactor.aclose(_CLOSE_SECONDS)
-        opened.close()
-        memory.host.close()
-        await port.aclose()

@@ -75,7 +75,11 @@ class HostPool:
         self._whole_slots = slots if self.layout.kind.whole_slots else 0
         self._slot_bytes = self.layout.slot_bytes
         if self._pinner is not None and slots:
-            self._begin(self._pinner)
+            try:
+                self._begin(self._pinner)
+            except BaseException:  # nobody else could unpin what was pinned so far
+                self.close()
+                raise
 
     @property
     def nbytes(self) -> int:

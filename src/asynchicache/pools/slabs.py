@@ -107,7 +107,6 @@ class Slab:
         """
         memory = self.tensor[offset : offset + nbytes]
         pinner.touch(memory)
-        _keep_from_children(memory)
         registration = self._registration or HostRegistration(pinner.runtime, pinner.index)
         registration.add(self.tensor.data_ptr() + offset, nbytes)
         self._registration = registration
@@ -143,7 +142,7 @@ class HostRegistration:
         """
         self._runtime = runtime
         self._index = index
-        self._addresses: list[int] = []
+        self._runs: list[tuple[int, int]] = []
 
     def add(self, address: int, nbytes: int) -> None:
         """
@@ -151,21 +150,25 @@ class HostRegistration:
             DeviceError: CUDA refused.
         """
         with torch.cuda.device(self._index), beside_captures():
+            _advise_forks(address, nbytes, mmap.MADV_DONTFORK)
             code = int(self._runtime.cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
             if code != 0:
+                _advise_forks(address, nbytes, mmap.MADV_DOFORK)
                 _forget_cuda_error()
                 raise DeviceError(f"cudaHostRegister of {nbytes} bytes returned error {code}")
-        self._addresses.append(address)
+        self._runs.append((address, nbytes))
 
     def close(self) -> None:
         """Unpin; twice is harmless. What the system refuses to unpin is logged, and stays pinned."""
         with torch.cuda.device(self._index), beside_captures():
-            while self._addresses:
-                address = self._addresses.pop()
+            while self._runs:
+                address, nbytes = self._runs.pop()
                 code = int(self._runtime.cudaHostUnregister(address))
-                if code != 0:
-                    _forget_cuda_error()
-                    logger.warning("cudaHostUnregister of %#x returned error %d", address, code)
+                if code == 0:
+                    _advise_forks(address, nbytes, mmap.MADV_DOFORK)
+                    continue
+                _forget_cuda_error()
+                logger.warning("cudaHostUnregister of %#x returned error %d", address, code)
 
 
 def _forget_cuda_error() -> None:
@@ -252,9 +255,10 @@ def _populate(memory: torch.Tensor) -> None:
     memory[::ALIGNMENT].zero_()  # it is fresh, so nothing is lost
 
 
-def _keep_from_children(memory: torch.Tensor) -> None:
-    """A fork would copy pinned pages at once, all of them; and a child can use neither them nor CUDA."""
-    _libc.madvise(memory.data_ptr(), memory.numel(), mmap.MADV_DONTFORK)  # a refusal costs speed only
+def _advise_forks(address: int, nbytes: int, advice: int) -> None:
+    """A fork would copy pinned pages at once, all of them, and a child can use neither them nor CUDA; what
+    is not pinned a child may read."""
+    _libc.madvise(address, nbytes, advice)  # a refusal costs speed only
 
 
 def pci_address(index: int) -> str:

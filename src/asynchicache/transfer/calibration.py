@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import cache, partial
 
 from asynchicache.errors import CacheError, CapacityError
@@ -58,10 +59,10 @@ def measured_paths(device_name: str) -> PathTable:
             except CapacityError as error:  # the pools took it all
                 logger.warning("copies of %d bytes are not measured: %s", nbytes, error)
                 continue
-            for path in _paths(device_name, tokens=tokens):
-                for direction, rate in _measure(device_name, memory, path).items():
-                    rates.setdefault(RunShape(direction, tokens, nbytes), {})[path] = rate
-            memory.host.close()
+            with closing(memory.host):
+                for path in _paths(device_name, tokens=tokens):
+                    for direction, rate in _measure(device_name, memory, path).items():
+                        rates.setdefault(RunShape(direction, tokens, nbytes), {})[path] = rate
     return PathTable(rates, 1.0 if device_name == "cpu" else GPU_KERNEL_GAIN)
 
 
@@ -83,10 +84,14 @@ def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:
     slots = max(2, nbytes // spec.slot_bytes(page_size))
     layout = HostLayout.PAGE_FIRST if tokens else HostLayout.PAGE_FIRST_DIRECT
     host = HostPool(spec, page_size, slots, pin=Pinner.of(device_name) or False, layout=layout)
-    while host.growing:
-        host.grow()
-    host.items("bytes").fill_(1)  # untouched memory would be one page of zeros
-    return PoolMemory(DevicePool(spec, page_size, slots, device_name), host)
+    with ExitStack() as failed:
+        failed.callback(host.close)
+        while host.growing:
+            host.grow()
+        host.items("bytes").fill_(1)  # untouched memory would be one page of zeros
+        memory = PoolMemory(DevicePool(spec, page_size, slots, device_name), host)
+        failed.pop_all()
+    return memory
 
 
 def _measure(device_name: str, memory: PoolMemory, path: CopyPath) -> dict[Direction, float]:

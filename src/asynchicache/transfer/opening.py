@@ -43,7 +43,11 @@ class CopyOptions(NamedTuple):
 
 
 def allocate_memories(
-    spec: ModelSpec, slots: Mapping[str, tuple[int, int]], device: str, layout: HostLayout
+    spec: ModelSpec,
+    slots: Mapping[str, tuple[int, int]],
+    device: str,
+    layout: HostLayout,
+    kept: ExitStack,
 ) -> dict[str, PoolMemory]:
     """Every pool's slots in both tiers; host memory pinned for a GPU, a first step of it. Blocking.
 
@@ -52,6 +56,7 @@ def allocate_memories(
         slots: by pool that owns slots, on the device and on the host.
         device: as torch names it.
         layout: of host memory.
+        kept: closes the host memory; also what was pinned before an error.
 
     Raises:
         CapacityError: the device or the system has no room.
@@ -61,6 +66,7 @@ def allocate_memories(
     for pool in spec.pools:
         on_device, on_host = slots[pool.slots_of or pool.name]
         host = HostPool(pool, spec.page_size, on_host, pin=pinner or False, layout=layout)
+        kept.callback(host.close)
         memories[pool.name] = PoolMemory(DevicePool(pool, spec.page_size, on_device, device), host)
     return memories
 
