@@ -321,7 +321,7 @@ async def _open_rooms(
     reactor = CompletionReactor(port)
     copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
     engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    stack.push_async_callback(close_transfers, engine, reactor, kept, config.close_seconds)
+    stack.push_async_callback(close_transfers, engine, reactor, kept, memories, config.close_seconds)
     stored = StoredPools(planner.books)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -252,6 +254,38 @@ async def test_closing_does_not_wait_for_a_stream_that_hangs(caplog: pytest.LogC
     finally:
         gate.set()
         cache.device.close()
+
+
+@pytest.mark.parametrize("in_driver", [False, True])
+async def test_memory_that_a_copy_may_still_write_to_outlives_its_cache(
+    monkeypatch: pytest.MonkeyPatch, in_driver: bool
+):
+    """Whether it is the stream that hangs, or the thread that would have enqueued the copy."""
+    gate = threading.Event()
+    cache = HybridCache.open(SPEC, config(close_seconds=0.05))
+    async with cache as opened:
+        device, compute = opened.device, opened.device.stream("compute")
+        memories = opened._rooms.memories.values()
+        pools = [weakref.ref(pool) for memory in memories for pool in (memory.device, memory.host)]
+        async with opened.request(PROMPT) as request:
+            await request.load()
+            request.extend(len(PROMPT))
+            if in_driver:
+                monkeypatch.setattr(opened._rooms.engine, "_carry_out", lambda tick: gate.wait())
+            else:
+                compute.launch(gate.wait)
+            request.checkpoint(len(PROMPT), after=compute)
+    try:
+        del cache, opened, memories, request
+        monkeypatch.undo()
+        gc.collect()
+        alive = [pool() for pool in pools]
+        assert None not in alive
+        for pool in alive:
+            pool.items(next(iter(pool.spec.tensors)).name)  # raises if it is closed
+    finally:
+        gate.set()
+        device.close()
 
 
 @pytest.mark.asyncio

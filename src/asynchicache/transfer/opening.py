@@ -131,14 +131,24 @@ async def open_engine(
     )
 
 
+_leaked: dict[ExitStack, Mapping[str, PoolMemory]] = {}
+"""Memory that a copy may still write to, and what would close it, for as long as the process lives."""
+
+
 async def close_transfers(
-    engine: TransferEngine, reactor: CompletionReactor, kept: ExitStack, seconds: float
+    engine: TransferEngine,
+    reactor: CompletionReactor,
+    kept: ExitStack,
+    memories: Mapping[str, PoolMemory],
+    seconds: float,
 ) -> None:
     """Memory that a copy may still write to is never given back: it is leaked, deliberately, and so is
     the device, because closing it would wait for the copy."""
-    idle = kept.pop_all()  # not closed either if this is cancelled
-    await engine.aclose(seconds)
-    if await reactor.aclose(seconds):
+    idle = kept.pop_all()
+    _leaked[idle] = memories  # for good, if this is cancelled
+    given_up = await engine.aclose(seconds)  # perhaps not enqueued yet, and nothing that the reactor knows of
+    if await reactor.aclose(seconds) or given_up:
         _log.error("closed with copies in flight; the device and the host memory are leaked")
     else:
+        del _leaked[idle]
         idle.close()
