@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+
+from asynchicache.streams import cuda
 
 
 class PlayedCuda:
@@ -104,6 +107,7 @@ class PlayedCuda:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of `torch.cuda`'s."""
+        monkeypatch.setattr(cuda, "_idle", defaultdict(deque))
         PlayedStream.runtime = PlayedEvent.runtime = self
         names = ("device", "stream", "current_stream", "graph", "is_current_stream_capturing")
         replaced: dict[str, object] = {name: getattr(self, name) for name in names}
@@ -115,16 +119,19 @@ class PlayedCuda:
 
 
 class PlayedStream:
-    """`torch.cuda.Stream`."""
+    """`torch.cuda.Stream`, which has `POOL` for each device and hands them out in turns
+    (c10/cuda/CUDAStream.cpp, kStreamsPerPool)."""
 
+    POOL = 32
     runtime: PlayedCuda
-    handles = 0
+    handed: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, index: int) -> None:
         with self.runtime.on(index):
             self.runtime.call()
-        PlayedStream.handles += 1
-        self.device, self.cuda_stream = SimpleNamespace(index=index), PlayedStream.handles
+        self.device = SimpleNamespace(index=index)
+        self.cuda_stream = 1 + index * self.POOL + self.handed[index] % self.POOL
+        self.handed[index] += 1
         self.captured = self.invalidated = False
 
     def synchronize(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from asynchicache import captures
 from asynchicache.errors import DeviceError, RequestStateError, UsageError
 from asynchicache.streams.cuda import CudaDevice
+from asynchicache.transfer.graph_fences import GraphFences
 from streams.conftest import Rig, notify
 from streams.played_cuda import PlayedCuda, PlayedEvent, PlayedStream
 from streams.test_streams_conformance import CONFORMANCE
@@ -44,8 +45,9 @@ def test_a_second_gpu_makes_no_context_on_the_first(runtime: PlayedCuda) -> None
     assert event.query()
     event.synchronize()
     assert [_notified(device, one) for one in (stream, theirs)] == [None, None]
+    external = device.event(external=True)
     with device.capture(stream) as graph:
-        stream.wait_event(device.event(external=True))
+        stream.wait_event(external)
     graph.waits.clear()
     graph.replay()
     device.close()
@@ -146,6 +148,41 @@ def test_an_engines_capture_takes_external_events_only_and_survives_others(runti
     stream.wait_event(event)
 
     assert device.error is None
+    device.close()
+
+
+def test_external_events_of_other_streams_wait_until_a_capture_has_ended(runtime: PlayedCuda) -> None:
+    """CUDA would refuse them, and the device would have failed for good."""
+    device = CudaDevice(0)
+    compute, other, external = device.stream("compute"), device.stream("other"), device.event(external=True)
+    other.record(external)
+
+    with device.capture(compute):
+        compute.wait_event(external)
+        for early in (other.record, other.wait_event):
+            with pytest.raises(RequestStateError, match="captures another stream than other"):
+                early(external)
+        with pytest.raises(RequestStateError, match="make external events before that"):
+            GraphFences(device, 1)
+    other.record(external)
+
+    assert device.error is None
+    device.close()
+
+
+def test_streams_of_ours_leave_most_of_torchs_to_others(runtime: PlayedCuda) -> None:
+    """A stream that somebody computes on is none that pages are copied on."""
+    for _ in range(PlayedStream.POOL):
+        closed = CudaDevice(0)
+        closed.stream("calibrate")
+        closed.close()
+    device = CudaDevice(0)
+    ours = [device.stream(name).torch_stream for name in ("load", "backup", "fork")]
+    GraphFences(device, 2 * PlayedStream.POOL)
+
+    theirs = [PlayedStream(0) for _ in range(PlayedStream.POOL - len(ours) - 2)]
+
+    assert not {stream.cuda_stream for stream in ours} & {stream.cuda_stream for stream in theirs}
     device.close()
 
 

@@ -2,14 +2,16 @@
 
 No Python function is ever a CUDA host callback: the driver's thread would want the GIL while the
 GIL's holder waits inside the driver. Threads that block on events tell of completion instead.
+
+Above 400 lines, since device, stream, event and graph know of each other's captures and errors.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -22,6 +24,10 @@ from asynchicache.streams.waiter import Reached, Waiter
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_idle: dict[int, deque[torch.cuda.Stream]] = defaultdict(deque)
+"""By GPU, streams of devices that were closed: nothing is enqueued on them."""
 
 
 class _Thread(threading.local):
@@ -51,6 +57,7 @@ class CudaDevice:
         self._wrapped: dict[int, CudaStream] = {}
         self._waiters: dict[CudaStream, Waiter] = {}
         self._spare: deque[torch.cuda.Event] = deque()
+        self._maker: CudaStream | None = None
         self._closed = False
         self.thread = _Thread()
 
@@ -69,6 +76,11 @@ class CudaDevice:
         return stream
 
     def _torch_stream(self) -> torch.cuda.Stream:
+        """Torch has 32, and hands them out in turns: the 33rd that anybody asks for is the first one, whoever
+        uses that by then. So we take few, and those of closed devices again."""
+        self.check()
+        with suppress(IndexError):
+            return _idle[self.index].pop()
         try:
             return torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -92,15 +104,28 @@ class CudaDevice:
         """
         Raises:
             DeviceError: `external`, and torch has no such events, or the device failed.
+            RequestStateError: `external`, and this thread captures a stream of this device.
         """
         if not external:
             return CudaEvent(self, self._spare_event(), external)
+        if self.capturing():
+            raise RequestStateError("this thread captures a stream: make external events before that")
         event = CudaEvent(self, _torch_event(external), external)
         # Torch creates an event with its first record, and skips waits for events that are not
         # created: a capture would silently hold no wait.
-        self.attempt(event.torch_event.record, self._torch_stream())
+        self._maker = self._maker or self.stream("external-events")
+        self.attempt(event.torch_event.record, self._maker.torch_stream)
         self.check()
         return event
+
+    def capturing(self) -> bool:
+        """Whether this thread's current stream of this device is being captured.
+
+        Torch looks at that stream, and not at the one that it is told of, to make the record of an external
+        event, or the wait for it, one of a graph; CUDA refuses that on any other stream, and forgets nothing.
+        """
+        with self.here():
+            return bool(self.attempt(torch.cuda.is_current_stream_capturing))
 
     def _spare_event(self) -> torch.cuda.Event:
         """Making and destroying CUDA events takes the context's lock: they are used again."""
@@ -233,8 +258,11 @@ class CudaDevice:
         """Wait for what is enqueued on our own streams, then join the waiters; twice is harmless."""
         with self._lock:
             self._closed = True
-        for stream in self._streams:
+            streams, self._streams = self._streams, []
+        for stream in streams:
             stream.synchronize()
+        if self.error is None:
+            _idle[self.index].extend(stream.torch_stream for stream in streams)
         for waiter in self._waiters.values():
             waiter.close()
 
@@ -318,9 +346,13 @@ class CudaStream:
         return event
 
     def _crossing(self, event: Event) -> CudaEvent:
-        own = self.own(event)
-        if not own.external and self._captured():
+        own, captured = self.own(event), self._captured()
+        if captured and not own.external:
             raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
+        if own.external and not captured and self.device.capturing():
+            raise RequestStateError(
+                f"this thread captures another stream than {self.name}, whose external events have to wait"
+            )
         return own
 
     def _captured(self) -> bool:
@@ -328,8 +360,7 @@ class CudaStream:
         if self.graph is not None or not self._foreign:
             return self.graph is not None
         with self.device.here():
-            capturing = torch.cuda.is_current_stream_capturing()
-            return capturing and torch.cuda.current_stream() == self.torch_stream
+            return self.device.capturing() and torch.cuda.current_stream() == self.torch_stream
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.name} of {self.device.name}>"
