@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link would lead to a file of somebody else's
+
 Io = Callable[[int, Sequence[memoryview], int], int]
 
 
@@ -101,12 +103,12 @@ class BlockFile:
         try:
             if self.direct:
                 try:
-                    return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o666)
+                    return os.open(path, flags | _FLAGS | os.O_DIRECT, 0o666)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     self.direct = False
-            return os.open(path, flags | os.O_CLOEXEC, 0o666)
+            return os.open(path, flags | _FLAGS, 0o666)
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from asynchicache.backends.file.folder import pages_files
 from asynchicache.layouts import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class DormantPool:
     def give_back(self, nbytes: int) -> int:
         """Removes whole files of pages, the last ones first: to cut them would take a look at each page."""
         freed = 0
-        for path in sorted(self._folder.glob("*.pages"), reverse=True):
+        for path in reversed(pages_files(self._folder)):
             if freed < nbytes:
                 freed += _size(path)
                 path.unlink(missing_ok=True)
@@ -110,12 +111,13 @@ class Budget:
                 self._open.remove(holder)
                 self._dormant[folder] = DormantPool(folder)
 
-    def room(self, holder: Holder, wanted: int) -> int | None:
+    def room(self, holder: Holder, wanted: int, least: int) -> int | None:
         """How many bytes `holder`'s files may grow; None for no limit. `lock` is held.
 
         Args:
             holder: who asks.
-            wanted: bytes that it needs at the least.
+            wanted: bytes that it would like to have.
+            least: bytes of its next page; with fewer it could do nothing, so nobody loses pages for it.
 
         Raises:
             OSError: a file cannot be cut or looked at.
@@ -127,9 +129,10 @@ class Budget:
             if free < wanted and folder not in self._opening | self._kept:
                 free += self._take_back(folder, dormant, wanted - free)
         if free < wanted:
-            share = self._limit // max(1, len(self._open))
-            missing = min(wanted, share - holder.nbytes) - free
-            free += self._from_the_richest(holder, share, missing) if missing > 0 else 0
+            share = max(self._limit // max(1, len(self._open)), 0 if holder.nbytes else least)
+            allowed = min(wanted, share - holder.nbytes)
+            if allowed >= least:
+                free += self._from_the_richest(holder, share, allowed - free, least - free)
         return max(free, 0)
 
     def _take_back(self, folder: Path, dormant: DormantPool, nbytes: int) -> int:
@@ -141,10 +144,10 @@ class Budget:
             self._kept.add(folder)
             return 0
 
-    def _from_the_richest(self, holder: Holder, share: int, missing: int) -> int:
+    def _from_the_richest(self, holder: Holder, share: int, missing: int, least: int) -> int:
         others = [other for other in self._open if other is not holder]
         if not others:
             return 0
         richest = max(others, key=lambda other: other.nbytes)
-        spare = richest.nbytes - share
-        return richest.give_back(min(missing, spare)) if spare > 0 else 0
+        taken = min(missing, richest.nbytes - share)
+        return richest.give_back(taken) if taken >= max(least, 1) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder, sync_folder
+from asynchicache.backends.file.folder import MANIFEST, StoreFolder, pages_files, sync_folder
 from asynchicache.backends.file.manifest import read
 from asynchicache.errors import StorageError
 
@@ -65,8 +65,7 @@ def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
 
 def _remove(folder: Path) -> int:
     """Remove a pool's files; how many bytes they had. The manifest goes last: a crash leaves a pool."""
-    ours = [*sorted(folder.glob("*.pages")), folder / MANIFEST]
-    there = [file for file in ours if file.is_file()]
+    there = [file for file in (*pages_files(folder), folder / MANIFEST) if file.is_file()]
     size = sum(file.stat().st_size for file in there)
     for file in there:
         file.unlink()

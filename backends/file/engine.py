@@ -200,8 +200,7 @@ class FileEngine:
     def _begin(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> tuple[_Batch, list[Move]]:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
-            refusal = Outcome.REJECTED if self._store.read_only else Outcome.FAILED
-            return _Batch(keys, slots, [refusal] * len(keys)), []
+            return _Batch(keys, slots, [Outcome.REJECTED] * len(keys)), []
         fresh = self._store.missing([key.digest for key in keys])
         batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh)
         return batch, self._take(batch)
@@ -252,7 +251,7 @@ class FileEngine:
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         if self._store.read_only or self._store.broken:
-            return [Outcome.FAILED] * len(keys)
+            return [Outcome.REJECTED] * len(keys)  # a refusal: pages that are there can be read
         try:
             there = self._store.remove([key.digest for key in keys])
         except OSError as error:

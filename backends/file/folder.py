@@ -31,6 +31,8 @@ _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
 
 _POOL = re.compile(r"[a-z0-9_]+")
 _SHARD = re.compile(r"[0-9a-z/-]*")
+_POOL_FOLDER = re.compile(r"[a-z0-9_]+(-[0-9a-z_-]+)?-[0-9a-f]{32}")
+_PAGES = re.compile(r"\d{5}\.pages", re.ASCII)
 _BLOCKED = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 
 
@@ -93,8 +95,7 @@ class StoreFolder:
 
     def pools(self) -> list[Path]:
         """The folders of pools that are there, also where a repair has taken a damaged manifest away."""
-        folders = filter(Path.is_dir, self.path.iterdir())
-        return sorted(folder for folder in folders if _is_pool(folder))
+        return sorted(filter(_is_pool, self.path.iterdir()))
 
     def close(self) -> None:
         """Unlock; twice is harmless."""
@@ -192,8 +193,17 @@ def check_file(path: Path) -> None:
         raise StorageError(f"{path} cannot be opened: it is no file")
 
 
+def pages_files(folder: Path) -> list[Path]:
+    """The files of pages in a pool's folder, in their order; whatever else lies there is somebody's."""
+    named = (path for path in folder.iterdir() if _PAGES.fullmatch(path.name))
+    return sorted(path for path in named if path.is_file() and not path.is_symlink())
+
+
 def _is_pool(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() or any(map(Path.is_file, folder.glob("*.pages")))
+    """By its name, too: nothing is removed from a folder that somebody else has put there, or linked."""
+    if not _POOL_FOLDER.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+        return False
+    return (folder / MANIFEST).is_file() or bool(pages_files(folder))
 
 
 def sync_folder(path: Path) -> None:

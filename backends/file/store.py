@@ -239,7 +239,9 @@ class PageStore:
         """Slots that the pool may have more."""
         slots, shape = self.segments.slots, self.segments.shape
         taken = shape.pool_bytes(slots)
-        room = self._budget.room(self, shape.pool_bytes(slots + wanted) - taken)
+        room = self._budget.room(
+            self, shape.pool_bytes(slots + wanted) - taken, shape.pool_bytes(slots + 1) - taken
+        )
         if self._limit is not None:
             own = self._limit - self.nbytes
             room = own if room is None else min(room, own)

@@ -158,7 +158,10 @@ class MooncakeEngine:
             buffers = self._slots.buffers(slots)
             for key, slot in zip(keys, slots, strict=True):
                 self._binding.seal(slot, key)
-            codes = self._client.put(self._names(keys), *buffers)
+            answered = self._client.put(self._names(keys), *buffers)
+            if len(answered) != len(keys):  # or whoever waits for the others would wait for ever
+                raise StorageError(f"Mooncake returned {len(answered)} codes for {len(keys)} pages")
+            codes = answered
         finally:
             self._writes.settle(keys, codes)
         return codes

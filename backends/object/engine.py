@@ -222,7 +222,7 @@ class ObjectEngine:
 
     async def _delete(self, key: ObjectKey) -> Outcome:
         if self._options.read_only:
-            return Outcome.FAILED
+            return Outcome.REJECTED
         try:
             await obstore.head_async(self._store, page_path(key))  # to delete nothing is no error
             await obstore.delete_async(self._store, page_path(key))

@@ -132,7 +132,7 @@ class RedisEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         self._check_open()
         if self._options.read_only:
-            return [Outcome.FAILED] * len(keys)
+            return [Outcome.REJECTED] * len(keys)
         gone = await self._try_count(b"UNLINK", keys)
         if gone is None:
             return [Outcome.FAILED] * len(keys)

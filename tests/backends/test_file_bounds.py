@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from asynchicache.backends.file import shape
+from asynchicache.backends.file.budget import FIXED_BYTES, Budget
 from asynchicache.backends.file.clear import clear_store
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
@@ -33,6 +34,7 @@ from storage.file_stores import (
 )
 
 HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FAILED
+REJECTED = Outcome.REJECTED
 
 
 @pytest.fixture
@@ -117,8 +119,8 @@ async def test_entries_that_cannot_be_written_stop_writing_only(
         with monkeypatch.context() as broken:
             broken.setattr(os, "pwritev", refuse_entries)
             assert await bench.put(bench.keys(3), [2]) == [FAILED]
-        assert await bench.put(bench.keys(4), [3]) == [FAILED]
-        assert await bench.engine.delete(bench.keys(1)) == [FAILED]
+        assert await bench.put(bench.keys(4), [3]) == [REJECTED]
+        assert await bench.engine.delete(bench.keys(1)) == [REJECTED]
         assert await bench.get(bench.keys(1, 2, 3), [4, 5, 6]) == [HIT, HIT, MISS]
     async with bench_at(tmp_path) as bench:
         assert await bench.get(bench.keys(1, 2, 3), [4, 5, 6]) == [HIT, HIT, MISS]
@@ -273,6 +275,76 @@ async def test_a_pool_with_another_manifest_is_refused(tmp_path: Path, text: byt
     with pytest.raises(StorageFormatError, match=words):
         async with bench_at(tmp_path):
             pass
+
+
+@pytest.mark.asyncio
+async def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    """Not in a folder that lies in the store, nor where a link leads, nor beside pages."""
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    async with bench_at(store) as bench:
+        await fill(bench, [1])
+    (pool,) = store.glob("kv-*")
+    elsewhere.mkdir()
+    (store / "letters").mkdir()
+    (store / f"link-{'0' * 32}").symlink_to(elsewhere)
+    theirs = [store / "letters" / "00000.pages", elsewhere / "00000.pages", pool / "notes.pages"]
+    for file in theirs:
+        file.write_bytes(bytes(1 << 20))
+
+    async with backend_at(store, capacity_bytes=capacity_for(8)) as backend:
+        await fill(await open_bench(backend, weights="w2"), range(20))
+    assert all(file.stat().st_size == 1 << 20 for file in theirs)
+    clear_store(store)
+    assert all(file.stat().st_size == 1 << 20 for file in theirs)
+
+
+@pytest.mark.asyncio
+async def test_a_link_among_the_files_of_pages_is_not_followed(tmp_path: Path, small_segments: None) -> None:
+    store, outside = tmp_path / "store", tmp_path / "outside"
+    async with bench_at(store) as bench:
+        await fill(bench, range(10))
+        (pool,) = store.glob("kv-*")
+        files = len(list(pool.glob("*.pages")))
+        (pool / f"{files:05}.pages").symlink_to(outside)
+        numbers = range(64 * files + 10)
+        await fill(bench, numbers)
+        assert len(await there(bench, numbers)) == 64 * files
+
+    assert not outside.exists()
+
+
+class _Held:
+    """A pool of a folder, which cuts its files to the byte."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def give_back(self, nbytes: int) -> int:
+        self.nbytes -= nbytes
+        return nbytes
+
+
+def test_nobody_loses_pages_for_a_pool_that_would_have_no_page_by_it() -> None:
+    budget, rich, poor = Budget(FIXED_BYTES + 100), _Held(100), _Held(1)
+    for holder in (rich, poor, _Held(0)):
+        budget.join(Path(str(id(holder))), holder)
+    share = (FIXED_BYTES + 100) // 3
+
+    assert budget.room(poor, 2 * share, 2 * share) == 0
+    assert rich.nbytes == 100
+
+
+def test_a_page_larger_than_an_equal_share_has_its_room_once() -> None:
+    budget, rich, poor = Budget(FIXED_BYTES + 12_000), _Held(12_000), _Held(0)
+    for number in range(4):
+        budget.join(Path(str(number)), _Held(0))
+    budget.join(Path("rich"), rich)
+    budget.join(Path("poor"), poor)
+
+    assert budget.room(poor, 4 * 5000, 5000) == 5000
+    assert rich.nbytes == 7000
+    poor.nbytes = 5000
+    assert budget.room(poor, 5000, 5000) == 0
 
 
 @pytest.mark.asyncio

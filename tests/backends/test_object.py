@@ -87,7 +87,7 @@ async def test_read_only_serves_and_changes_nothing(tmp_path: Path) -> None:
     async with bench_at({**place, "read_only": True}) as bench:
         assert await bench.get(keys, [1, 2]) == [HIT, MISS]
         assert await bench.put(keys, [1, 2]) == [REJECTED] * 2
-        assert await bench.engine.delete(keys) == [FAILED] * 2
+        assert await bench.engine.delete(keys) == [Outcome.REJECTED] * 2
     async with bench_at({"url": f"file://{tmp_path}/empty", "read_only": True}) as bench:
         assert await bench.get(keys, [1, 2]) == [MISS] * 2
     assert list((tmp_path / "empty").iterdir()) == []

@@ -257,6 +257,40 @@ async def test_what_is_no_exception_is_failed_too(error: BaseException, immediat
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "answer", [[Outcome.MISS] * 2, bytearray(b"\1\2"), ["yes", "no"], bytearray(1)], ids=repr
+)
+async def test_what_is_no_bit_is_no_answer_to_exists(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outcome is true, whichever it is."""
+    async with scene() as s:
+        monkeypatch.setattr(s.engine, "exists", lambda keys: asyncio.sleep(0, answer))
+        assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.FAILED] * 2
+        monkeypatch.setattr(s.engine, "exists", lambda keys: asyncio.sleep(0, [True, False]))
+        assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.HIT, Outcome.MISS]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", [None, -1, "all"])
+async def test_what_is_no_count_is_no_answer_to_clear(
+    answer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene() as s:
+        monkeypatch.setattr(s.engine, "clear", lambda: asyncio.sleep(0, answer))
+        with pytest.raises(StorageError, match=f"{answer!r} is no answer to clear"):
+            await s.pool.clear()
+
+
+@pytest.mark.asyncio
+async def test_deletes_that_are_refused_open_no_breaker() -> None:
+    async with scene() as s:
+        s.engine.outcome = Outcome.REJECTED
+        for _ in range(10):
+            assert (await s.pool.delete(s.keys(1))).outcomes == [Outcome.REJECTED]
+        s.engine.outcome = Outcome.HIT
+        assert (await s.get(1)).outcomes == [Outcome.HIT]
+
+
+@pytest.mark.asyncio
 @STRANGE_ERRORS
 async def test_what_is_no_exception_is_no_clear_either(error: BaseException) -> None:
     async with scene() as s:

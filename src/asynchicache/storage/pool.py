@@ -127,7 +127,7 @@ class GuardedPool:
         return batch
 
     async def delete(self, keys: Sequence[ObjectKey]) -> Batch:
-        """Forget pages: HIT if it was there, MISS if not, FAILED or TIMEOUT.
+        """Forget pages: HIT if it was there, MISS if not, REJECTED, FAILED or TIMEOUT.
 
         Raises:
             UsageError: a key is of another pool.
@@ -152,6 +152,8 @@ class GuardedPool:
             raise StorageError(f"pool {self._binding.pool!r} could not be cleared: {error!r}") from error
         finally:
             self._known.doubt()  # not before: calls side by side with it have learnt what is gone by now
+        if not isinstance(gone, int) or gone < 0:
+            raise StorageError(f"pool {self._binding.pool!r}: {gone!r} is no answer to clear, but a count is")
         self._known.clear()
         return gone
 

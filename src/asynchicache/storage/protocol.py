@@ -142,7 +142,7 @@ class PoolEngine(Protocol):
         ...
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        """Forget pages: HIT if it was there, MISS if not, FAILED."""
+        """Forget pages: HIT if it was there, MISS if not, REJECTED by a medium that is read only, FAILED."""
         ...
 
     async def clear(self) -> int:

@@ -51,7 +51,19 @@ class Verb(NamedTuple):
 
 async def _exists(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
     hit, miss = Outcome.HIT, Outcome.MISS  # to look a member up costs more than all else a key does here
-    return [hit if there else miss for there in await engine.exists(keys)]
+    return [hit if there else miss for there in _bits(await engine.exists(keys))]
+
+
+def _bits(answers: bytes | bytearray) -> bytes | bytearray:
+    """
+    Raises:
+        StorageError: one is neither 0 nor 1: outcomes, say, all of which are true.
+    """
+    binary = isinstance(answers, bytes | bytearray)  # then it is looked at in C
+    strange = answers.translate(None, b"\0\1") if binary else [bit for bit in answers if bit not in (0, 1)]
+    if strange:
+        raise StorageError(f"{strange[0]!r} is no answer to exists, which is 0 or 1")
+    return answers
 
 
 EXISTS = Verb("exists", _exists, (Outcome.HIT, Outcome.MISS, Outcome.FAILED), Outcome.FAILED, moves=False)
@@ -73,7 +85,7 @@ PUT = Verb(
 DELETE = Verb(
     "delete",
     lambda engine, keys, _: engine.delete(keys),
-    (Outcome.HIT, Outcome.MISS, Outcome.FAILED),
+    (Outcome.HIT, Outcome.MISS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.FAILED,
     moves=False,
 )
