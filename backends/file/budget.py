@@ -98,6 +98,24 @@ class Budget:
             with self.lock:
                 self._opening.remove(folder)
 
+    def fit(self, holder: Holder) -> None:
+        """Where there is more than the limit, as it was lowered: pools that are not open give way, then
+        `holder`, which is being opened.
+
+        Raises:
+            OSError: a file cannot be cut or looked at.
+        """
+        with self.lock:
+            if self._limit is None:
+                return
+            taken = sum(one.nbytes for one in [*self._open, *self._dormant.values()])
+            over = taken - self._limit + FIXED_BYTES if taken > self._limit else 0
+            for folder, dormant in self._dormant.items():
+                if over > 0 and folder not in self._opening | self._kept:
+                    over -= self._take_back(folder, dormant, over)
+            if over > 0:
+                holder.give_back(over)
+
     def join(self, folder: Path, holder: Holder) -> None:
         """A pool was opened."""
         with self.lock:

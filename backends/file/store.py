@@ -68,6 +68,8 @@ class PageStore:
             )
             try:
                 self._load(PageReader(self.segments, manifest))
+                if not read_only:
+                    budget.fit(self)
             except OSError:
                 self.segments.close()
                 raise

@@ -213,6 +213,29 @@ async def test_a_bound_that_was_lowered_holds_after_reopening(tmp_path: Path) ->
 
 
 @pytest.mark.asyncio
+async def test_a_folders_bound_that_was_lowered_holds_after_reopening(tmp_path: Path) -> None:
+    """Pools that are not open give way first; a bound that is kept costs nobody a page."""
+    async with backend_at(tmp_path) as backend:
+        for pool, count in (("kv", 40), ("mamba", 3)):
+            await fill(await open_bench(backend, pool), range(count))
+    limit = size_of(tmp_path)
+    for _ in range(2):
+        async with backend_at(tmp_path, capacity_bytes=limit) as backend:
+            for pool, count in (("mamba", 3), ("kv", 40)):
+                assert await there(await open_bench(backend, pool), range(count)) == [*range(count)]
+
+    limit = capacity_for(10)
+    async with backend_at(tmp_path, capacity_bytes=limit) as backend:
+        bench = await open_bench(backend, "kv")
+        kept = await there(bench, range(40))
+        assert kept == [*range(len(kept))]
+        assert len(kept) in (9, 10)
+        await fill(bench, range(50, 60))
+        assert size_of(tmp_path) <= limit
+        assert await there(await open_bench(backend, "mamba"), range(3)) == []
+
+
+@pytest.mark.asyncio
 async def test_clear_forgets_the_pools_that_are_open_and_no_others(tmp_path: Path) -> None:
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(3))
