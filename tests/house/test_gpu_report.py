@@ -276,7 +276,7 @@ def test_a_bench_that_is_cut_leaves_its_rows(
 
     assert not step["ok"]
     assert "2 rows, bytes right, not the rest" in step["detail"]
-    assert "Aborted" in step["detail"]
+    assert "Fatal Python error: Aborted" in (tmp_path / "log").read_text()
     assert ([row["direction"] for row in result["rows"]], result["whole"]) == (["load", "backup"], False)
 
 
