@@ -108,13 +108,12 @@ class Budget:
         with self.lock:
             if self._limit is None:
                 return
-            taken = sum(one.nbytes for one in [*self._open, *self._dormant.values()])
-            over = taken - self._limit + FIXED_BYTES if taken > self._limit else 0
-            for folder, dormant in self._dormant.items():
-                if over > 0 and folder not in self._opening | self._kept:
-                    over -= self._take_back(folder, dormant, over)
-            if over > 0:
-                holder.give_back(over)
+            free = self._free(self._limit)
+            if free >= -FIXED_BYTES:  # what is small is there, and counted twice
+                return
+            free += self._from_the_dormant(-free)
+            if free < 0:
+                holder.give_back(-free)
 
     def join(self, folder: Path, holder: Holder) -> None:
         """A pool was opened."""
@@ -142,16 +141,26 @@ class Budget:
         """
         if self._limit is None:
             return None
-        free = self._limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._dormant.values()])
-        for folder, dormant in self._dormant.items():
-            if free < wanted and folder not in self._opening | self._kept:
-                free += self._take_back(folder, dormant, wanted - free)
+        free = self._free(self._limit)
+        free += self._from_the_dormant(wanted - free)
         if free < wanted:
             share = max(self._limit // max(1, len(self._open)), 0 if holder.nbytes else least)
             allowed = min(wanted, share - holder.nbytes)
             if allowed >= least:
                 free += self._from_the_richest(holder, share, allowed - free, least - free)
         return max(free, 0)
+
+    def _free(self, limit: int) -> int:
+        """Bytes that no pool has; below 0 where they have too many."""
+        return limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._dormant.values()])
+
+    def _from_the_dormant(self, missing: int) -> int:
+        """How many bytes pools gave back that are not open."""
+        freed = 0
+        for folder, dormant in self._dormant.items():
+            if freed < missing and folder not in self._opening | self._kept:
+                freed += self._take_back(folder, dormant, missing - freed)
+        return freed
 
     def _take_back(self, folder: Path, dormant: DormantPool, nbytes: int) -> int:
         """About so many bytes of a pool that is not open; 0 if its files are another user's, say."""

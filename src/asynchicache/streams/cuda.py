@@ -360,7 +360,8 @@ class CudaStream:
         if self.graph is not None or not self._foreign:
             return self.graph is not None
         with self.device.here():
-            return self.device.capturing() and torch.cuda.current_stream() == self.torch_stream
+            capturing = torch.cuda.is_current_stream_capturing()
+            return capturing and torch.cuda.current_stream() == self.torch_stream
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.name} of {self.device.name}>"

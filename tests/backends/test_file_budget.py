@@ -1,0 +1,67 @@
+"""How pools share the bytes of a folder: who gives way, and when nobody does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asynchicache.backends.file.budget import FIXED_BYTES, Budget
+from storage.file_stores import backend_at, capacity_for, fill, open_bench, size_of, there
+
+
+class _Held:
+    """A pool of a folder, which cuts its files to the byte."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def give_back(self, nbytes: int) -> int:
+        self.nbytes -= nbytes
+        return nbytes
+
+
+def test_nobody_loses_pages_for_a_pool_that_would_have_no_page_by_it() -> None:
+    budget, rich, poor = Budget(FIXED_BYTES + 100), _Held(100), _Held(1)
+    for holder in (rich, poor, _Held(0)):
+        budget.join(Path(str(id(holder))), holder)
+    share = (FIXED_BYTES + 100) // 3
+
+    assert budget.room(poor, 2 * share, 2 * share) == 0
+    assert rich.nbytes == 100
+
+
+def test_a_page_larger_than_an_equal_share_has_its_room_once() -> None:
+    budget, rich, poor = Budget(FIXED_BYTES + 12_000), _Held(12_000), _Held(0)
+    for number in range(4):
+        budget.join(Path(str(number)), _Held(0))
+    budget.join(Path("rich"), rich)
+    budget.join(Path("poor"), poor)
+
+    assert budget.room(poor, 4 * 5000, 5000) == 5000
+    assert rich.nbytes == 7000
+    poor.nbytes = 5000
+    assert budget.room(poor, 5000, 5000) == 0
+
+
+@pytest.mark.asyncio
+async def test_a_folders_bound_that_was_lowered_holds_after_reopening(tmp_path: Path) -> None:
+    """Pools that are not open give way first; a bound that is kept costs nobody a page."""
+    async with backend_at(tmp_path) as backend:
+        for pool, count in (("kv", 40), ("mamba", 3)):
+            await fill(await open_bench(backend, pool), range(count))
+    limit = size_of(tmp_path)
+    for _ in range(2):
+        async with backend_at(tmp_path, capacity_bytes=limit) as backend:
+            for pool, count in (("mamba", 3), ("kv", 40)):
+                assert await there(await open_bench(backend, pool), range(count)) == [*range(count)]
+
+    limit = capacity_for(10)
+    async with backend_at(tmp_path, capacity_bytes=limit) as backend:
+        bench = await open_bench(backend, "kv")
+        kept = await there(bench, range(40))
+        assert kept == [*range(len(kept))]
+        assert len(kept) in (9, 10)
+        await fill(bench, range(50, 60))
+        assert size_of(tmp_path) <= limit
+        assert await there(await open_bench(backend, "mamba"), range(3)) == []
