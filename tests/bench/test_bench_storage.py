@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file import open_backend
+from asynchicache.bench.rounds import there_and_back
 from asynchicache.bench.storage import run
 from asynchicache.bench.storage.controller import open_controller_bench
 from asynchicache.bench.storage.file import engine_options, neighbours, open_limit
@@ -18,6 +19,7 @@ from asynchicache.bench.storage.limits import Setup
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
 from asynchicache.bench.storage.registry import LIMITS
+from asynchicache.bench.storage.report import Sample
 from asynchicache.bench.storage.run import run_storage
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError, StorageError
@@ -73,6 +75,24 @@ def test_through_a_whole_cache(engine: str, tmp_path: Path, capsys: pytest.Captu
         f"{limit}{name}_mb_s" for limit in ("", "limit_") for name in ("put", "get")
     } | {"put_ratio", "get_ratio"}
     assert all(value > 0 for value in result["through_controller"].values())
+
+
+def test_each_side_is_first_as_often_as_last() -> None:
+    assert there_and_back(["engine", "limit", "other"]) == [
+        *["engine", "limit", "other"],
+        *["other", "limit", "engine"],
+    ]
+
+
+def test_turns_beside_each_other_are_compared() -> None:
+    """A disk that slows down by half from turn to turn is slower for both."""
+    options = StorageBenchOptions(engine="memory", page_bytes=8192, pages=4, rounds=2)
+    report = asyncio.run(run_storage(options, lambda done, total: None))
+    assert {len(samples) for samples in report.samples.values()} == {4}
+    report.samples.clear()
+    first, second, third, last = (Sample(seconds, 1.0, 1000) for seconds in (1.0, 2.0, 4.0, 8.0))
+    report.add({"engine put": [first, last], "limit put": [second, third]})
+    assert report.ratio("engine put", "limit put") == (2.0 + 0.5) / 2
 
 
 def test_a_store_may_be_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

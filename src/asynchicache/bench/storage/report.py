@@ -1,9 +1,9 @@
-"""What `bench storage` found: medians of its rounds, and of the ratios within a round."""
+"""What `bench storage` found: medians of its turns, and of the ratios of turns beside each other."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class StorageReport:
     """One run.
 
     Attributes:
-        samples: by what was done, `engine put` or `limit get scattered`, one a round.
+        samples: by what was done, `engine put` or `limit get scattered`, two a round.
         exists: keys a second, asked of the engine alone, and through what the core wraps around it.
         stall_ms, idle_stall_ms: the longest stop of the event loop, and in an idle run as long.
         wrong_pages: read back with other bytes.
@@ -68,17 +68,17 @@ class StorageReport:
     def ok(self) -> bool:
         return self.wrong_pages == 0
 
-    def add(self, samples: Mapping[str, Sample]) -> None:
-        """A round's."""
-        for name, sample in samples.items():
-            self.samples[name].append(sample)
+    def add(self, turns: Mapping[str, Sequence[Sample]]) -> None:
+        """A round's; its first turn of one is beside the first of another, its last beside the last."""
+        for name, samples in turns.items():
+            self.samples[name] += samples
 
     def mb_s(self, name: str) -> float | None:
         """Median, None if it was not measured."""
         return median(sample.mb_s for sample in self.samples[name]) if self.samples[name] else None
 
     def ratio(self, ours: str, limit: str) -> float | None:
-        """Median of one by the other, both of the same round."""
+        """Median of one by the other, of turns of the same half of a round."""
         pairs = zip(self.samples[ours], self.samples[limit], strict=False)
         ratios = [one.mb_s / other.mb_s for one, other in pairs]
         return median(ratios) if ratios else None

@@ -1,9 +1,10 @@
-"""Storage as the cache calls it, and its limit, in turns: a round writes and reads every page with both."""
+"""Storage as the cache calls it, and its limit, in turns: in a round each moves every page twice."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from asynchicache.bench.rounds import rotated
-from asynchicache.bench.storage.controller import POOL, open_controller_bench
+from asynchicache.bench.rounds import there_and_back
+from asynchicache.bench.storage.controller import POOL, ControllerBench, open_controller_bench
 from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
@@ -34,6 +35,7 @@ _EXISTS_BATCH = 1000
 
 Move = Callable[[Sequence[int]], Awaitable[object]]
 Advance = Callable[[int, int], None]
+Samples = defaultdict[str, list[Sample]]
 
 
 @dataclass(slots=True)
@@ -42,8 +44,8 @@ class Bench:
 
     Attributes:
         limits: what it is measured against by title, the limit itself first.
-        round: its number.
-        keys: the pages' names in this round: a cache has them before it asks.
+        turn: how often the engine had its turn.
+        keys: the pages' names in this turn: a cache has them before it asks.
     """
 
     options: StorageBenchOptions
@@ -54,17 +56,17 @@ class Bench:
     pool: GuardedPool
     limits: Mapping[str, Limit]
     report: StorageReport
-    round: int = 0
+    turn: int = 0
     keys: Sequence[ObjectKey] = ()
     order: list[int] = field(default_factory=list)
 
-    def begin_round(self, number: int) -> None:
+    def begin_turn(self) -> None:
         """The pages get new names."""
-        self.round = number
-        self.keys = self.pages.keys(number, range(self.options.pages))
+        self.turn += 1
+        self.keys = self.pages.keys(self.turn, range(self.options.pages))
 
     async def put(self, indices: Sequence[int]) -> None:
-        """Store pages under this round's names.
+        """Store pages under this turn's names.
 
         Raises:
             StorageError: one was not stored.
@@ -73,7 +75,7 @@ class Bench:
         _expect(Outcome.STORED, (await self.pool.put(keys, indices)).outcomes)
 
     async def get(self, indices: Sequence[int]) -> None:
-        """Read pages of this round.
+        """Read pages of this turn.
 
         Raises:
             StorageError: one was not a hit.
@@ -105,11 +107,11 @@ class Bench:
         return await self.limit.server_seconds() if self.limit is not None else None
 
     async def clear(self) -> None:
-        """Delete this round's pages."""
+        """Delete this turn's pages."""
         await self.pool.delete(self.keys)
 
     async def forget(self, side: Bench | Limit) -> None:
-        """Delete what a side has stored in this round, unless the medium makes room by itself."""
+        """Delete what a side has stored in its turn, unless the medium makes room by itself."""
         if self.limit is None or not self.limit.evicts:
             await side.clear()
 
@@ -138,10 +140,9 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
     """
     async with _open(options) as bench:
         for number in range(options.rounds + 1):
-            bench.begin_round(number)
             await _round(bench, measured=number > 0)
             advance(number + 1, options.rounds + 2)
-        bench.begin_round(bench.round + 1)
+        bench.begin_turn()
         await _stall(bench)
         await bench.forget(bench)
         if options.through_controller:
@@ -151,11 +152,13 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
 
 
 async def _round(bench: Bench, *, measured: bool) -> None:
-    """Engine and limits, by turns in going first; each forgets its pages before the next begins."""
+    """Engine and limits, there and back; each forgets its pages before the next begins."""
     sides: list[tuple[str, Bench | Limit]] = [("engine", bench), *bench.limits.items()]
-    samples: dict[str, Sample] = {}
-    for name, side in rotated(sides, bench.round):
-        samples |= await _turn(bench, name, side)
+    samples: Samples = defaultdict(list)
+    for name, side in there_and_back(sides):
+        if side is bench:
+            bench.begin_turn()
+        await _turn(bench, name, side, samples)
         if side is bench and measured:
             await _exists(bench)
         await bench.forget(side)
@@ -163,18 +166,17 @@ async def _round(bench: Bench, *, measured: bool) -> None:
         bench.report.add(samples)
 
 
-async def _turn(bench: Bench, name: str, side: Bench | Limit) -> dict[str, Sample]:
+async def _turn(bench: Bench, name: str, side: Bench | Limit, samples: Samples) -> None:
     """Every page down and up again, neighbours together; for engine and limit up in random order, too."""
     in_order = range(bench.options.pages)
-    samples = {f"{name} put": await bench.sweep(side.put, in_order)}
+    samples[f"{name} put"].append(await bench.sweep(side.put, in_order))
     orders: dict[str, Sequence[int]] = {f"{name} get": in_order}
     if name in ("engine", "limit"):
         orders[f"{name} get scattered"] = bench.order
     for what, order in orders.items():
         bench.pages.erase()
-        samples[what] = await bench.sweep(side.get, order)
+        samples[what].append(await bench.sweep(side.get, order))
         bench.report.wrong_pages += bench.pages.wrong()
-    return samples
 
 
 async def _exists(bench: Bench) -> None:
@@ -205,15 +207,25 @@ async def _through_controller(bench: Bench) -> None:
     opened = open_controller_bench(bench.backend, options.page_bytes, options.pages, options.seed, port)
     async with opened as controller, AsyncExitStack() as stack:
         limits = await _opened(stack, LIMITS.get(options.engine), replace(bench.setup, pool=POOL))
+        sides: list[ControllerBench | Limit] = [controller]
+        sides += [limits["limit"]] if "limit" in limits else []
         for number in range(options.rounds + 1):
-            samples = {"controller put": await controller.put(number)}
-            samples["controller get"], wrong = await controller.get(number)
-            if "limit" in limits:
-                samples |= await _turn(bench, "controller limit", limits["limit"])
-                await bench.forget(limits["limit"])
-            bench.report.wrong_pages += wrong
+            samples: Samples = defaultdict(list)
+            for turn, side in enumerate(there_and_back(sides), 2 * len(sides) * number):
+                await _controller_turn(bench, side, turn, samples)
             if number:
                 bench.report.add(samples)
+
+
+async def _controller_turn(bench: Bench, side: ControllerBench | Limit, turn: int, samples: Samples) -> None:
+    if isinstance(side, ControllerBench):
+        samples["controller put"].append(await side.put(turn))
+        sample, wrong = await side.get(turn)
+        samples["controller get"].append(sample)
+        bench.report.wrong_pages += wrong
+    else:
+        await _turn(bench, "controller limit", side, samples)
+        await bench.forget(side)
 
 
 async def _there_and_back(bench: Bench, order: Sequence[int]) -> None:
