@@ -422,6 +422,77 @@ async def test_a_cancelled_caller_learns_when_its_slots_are_free() -> None:
         assert s.engine.running == 0
 
 
+async def cancelled(engine: ScriptedEngine, *calls: Awaitable[Batch]) -> None:
+    """Begin calls, and cancel their callers once the engine has them all."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await engine.entered(len(tasks))
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+
+
+@pytest.mark.asyncio
+async def test_a_healthy_engine_whose_callers_were_cancelled_answers_the_next_ones_in_their_turn() -> None:
+    async with scene() as s:
+        s.engine.gate.clear()
+        await cancelled(s.engine, s.get(1, 0), s.get(1, 1))
+        waiting = [asyncio.create_task(s.get(1, slot)) for slot in (2, 3)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+        assert not any(call.done() for call in waiting)
+        statistics = s.pool.statistics()
+        assert (s.engine.running, statistics.running, statistics.lingering) == (2, 2, 2)
+        s.engine.gate.set()
+        assert await asyncio.gather(*waiting) == [Batch([Outcome.HIT])] * 2
+        assert s.engine.most == 2
+
+
+@pytest.mark.asyncio
+async def test_a_put_whose_caller_was_cancelled_keeps_the_turn_of_puts_and_no_other() -> None:
+    async with scene() as s:
+        s.engine.outcome = Outcome.STORED
+        s.engine.gate.clear()
+        await cancelled(s.engine, s.pool.put(s.keys(3), range(3)))
+        putting = asyncio.create_task(s.pool.put(s.keys(2), [5, 6]))
+        asking = asyncio.create_task(s.pool.exists(s.keys(1)))
+        await s.engine.entered(1)
+        assert s.engine.batches == [3, 1]
+        s.engine.gate.set()
+
+        assert (await putting).outcomes == [Outcome.STORED] * 2
+        await asking
+        assert s.engine.batches == [3, 1, 2]
+
+
+@pytest.mark.asyncio
+async def test_calls_that_hang_count_once_they_are_late_though_their_callers_were_cancelled() -> None:
+    async with scene(deadline=SOON, failures=100) as s:
+        s.engine.gate.clear()
+        await cancelled(s.engine, s.get(1, 0), s.get(1, 1))
+
+        assert (await s.get(1, 2)).outcomes == [Outcome.FAILED]
+        assert (s.engine.running, s.pool.statistics().get.late) == (2, 2)
+        s.engine.gate.set()
+        free = s.pool.lingering([0, 1])
+        assert free is not None
+        await free
+        assert (await s.get(1, 2)).outcomes == [Outcome.HIT]
+
+
+@pytest.mark.asyncio
+async def test_closing_refuses_those_who_wait_behind_a_cancelled_caller() -> None:
+    async with scene(closing=SOON) as s:
+        s.engine.gate.clear()
+        await cancelled(s.engine, s.get(1, 0), s.get(1, 1))
+        waiting = asyncio.create_task(s.get(1, 2))
+        await asyncio.sleep(0)
+
+        assert await s.pool.aclose() == {0, 1}
+        assert (await waiting).outcomes == [Outcome.FAILED]
+
+
 @pytest.mark.asyncio
 async def test_an_engine_that_hangs_in_all_its_calls_is_not_given_more() -> None:
     async with scene(deadline=SOON, failures=100) as s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -22,6 +22,7 @@ from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine
 from asynchicache.storage.statistics import PoolStatistics, Tally
 from asynchicache.storage.strangers import at_once, bounded, close, failure
+from asynchicache.storage.turns import Turns
 from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb, failed
 from asynchicache.types import Outcome
 
@@ -35,6 +36,8 @@ class _Call:
     """One call of the engine that has not ended.
 
     Attributes:
+        turn: ends with the call, or when its deadline has passed; not with its caller, because the engine
+            is as busy as before.
         answer: what its caller waits for; done before the call has ended if the deadline came first.
         late: the deadline has passed; its end is no news.
     """
@@ -43,6 +46,7 @@ class _Call:
     pages: int
     slots: frozenset[int]
     started: float
+    turn: ExitStack
     task: asyncio.Task[list[Outcome] | None]
     answer: asyncio.Future[list[Outcome]]
     timer: asyncio.TimerHandle | None = None
@@ -72,9 +76,7 @@ class GuardedPool:
         self._capabilities = engine.capabilities
         self._families = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
-        self._turns = asyncio.Semaphore(self._capabilities.concurrency)
-        # Nobody waits for puts, and there may be a GiB of them: they leave a turn to what is waited for.
-        self._puts = asyncio.Semaphore(max(1, self._capabilities.concurrency - 1))
+        self._turns = Turns(self._capabilities.concurrency)
         self._known = KnownPages(self._limits, shared=self._capabilities.shared, now=port.now)
         self._calls: set[_Call] = set()
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
@@ -266,10 +268,11 @@ class GuardedPool:
 
     async def _batch(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
-        async with self._puts if verb is PUT else nullcontext(), self._turns:
+        with await self._turns.take(put=verb is PUT) as turn:
             if self._refuses() or not self._breaker.allow():
                 return self._refuse(verb, len(keys))
-            return await self._start(verb, keys, slots).answer
+            call = self._start(verb, keys, slots, turn.pop_all())
+        return await call.answer
 
     async def _batch_in_place(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
@@ -281,22 +284,25 @@ class GuardedPool:
         return self._judge(verb, len(keys), answer, started)
 
     def _refuses(self) -> bool:
-        """An engine that keeps as many abandoned calls as it may have at once hangs in all of them."""
-        return self._closed or self._abandoned >= self._capabilities.concurrency
+        """An engine that has as many late calls as it may have at once hangs in all of them."""
+        return self._closed or sum(call.late for call in self._calls) >= self._capabilities.concurrency
 
     @property
     def _abandoned(self) -> int:
+        """Calls that nobody waits for: late ones, and those whose caller was cancelled."""
         return sum(call.answer.done() for call in self._calls)
 
     def _refuse(self, verb: Verb, pages: int) -> list[Outcome]:
         self._tallies[verb.name].refused({verb.refused: pages})
         return [verb.refused] * pages
 
-    def _start(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> _Call:
+    def _start(
+        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], turn: ExitStack
+    ) -> _Call:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._attempt(verb, keys, slots), name=f"storage-{verb.name}")
         answer = loop.create_future()
-        call = _Call(verb, len(keys), frozenset(slots), self._port.now(), task, answer)
+        call = _Call(verb, len(keys), frozenset(slots), self._port.now(), turn, task, answer)
         call.timer = loop.call_later(self._limits.deadline, self._expire, call)
         self._calls.add(call)
         task.add_done_callback(partial(self._finish, call))
@@ -311,12 +317,14 @@ class GuardedPool:
         tally.answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
         if not call.answer.done():
             call.answer.set_result([Outcome.TIMEOUT] * call.pages)
+        call.turn.close()
 
     def _finish(self, call: _Call, task: asyncio.Task[list[Outcome] | None]) -> None:
         if call not in self._calls:
             return  # `aclose` was quicker
         if call.timer is not None:
             call.timer.cancel()
+        call.turn.close()
         if task.cancelled() and self._closed:  # given up by `aclose`; bytes may still move, so it stays
             if not call.answer.done():
                 call.answer.set_result([Outcome.TIMEOUT] * call.pages)
