@@ -296,9 +296,7 @@ class GuardedPool:
         self._tallies[verb.name].refused({verb.refused: pages})
         return [verb.refused] * pages
 
-    def _start(
-        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], turn: ExitStack
-    ) -> _Call:
+    def _start(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], turn: ExitStack) -> _Call:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._attempt(verb, keys, slots), name=f"storage-{verb.name}")
         answer = loop.create_future()
