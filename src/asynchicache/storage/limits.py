@@ -17,7 +17,10 @@ class PoolLimits:
     """How much patience the core has with an engine.
 
     Attributes:
-        deadline: seconds for one call of the engine. Default: 10.
+        deadline: seconds for one call of the engine. Also for what comes before it: pages that wait for
+            their turn so long since they were asked for, or since another part of the same call was
+            answered, are TIMEOUT, and the engine is not asked for them. Puts wait as long as it takes.
+            Default: 10.
         batch_bytes: bytes of pages that one call moves at most, besides `Capabilities.batch_pages`; with
             `Capabilities.concurrency` calls at once it bounds what is under way. Default: 64 MiB.
         retries: times that pages are asked for again whose call failed at once. Only calls that change

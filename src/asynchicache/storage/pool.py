@@ -22,7 +22,7 @@ from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine
 from asynchicache.storage.statistics import PoolStatistics, Tally
 from asynchicache.storage.strangers import at_once, bounded, close, failure
-from asynchicache.storage.turns import Turns
+from asynchicache.storage.turns import Patience, Turns
 from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb, failed
 from asynchicache.types import Outcome
 
@@ -56,8 +56,10 @@ class _Call:
 class GuardedPool:
     """One pool's engine, made safe to call.
 
-    A cancelled caller, or one whose deadline has passed, leaves the engine's call running: bytes may
-    still move. `Batch.lingering`, or `lingering` after a cancellation, tells when they no longer do.
+    A call is cut into calls of the engine, each of which waits for its turn, and then has its deadline
+    (`PoolLimits.deadline`). A cancelled caller, or one whose deadline has passed, leaves the engine's call
+    running: bytes may still move. `Batch.lingering`, or `lingering` after a cancellation, tells when they
+    no longer do.
 
     Args:
         engine: what is guarded; closed by `aclose`.
@@ -236,10 +238,12 @@ class GuardedPool:
         cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
         if self._capabilities.immediate:
             return Batch(await self._in_place(verb, keys, slots, cuts))
+        # Nobody waits for puts, and what bounds them is the bytes that are under way.
+        patience = Patience(None if verb is PUT else self._limits.deadline)
         if len(cuts) <= 1:
-            outcomes = await self._batch(verb, keys, slots) if cuts else []
+            outcomes = await self._batch(verb, keys, slots, patience) if cuts else []
         else:
-            outcomes = await self._side_by_side(verb, keys, slots, cuts)
+            outcomes = await self._side_by_side(verb, keys, slots, cuts, patience)
         return Batch(outcomes, self.lingering(slots))
 
     def _step(self, verb: Verb) -> int:
@@ -260,25 +264,39 @@ class GuardedPool:
         return outcomes
 
     async def _side_by_side(
-        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], cuts: list[slice]
+        self,
+        verb: Verb,
+        keys: Sequence[ObjectKey],
+        slots: Sequence[int],
+        cuts: list[slice],
+        patience: Patience,
     ) -> list[Outcome]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._batch(verb, keys[cut], slots[cut])) for cut in cuts]
+            tasks = [group.create_task(self._batch(verb, keys[cut], slots[cut], patience)) for cut in cuts]
         return [outcome for task in tasks for outcome in task.result()]
 
-    async def _batch(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+    async def _batch(
+        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], patience: Patience
+    ) -> list[Outcome]:
         """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
-        with await self._turns.take(put=verb is PUT) as turn:
+        try:
+            taken = await self._turns.take(patience, put=verb is PUT)
+        except TimeoutError:  # others kept it busy: that is no failure of the engine's
+            return self._refuse(verb, len(keys), Outcome.TIMEOUT)
+        with taken as turn:
             if self._refuses() or not self._breaker.allow():
-                return self._refuse(verb, len(keys))
+                return self._refuse(verb, len(keys), verb.refused)
             call = self._start(verb, keys, slots, turn.pop_all())
-        return await call.answer
+        outcomes = await call.answer
+        if not call.late:
+            patience.renew()
+        return outcomes
 
     async def _batch_in_place(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome]:
         if not self._breaker.allow():
-            return self._refuse(verb, len(keys))
+            return self._refuse(verb, len(keys), verb.refused)
         started = self._port.now()
         answer = await self._attempt(verb, keys, slots)
         return self._judge(verb, len(keys), answer, started)
@@ -292,9 +310,10 @@ class GuardedPool:
         """Calls that nobody waits for: late ones, and those whose caller was cancelled."""
         return sum(call.answer.done() for call in self._calls)
 
-    def _refuse(self, verb: Verb, pages: int) -> list[Outcome]:
-        self._tallies[verb.name].refused({verb.refused: pages})
-        return [verb.refused] * pages
+    def _refuse(self, verb: Verb, pages: int, outcome: Outcome) -> list[Outcome]:
+        """The outcome of pages for which the engine is not asked."""
+        self._tallies[verb.name].refused({outcome: pages})
+        return [outcome] * pages
 
     def _start(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], turn: ExitStack) -> _Call:
         loop = asyncio.get_running_loop()
