@@ -216,6 +216,14 @@ class SaysThatItChecks(Unsealed):
         self.capabilities = replace(engine.capabilities, immediate=False)
 
 
+class SharesWithoutHeaders(Unsealed):
+    """Others write there too, and nothing in a slot says whose page it is."""
+
+    def __init__(self, engine: PoolEngine, binding: PoolBinding) -> None:
+        super().__init__(engine, binding)
+        self.capabilities = replace(engine.capabilities, shared=True, immediate=False)
+
+
 class SaysThatItIsImmediate(BrokenEngine):
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         await asyncio.sleep(0)
@@ -242,6 +250,7 @@ class Hangs(BrokenEngine):
         (AliasesSlots, "test_the_slot_is_the_callers_again_after_put"),
         (Unsealed, "test_a_page_comes_back_into_any_slot"),
         (SaysThatItChecks, "test_a_page_that_is_not_what_was_sealed_is_no_hit"),
+        (SharesWithoutHeaders, "test_a_page_comes_back_into_any_slot"),
         (Hangs, "test_a_page_comes_back_into_any_slot"),
     ],
 )

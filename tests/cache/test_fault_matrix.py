@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.errors import StorageError
 from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import ShedReason
@@ -127,6 +129,25 @@ class Scene:
         assert all(free.quarantined == 0 for free in self.cache._controller.planner.books.free)
 
 
+class Vouching:
+    """A backend that says that its engines check what they read, and are shared; the former is wrong."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.name = f"vouching-{backend.name}"
+        self.aclose = backend.aclose
+        self._backend = backend
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return _VouchingEngine(await self._backend.open_pool(binding))
+
+
+class _VouchingEngine:
+    def __init__(self, engine: PoolEngine) -> None:
+        self.capabilities = replace(engine.capabilities, checks=True, shared=True)
+        self.exists, self.get, self.put = engine.exists, engine.get, engine.put
+        self.delete, self.clear, self.aclose = engine.delete, engine.clear, engine.aclose
+
+
 @asynccontextmanager
 async def scene(
     world: SeededWorld,
@@ -135,6 +156,7 @@ async def scene(
     request_seconds: float = 1.0,
     call_seconds: float = 0.25,
     store_bytes: int = 1 << 20,
+    vouching: bool = False,
 ):
     store = MemoryStore()
     faults = Faulty(MemoryBackend(store), FaultRates(), world.random, late_seconds=LATE)
@@ -146,7 +168,8 @@ async def scene(
         storage_limits=PoolLimits(deadline=call_seconds, closing=0.5, clearing=0.5),
         store_bytes=store_bytes,
     )
-    async with world.open_cache(spec, options, storage=faults) as cache:
+    storage = Vouching(faults) if vouching else faults
+    async with world.open_cache(spec, options, storage=storage) as cache:
         yield Scene(world, cache, store, faults)
     assert len(asyncio.all_tasks()) == 1, "closing leaves no task behind"
 
@@ -202,6 +225,23 @@ def test_a_broken_read_costs_what_storage_would_have_added(
     seeds: range, call: str, fault: str, pool: str, deadlines: str
 ):
     run(seeds, broken_read, call, fault, pool, deadlines)
+
+
+async def other_pages(world: SeededWorld, pool: str) -> None:
+    async with scene(world, vouching=True) as s:
+        await served_before(s)
+        s.break_calls("get", "swap", pool)
+        hit = await s.ask([*PROMPT, 1])
+        assert s.faults.injected["swap"]
+        assert (hit.tokens, hit.reason) == (NEAR, MissReason.CORRUPT)
+        await served_after(s)
+
+
+@each_order
+@pytest.mark.parametrize("pool", POOLS)
+def test_another_ones_page_is_no_hit_though_a_shared_engine_says_that_it_checks(seeds: range, pool: str):
+    """Damaged bytes would be: the core does not hash again what an engine says it has."""
+    run(seeds, other_pages, pool)
 
 
 async def claimed(world: SeededWorld) -> None:

@@ -625,6 +625,23 @@ async def test_the_core_checks_what_the_engine_does_not() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_engine_that_checks_is_believed_bytes_and_if_it_is_shared_no_names(shared: bool) -> None:
+    """To hash every page again would cost as much as the engine's own check."""
+    async with scene(ScriptedEngine(checks=True, shared=shared)) as s:
+        one, other, damaged = s.keys(3)
+        for slot, key in enumerate((one, one, damaged)):  # the second is another one's page
+            s.binding.seal(slot, key)
+        s.binding.page(2)[0] ^= 1
+
+        seen = Outcome.CORRUPT if shared else Outcome.HIT
+        batch = await s.pool.get([one, other, damaged], range(3))
+        assert batch.outcomes == [Outcome.HIT, seen, Outcome.HIT]
+        s.binding.header(0)[0] ^= 1
+        assert (await s.get(1)).outcomes == [seen]
+
+
+@pytest.mark.asyncio
 async def test_an_immediate_engine_is_called_without_a_task_and_the_loop_gets_its_turn() -> None:
     async with scene(ScriptedEngine(immediate=True)) as s:
         turns = 0

@@ -17,6 +17,7 @@ from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState, CircuitBreaker
+from asynchicache.storage.checks import Checks
 from asynchicache.storage.known import KnownPages
 from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine
@@ -76,6 +77,7 @@ class GuardedPool:
         self._port = port
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
+        self._checks = Checks(binding, self._capabilities, port)
         self._families = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
         self._turns = Turns(self._capabilities.concurrency)
@@ -398,8 +400,8 @@ class GuardedPool:
             ask = verb.ask(self._engine, keys, slots)
             outcomes = list(at_once(ask) if self._capabilities.immediate else await ask)
             verb.check(outcomes, len(keys))
-            if verb is GET and not self._capabilities.checks and Outcome.HIT in outcomes:
-                return await self._port.run_blocking(partial(self._checked, keys, slots, outcomes))
+            if verb is GET:
+                return await self._checks.check(keys, slots, outcomes)
         except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
             self._blame(verb, len(keys), error)
             return None
@@ -408,14 +410,6 @@ class GuardedPool:
     def _blame(self, verb: Verb, pages: int, error: BaseException) -> None:
         self._tallies[verb.name].errors += 1
         logger.warning("pool %s: %s of %d pages failed: %r", self._binding.pool, verb.name, pages, error)
-
-    def _checked(
-        self, keys: Sequence[ObjectKey], slots: Sequence[int], outcomes: list[Outcome]
-    ) -> list[Outcome]:
-        return [
-            self._binding.check(slot, key) if outcome is Outcome.HIT else outcome
-            for key, slot, outcome in zip(keys, slots, outcomes, strict=True)
-        ]
 
     def _judge(self, verb: Verb, pages: int, answer: list[Outcome] | None, started: float) -> list[Outcome]:
         """Tell breaker and counters how a call ended."""

@@ -22,7 +22,10 @@ class Capabilities:
 
     Attributes:
         durable: STORED means that the page survives the end of this process.
-        checks: the engine calls `binding.check`, or `restore`, in its own thread hop; else the core does.
+        checks: the engine calls `binding.check`, or `restore`, in its own thread hop, and answers HIT only
+            where that did; else the core calls `check`. A page is not hashed twice, so the core believes the
+            bytes of an engine that checks; of one that is `shared` it still compares whose header is in the
+            slot, where `check` found it or `restore` wrote it.
         shared: other processes may read and write the same pages.
         batch_pages: most pages of one `get` or `put` that it handles well.
         batch_keys: the same of one `exists` or `delete`, which moves no pages.
