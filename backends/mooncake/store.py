@@ -48,6 +48,8 @@ class Store(Protocol):
 class Client:
     """A store that is set up. Its methods block; call them from any thread.
 
+    They raise StorageError where Mooncake answers with more or fewer codes than there are keys.
+
     With its master gone, each call of Mooncake's tries to connect for 4 seconds. So after a call that
     the master did not answer, its port is tried before the next one.
 
@@ -107,6 +109,8 @@ class Client:
             return [Code.RPC_FAIL] * len(keys)
         codes = call()
         self._note(master_is_away(codes))
+        if len(codes) != len(keys):  # which code is whose?
+            raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
         return codes
 
     def _note(self, away: bool) -> None:
