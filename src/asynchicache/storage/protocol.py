@@ -21,7 +21,8 @@ class Capabilities:
     """What an engine promises.
 
     Attributes:
-        durable: STORED means that the page survives the end of this process.
+        durable: STORED means that the page survives the end of this process. Nothing checks that: see
+            `testing.backends.BackendConformance`.
         checks: the engine calls `binding.check`, or `restore`, in its own thread hop, and answers HIT only
             where that did; else the core calls `check`. A page is not hashed twice, so the core believes the
             bytes of an engine that checks; of one that is `shared` it still compares whose header is in the

@@ -152,6 +152,11 @@ CORRUPT = Outcome.CORRUPT
 class BackendConformance:
     """Tests of one backend; a subclass says how it is opened.
 
+    They cannot see whether an engine is `durable`: pages are looked for after an orderly close, in the
+    same process, and are there as well if they were written only then, or lie in the page cache of a
+    machine that has not lost its power. Kill the process while it writes, and cut a recorded log of the
+    writes and syncs at every point, to know.
+
     Attributes:
         page_bytes: of the pages that are stored; not a multiple of 4,096, to have padding.
         slots: host slots of a pool.
