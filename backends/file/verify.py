@@ -25,6 +25,8 @@ class StoreReport:
             they are stored. They are forgotten when the store is opened, or repaired.
         orphaned: whole, but named twice: two calls stored one page when a crash came, and one of both is
             forgotten when the store is opened.
+        unread: pools whose pages could not be looked at: without their manifest nobody knows their size. The
+            next opening of such a pool writes it anew.
         bytes: of all files.
         pools: names of the pools' folders.
         problems: in words.
@@ -35,14 +37,15 @@ class StoreReport:
     repaired: int = 0
     unfinished: int = 0
     orphaned: int = 0
+    unread: int = 0
     bytes: int = 0
     pools: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged, or is no longer."""
-        return self.corrupt == self.repaired
+        """Whether everything was read, and nothing is damaged, or is no longer."""
+        return self.corrupt == self.repaired and not self.unread
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -80,7 +83,8 @@ def verify_store(path: Path, *, repair: bool = False) -> StoreReport:
 
 def _check_pool(store: StoreFolder, folder: Path, report: StoreReport, *, repair: bool) -> None:
     if not (folder / MANIFEST).exists():
-        report.problems.append(f"{folder} has no {MANIFEST}: its pages are checked once it has been open")
+        report.unread += 1
+        report.problems.append(f"{folder} has no {MANIFEST}: its pages can be read once it was open")
         return
     try:
         manifest = _manifest(store, folder)
@@ -90,6 +94,7 @@ def _check_pool(store: StoreFolder, folder: Path, report: StoreReport, *, repair
         if repair:  # written again when the pool is opened: what it says follows from the model
             (folder / MANIFEST).unlink()
             report.repaired += 1
+        report.unread += 1
         return
     segments = Segments(folder, manifest.slot_bytes, manifest.identity, read_only=not repair, direct=True)
     try:

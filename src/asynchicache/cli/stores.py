@@ -52,7 +52,7 @@ class ClearOptions:
 
 
 def verify(options: VerifyOptions, output: Output) -> Outcome:
-    """Read every page; not ok if something is damaged and was not repaired."""
+    """Read every page; not ok if one cannot be read, or something is damaged and was not repaired."""
     with output.console.status(escape(f"reading {options.path}")):
         report = verify_store(Path(options.path), repair=options.repair)
     return Outcome(report.as_json(), _report(report), report.ok)
@@ -71,6 +71,7 @@ def _report(report: StoreReport) -> RenderableType:
         "repaired": report.repaired,
         "unfinished": report.unfinished,
         "named twice": report.orphaned,
+        "pools not read": report.unread,
         "bytes": report.bytes,
     }
     table = facts([(name, f"{number:,}") for name, number in numbers.items()], f"pools: {len(report.pools)}")
