@@ -195,16 +195,17 @@ class Segments:
         """Give back what lies behind the first `slots`; nobody may use it.
 
         Raises:
-            OSError: a file cannot be cut.
+            OSError: a file cannot be cut; `self.slots` are there still.
         """
+        self._full = False
         keep = -(-slots // self.shape.slots)
         for number in reversed(range(keep, len(self._files))):
-            segment_path(self._folder, number).unlink()
+            segment_path(self._folder, number).unlink(missing_ok=True)
+            self.slots = number * self.shape.slots
             self._files.pop().close()
         if self._files:
             self._files[-1].resize(slots - (keep - 1) * self.shape.slots)
         self.slots = slots
-        self._full = False
 
     def close(self) -> None:
         """Twice is harmless."""

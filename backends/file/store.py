@@ -197,7 +197,7 @@ class PageStore:
                 return 0
         try:
             self._commits.erase(range(slots, last))
-            self.segments.shrink(slots)
+            self._shrink(slots)
         except OSError as error:
             logger.warning("%s cannot give up %d slots: %s", self._folder, last - slots, error)
         return before - self.nbytes
@@ -229,6 +229,18 @@ class PageStore:
         self.index.load(found.pages, self.segments.slots)
         if not self.read_only and self._limit is not None and self.nbytes > self._limit:
             self.give_back(self.nbytes - self._limit)
+
+    def _shrink(self, slots: int) -> None:
+        """Cut the files behind these slots; those that cannot be cut off are free: nothing is in them.
+
+        Raises:
+            OSError: some cannot.
+        """
+        try:
+            self.segments.shrink(slots)
+        finally:
+            with self._lock:
+                self.index.grow(self.segments.slots - slots)
 
     def _grow(self, wanted: int) -> None:
         with self._budget.lock:
