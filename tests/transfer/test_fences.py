@@ -200,14 +200,34 @@ async def test_nothing_to_move_holds_nobody_up(open_rig, operation: Build) -> No
 
 
 @pytest.mark.asyncio
-async def test_the_loop_does_not_wait_for_the_end_of_its_own_turn(open_rig, operation: Build) -> None:
+async def test_a_host_fence_does_not_block_the_loop(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
-
-        with pytest.raises(RequestStateError, match="layer 1 is submitted when the loop's turn ends"):
-            ticket.host_fence(1).wait(0)
-        with pytest.raises(RequestStateError, match=r"await Ticket.submitted\(2\)"):
-            ticket.host_fence(2).wait_on(rig.device.stream("compute"), 0)
+        compute, gate = rig.device.stream("compute"), rig.gate()
+        ticket = rig.engine.submit(
+            operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
+        )
+        for _ in ("in the turn of its submission", "after that"):
+            with pytest.raises(RequestStateError, match="layer 1 would block the loop, whose thread this is"):
+                ticket.host_fence(1).wait(PATIENCE)
+            assert ticket.host_fence(1).wait(0) is False
+            await asyncio.sleep(0)
 
         await ticket.submitted()
-        assert ticket.host_fence(1).wait(PATIENCE)  # the device needs no loop
+        assert ticket.host_fence(1).wait_on(compute)  # it is enqueued: nothing is to be waited for
+        gate.open()
+        await ticket
+        assert ticket.host_fence(1).wait()
+
+
+@pytest.mark.asyncio
+async def test_a_host_fence_does_not_block_the_loop_until_a_layer_is_enqueued(
+    open_rig, operation: Build
+) -> None:
+    async with open_rig() as rig:
+        compute = rig.device.stream("compute")
+        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+
+        assert ticket.host_fence(2).wait_on(compute, 0) is False
+        with pytest.raises(RequestStateError, match=r"await Ticket.submitted\(2\) or Ticket.layer\(2\)"):
+            ticket.host_fence(2).wait_on(compute)
+        await ticket

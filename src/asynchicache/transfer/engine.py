@@ -236,7 +236,7 @@ class TransferEngine:
         if self._tick is not tick:
             return  # it was flushed ahead of its time
         self._untold.write_down(self._tick)
-        self._tick = tick.thread = None
+        self._tick = None
         if self._submitter is None:
             self._carry_out(tick)
             return

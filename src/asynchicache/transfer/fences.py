@@ -86,7 +86,8 @@ class HostFence:
     """Lets a thread of another engine wait for one layer, as vLLM's `wait_for_layer_load` does.
 
     It asks the layer's events and never needs the loop, which may stand still meanwhile, but for the turn
-    in which the ticket was made: that must end. As with other fences, a failed transfer lets through.
+    in which the ticket was made: that must end. On the loop's own thread it only looks; to block there would
+    hold up every request. As with other fences, a failed transfer lets through.
     """
 
     __slots__ = ("_layer", "_ticket")
@@ -104,26 +105,25 @@ class HostFence:
         return all(self._passes(view) for view in views)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block this thread until the layer is there or has failed; never on the loop's own thread.
+        """Block this thread until the layer is there or has failed.
 
         Args:
-            timeout: seconds to wait at most; None waits without end.
+            timeout: seconds to wait at most; None waits without end, 0 only looks.
 
         Returns:
             Whether the fence is open; False if the time was up first.
 
         Raises:
-            RequestStateError: the turn of the loop in which the ticket was made waits here for its own end.
+            RequestStateError: this is the loop's own thread, which would have to block.
         """
-        self._check_thread()
-        return _look_until(lambda: self.open, timeout)
+        return self._wait(lambda: self.open, timeout)
 
     def wait_on(self, stream: Stream, timeout: float | None = None) -> bool:
-        """As `Fence.wait_on`, but block this thread, never the loop's own, until the layer is enqueued.
+        """As `Fence.wait_on`, but block this thread until the layer is enqueued.
 
         Args:
             stream: this thread's.
-            timeout: seconds to wait at most; None waits without end.
+            timeout: as for `wait`.
 
         Returns:
             Whether `stream` is ordered behind the layer; False if the time was up first.
@@ -131,8 +131,7 @@ class HostFence:
         Raises:
             RequestStateError: as `wait`.
         """
-        self._check_thread()
-        if not _look_until(self._submitted, timeout):
+        if not self._wait(self._submitted, timeout):
             return False
         groups = [view.group(self._layer) for view in self._ticket.views or ()]
         for event in [group.event for group in groups if group is not None]:
@@ -140,13 +139,16 @@ class HostFence:
                 stream.wait_event(event)
         return True
 
-    def _check_thread(self) -> None:
+    def _wait(self, reached: Callable[[], bool], timeout: float | None) -> bool:
+        if reached():
+            return True
         tick = self._ticket.tick
-        if tick is not None and self._ticket.views is None and tick.thread == threading.get_ident():
+        if timeout != 0 and tick is not None and tick.thread == threading.get_ident():
             raise RequestStateError(
-                f"layer {self._layer} is submitted when the loop's turn ends, and this is its thread: "
-                f"await Ticket.submitted({self._layer}), or wait on another thread"
+                f"waiting for layer {self._layer} would block the loop, whose thread this is: await "
+                f"Ticket.submitted({self._layer}) or Ticket.layer({self._layer}), or wait on another thread"
             )
+        return _look_until(reached, timeout)
 
     def _submitted(self) -> bool:
         """Whether the layer is enqueued, or will never be."""

@@ -86,7 +86,7 @@ class Tick:
 
     Attributes:
         started: when the first came, by the port's clock.
-        thread: of the loop whose turn must end before anything is known; None once it has.
+        thread: of the loop whose turn this is.
         wishes: what was submitted, in order, until all of it was told; without `onlookers`, whose
             operations are empty.
         planned: set, on the loop, once it is known what becomes of them, and the first of it is enqueued.
@@ -100,7 +100,7 @@ class Tick:
     planned: asyncio.Event = field(default_factory=asyncio.Event)
     written: int = 0
     told: int = 0
-    thread: int | None = field(default_factory=threading.get_ident)
+    thread: int = field(default_factory=threading.get_ident)
 
     def settle(self, record: TransferRecord) -> None:
         """One of its transfers is enqueued."""
