@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -333,6 +334,44 @@ async def test_only_external_events_cross_the_border_of_a_graph(rig) -> None:
             pass
     stream.wait_event(event)
     assert await rig.finished(stream) == [None]
+
+
+@pytest.mark.asyncio
+async def test_external_events_of_other_streams_wait_until_a_capture_has_ended(rig) -> None:
+    stream, other, event = (
+        rig.device.stream("compute"),
+        rig.device.stream("other"),
+        rig.device.event(external=True),
+    )
+    state = rig.tensor(1)
+    other.record(event)
+    with rig.device.capture(stream):
+        stream.launch(lambda: state.mul_(2))
+        stream.wait_event(event)
+        for early in (other.record, other.wait_event):
+            with pytest.raises(RequestStateError, match="captures another stream than other"):
+                early(event)
+        with pytest.raises(RequestStateError, match="make external events before that"):
+            rig.device.event(external=True)
+    other.record(event)
+    other.wait_event(event)
+    assert await rig.finished(other) == [None]
+
+
+@pytest.mark.asyncio
+async def test_a_capture_is_of_its_thread_and_others_use_external_events(rig) -> None:
+    stream, other, event = (
+        rig.device.stream("compute"),
+        rig.device.stream("other"),
+        rig.device.event(external=True),
+    )
+    state = rig.tensor(1)
+    with rig.device.capture(stream):
+        stream.launch(lambda: state.mul_(2))
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(other.record, event).result()
+    assert await rig.finished(other) == [None]
+    assert event.recorded
 
 
 # All of this in virtual time too.

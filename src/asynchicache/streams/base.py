@@ -12,7 +12,8 @@ Rules that all drivers keep (CUDA runtime: cudaEventRecord, cudaStreamWaitEvent)
    recorded raises `RequestStateError`.
 6. What is captured in a graph runs at each replay. Only external events cross a graph's border: a
    captured wait binds to the latest record at the time of the replay, not of the capture
-   (cudaEventWaitExternal).
+   (cudaEventWaitExternal). The thread that captures records them, and waits for them, nowhere else
+   meanwhile, and makes none.
 """
 
 from __future__ import annotations
@@ -69,14 +70,18 @@ class Stream(Protocol):
         ...
 
     def record(self, event: Event) -> None:
-        """Let `event` stand for everything enqueued so far."""
+        """Let `event` stand for everything enqueued so far.
+
+        Raises:
+            RequestStateError: a capture forbids it (rule 6).
+        """
         ...
 
     def wait_event(self, event: Event) -> None:
         """Let nothing enqueued later run before the latest record of `event`.
 
         Raises:
-            RequestStateError: `event` was never recorded, or is not external and this is captured.
+            RequestStateError: `event` was never recorded, or a capture forbids it (rule 6).
         """
         ...
 

@@ -1,4 +1,7 @@
-"""Streams and events without a GPU: CUDA's semantics as a state machine that a driver runs."""
+"""Streams and events without a GPU: CUDA's semantics as a state machine that a driver runs.
+
+Above 400 lines, since device, stream, event and graph are faces of the one machine.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ class _Machine:
     def __init__(self, name: str, driver: Driver) -> None:
         self.name = name
         self.error: DeviceError | None = None
+        self.capturing: list[int] = []  # threads, each as often as it captures a stream
         self._driver = driver
         self._lock = threading.Lock()
         self._lanes: list[_Lane] = []
@@ -259,11 +263,12 @@ class EmulatedStream:
 
         Raises:
             ClosedError: the device is closed.
+            RequestStateError: a capture forbids it, see `_crossing`.
             UsageError: `event` is of another device.
         """
-        own, mark = self.own(event), _Mark()
+        own, mark = self._crossing(event), _Mark()
         if self.graph is not None:
-            self._capture(own, lambda: self.record(own))
+            self.graph.calls.append(lambda: self.record(own))
             return
         self.machine.push(self.lane, _Record(mark))
         own.mark = mark
@@ -273,23 +278,28 @@ class EmulatedStream:
 
         Raises:
             ClosedError: the device is closed.
-            RequestStateError: `event` was never recorded, or is not external and this is captured.
+            RequestStateError: `event` was never recorded, or a capture forbids it, see `_crossing`.
             UsageError: `event` is of another device.
         """
-        own = self.own(event)
+        own = self._crossing(event)
         if self.graph is not None:
-            self._capture(own, lambda: self.wait_event(own))
+            self.graph.calls.append(lambda: self.wait_event(own))
             return
         mark = own.mark
         if mark is None:
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
         self.machine.push(self.lane, _Wait(mark))
 
-    def _capture(self, event: EmulatedEvent, call: Work) -> None:
-        if not event.external:
+    def _crossing(self, event: Event) -> EmulatedEvent:
+        """As on CUDA, events in and out of a capture are external, and its thread uses those nowhere else."""
+        own, captured = self.own(event), self.graph is not None
+        if captured and not own.external:
             raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
-        if self.graph is not None:
-            self.graph.calls.append(call)
+        if own.external and not captured and threading.get_ident() in self.machine.capturing:
+            raise RequestStateError(
+                f"this thread captures another stream than {self.name}, whose external events have to wait"
+            )
+        return own
 
     def own(self, event: Event) -> EmulatedEvent:
         """
@@ -349,6 +359,12 @@ class EmulatedDevice:
         return EmulatedStream(self._machine, name)
 
     def event(self, *, external: bool = False) -> EmulatedEvent:
+        """
+        Raises:
+            RequestStateError: `external`, and this thread captures a stream of this device.
+        """
+        if external and threading.get_ident() in self._machine.capturing:
+            raise RequestStateError("this thread captures a stream: make external events before that")
         return EmulatedEvent(self._machine, external)
 
     def owns(self, event: Event) -> bool:
@@ -365,10 +381,12 @@ class EmulatedDevice:
         own = self._own(stream)
         if own.graph is not None:
             raise RequestStateError(f"stream {own.name} is being captured already")
-        own.graph = graph = EmulatedGraph()
+        own.graph, thread = EmulatedGraph(), threading.get_ident()
+        self._machine.capturing.append(thread)
         try:
-            yield graph
+            yield own.graph
         finally:
+            self._machine.capturing.remove(thread)
             own.graph = None
 
     def give_way(self) -> None:
