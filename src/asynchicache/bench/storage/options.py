@@ -25,7 +25,7 @@ class StorageBenchOptions:
     pages: int = flags.option(512, "pages that are written and read", minimum=1)
     batch_bytes: int = flags.option(16 << 20, "bytes of the pages of one call", minimum=1)
     depth: int = flags.option(4, "calls in flight", minimum=1)
-    rounds: int = flags.option(12, "measured rounds of two turns each, after one that warms up", minimum=1)
+    rounds: int = flags.option(30, "measured rounds of two turns each, after one that warms up", minimum=1)
     through_controller: bool = flags.option(False, "also from host to storage and back through a whole cache")
     folder: str = flags.option("", "where files are made and removed; empty: the system's temporary folder")
     option: tuple[str, ...] = flags.option((), "an option of the engine, as name=value")
