@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, compress
 from typing import NamedTuple
 
-from asynchicache.backends.compute import over_page
+from asynchicache.backends.compute import INLINE_BYTES, over_page
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
@@ -32,6 +33,9 @@ _WINDOW_BYTES = 2 << 20
 _GROUP_BYTES = 2 << 20
 """Sealed, then sent in one system call, while they are in the processor's cache. While pages are sealed the
 server runs out of work and sleeps: to wake it costs more than a few pages that have left the nearer cache."""
+_FEW_PAGES = 16
+"""A call of no more, and of no more bytes than a group, is not worth a question and a thread: two round trips
+take longer than its pages, and the loop seals so many in some hundred microseconds."""
 _PAGE_PARTS = 4
 """Parts in which a page is sent: what goes before its header, header, page, what goes behind it."""
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
@@ -89,6 +93,8 @@ class RedisEngine:
         self._over_page = partial(over_page, port, binding.page_bytes)
         self._told: set[str] = set()
         self._group = min(-(-_GROUP_BYTES // self._frame_bytes), MOST_PARTS // _PAGE_PARTS)
+        large = binding.page_bytes > INLINE_BYTES  # the loop does not seal it
+        self._few = 0 if large else min(self._group, _FEW_PAGES)
         self._window = max(2, _WINDOW_BYTES // self._frame_bytes)
         self.capabilities = Capabilities(
             durable=True,
@@ -121,12 +127,8 @@ class RedisEngine:
         self._check_open()
         if self._options.read_only:
             return [Outcome.REJECTED] * len(keys)
-        there = await self._try_count(b"EXISTS", keys)  # cheaper than to send a page once more
-        if there is None:
-            return [Outcome.FAILED] * len(keys)
-        batch = _Batch(keys, slots, [Outcome.EXISTS if bit else Outcome.FAILED for bit in there])
-        fresh = [place for place, bit in enumerate(there) if not bit]
-        await self._run("put", self._put, batch, fresh, 1)
+        batch = _Batch(keys, slots, [Outcome.FAILED] * len(keys))
+        await (self._put_few if len(keys) <= self._few else self._put_many)(batch)
         return batch.outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
@@ -252,8 +254,34 @@ class RedisEngine:
         if not self._options.read_only:
             await self._try_count(b"UNLINK", keys)
 
-    async def _put(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
+    async def _put_few(self, batch: _Batch) -> None:
+        """Send the pages of a short call at once; the server says which were there."""
+        await self._run("put", self._send_at_once, batch, range(len(batch.keys)), 1)
+        refused = [place for place, end in enumerate(batch.outcomes) if end is Outcome.REJECTED]
+        await self._mark_existing(batch, refused)  # a full server refuses whatever it is sent
+
+    async def _put_many(self, batch: _Batch) -> None:
+        """Ask what is there, which is cheaper than to send it once more, and send the rest."""
+        if await self._mark_existing(batch, range(len(batch.keys))):
+            fresh = [place for place, end in enumerate(batch.outcomes) if end is not Outcome.EXISTS]
+            await self._run("put", self._send_in_groups, batch, fresh, 1)
+
+    async def _mark_existing(self, batch: _Batch, places: Sequence[int]) -> bool:
+        """EXISTS becomes the outcome of places whose pages are there; whether there was an answer."""
+        there = await self._try_count(b"EXISTS", [batch.keys[place] for place in places])
+        for place in compress(places, there or ()):
+            batch.outcomes[place] = Outcome.EXISTS
+        return there is not None
+
+    async def _send_at_once(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
+        await connection.send(*chain.from_iterable(self._groups(batch, places)))
+        await self._read_stored(connection, batch, places)
+
+    async def _send_in_groups(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
         await connection.send_groups(self._groups(batch, places), len(places))
+        await self._read_stored(connection, batch, places)
+
+    async def _read_stored(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
         for place in places:
             batch.outcomes[place] = self._stored(await connection.read_reply())
 
@@ -273,6 +301,8 @@ class RedisEngine:
     def _stored(self, reply: Reply) -> Outcome:
         if reply == b"OK":
             return Outcome.STORED
+        if reply is None:
+            return Outcome.EXISTS
         if not isinstance(reply, ErrorReply):
             raise ProtocolError(f"{reply!r:.40} is no answer to SET")
         return self._refused(reply, Outcome.REJECTED if reply.code in _REFUSALS else Outcome.FAILED)

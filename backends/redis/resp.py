@@ -41,10 +41,11 @@ def command(*words: bytes) -> bytes:
 
 
 def set_command(key: bytes, size: int, ttl_seconds: int | None) -> tuple[bytes, bytes]:
-    """What goes before and after the `size` bytes of a value that is set, for `ttl_seconds` if given."""
-    expiry = () if ttl_seconds is None else (b"EX", b"%d" % ttl_seconds)
-    head = b"*%d\r\n" % (3 + len(expiry)) + _bulk(b"SET") + _bulk(key) + b"$%d\r\n" % size
-    return head, NEWLINE + b"".join(map(_bulk, expiry))
+    """What goes before and after the `size` bytes of a value that is set unless there is one, which the
+    server answers with a null reply; for `ttl_seconds` if given."""
+    options = (b"NX",) if ttl_seconds is None else (b"NX", b"EX", b"%d" % ttl_seconds)
+    head = b"*%d\r\n" % (3 + len(options)) + _bulk(b"SET") + _bulk(key) + b"$%d\r\n" % size
+    return head, NEWLINE + b"".join(map(_bulk, options))
 
 
 def _bulk(word: bytes) -> bytes:

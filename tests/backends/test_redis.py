@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -121,17 +122,49 @@ async def test_large_pages_are_checked_in_a_thread(server: RedisServer) -> None:
         assert await bench.get(keys, range(6, 12)) == [HIT] * 6
 
 
+def calls(client: Any, verb: str) -> int:
+    """How often the server was told `verb`."""
+    return client.info("commandstats").get(f"cmdstat_{verb}", {"calls": 0})["calls"]
+
+
 @pytest.mark.asyncio
-async def test_a_page_that_is_there_is_not_sent_again(server: RedisServer, client: Any) -> None:
+async def test_a_long_call_does_not_send_again_what_is_there(server: RedisServer, client: Any) -> None:
     async with bench_at(server.url) as bench:
-        keys = bench.keys(1, 2)
-        await bench.put(keys[:1], [0])
+        keys = bench.keys(*range(20))
+        await bench.put(keys[:19], range(19))
         before = client.info("stats")["total_net_input_bytes"]
 
-        assert await bench.put(keys[:1], [0]) == [EXISTS]
+        assert await bench.put(keys, range(20)) == [EXISTS] * 19 + [STORED]
 
-        assert client.info("stats")["total_net_input_bytes"] - before < FRAME_BYTES
+        assert client.info("stats")["total_net_input_bytes"] - before < 2 * FRAME_BYTES
+
+
+@pytest.mark.asyncio
+async def test_a_short_call_asks_nothing_first(server: RedisServer, client: Any) -> None:
+    async with bench_at(server.url) as bench:
+        keys = bench.keys(1, 2)
+        asked = calls(client, "exists")
+
+        assert await bench.put(keys[:1], [0]) == [STORED]
         assert await bench.put(keys, [0, 1]) == [EXISTS, STORED]
+        assert await bench.put([keys[0], *bench.keys(3, 3)], [0, 2, 2]) == [EXISTS, STORED, EXISTS]
+
+        assert calls(client, "exists") == asked
+        assert await bench.get(bench.keys(1, 2, 3), [4, 5, 6]) == [HIT] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("count", [2, 20])
+async def test_calls_that_put_the_same_pages_at_once_store_them_once(
+    server: RedisServer, client: Any, count: int
+) -> None:
+    async with bench_at(server.url) as bench:
+        keys = bench.keys(*range(count))
+
+        ends = await asyncio.gather(*(bench.engine.put(keys, range(count)) for _ in range(3)))
+
+        for page in zip(*ends, strict=True):
+            assert Counter(page) == {STORED: 1, EXISTS: 2}
 
 
 @pytest.mark.asyncio

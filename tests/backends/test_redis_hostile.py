@@ -20,6 +20,8 @@ from storage.redis_servers import FRAME_BYTES, backend_at, bench_at, open_bench
 
 STORED, HIT, MISS = Outcome.STORED, Outcome.HIT, Outcome.MISS
 CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
+FEW, MANY = 2, 20
+"""Pages of a put that are sent at once, and of one that asks first which are there."""
 
 
 @asynccontextmanager
@@ -177,17 +179,18 @@ async def test_an_answer_too_many_is_not_taken_for_the_next_call() -> None:
         (b"-MISCONF Redis is configured to save RDB snapshots\r\n", REJECTED),
         (b"-LOADING Redis is loading the dataset in memory\r\n", FAILED),
         (b"-ERR unknown\r\n", FAILED),
-        (b"$-1\r\n", FAILED),
+        (b"$-1\r\n", Outcome.EXISTS),
         (b":1\r\n", FAILED),
         (b"+NOT OK\r\n", FAILED),
         (b"what?\r\n", FAILED),
     ],
 )
-async def test_puts_that_are_refused(answer: bytes, outcome: Outcome) -> None:
+@pytest.mark.parametrize("count", [FEW, MANY])
+async def test_puts_that_are_not_stored(answer: bytes, outcome: Outcome, count: int) -> None:
     async with scene(connections=1) as (server, bench):
         server.say(b"SET", answer)
 
-        assert await bench.put(bench.keys(10, 11), [5, 6]) == [outcome] * 2
+        assert await bench.put(bench.keys(*range(10, 10 + count)), range(10, 10 + count)) == [outcome] * count
 
         await recovers(server, bench)
 
@@ -204,7 +207,7 @@ async def test_counts_that_mean_nothing(answer: bytes) -> None:
 
         with pytest.raises(StorageError):
             await bench.engine.exists(keys)
-        assert await bench.engine.put(keys, range(4)) == [FAILED] * 4
+        assert await bench.engine.put(bench.keys(*range(MANY)), range(MANY)) == [FAILED] * MANY
         assert await bench.engine.delete(keys) == [FAILED] * 4
 
         await recovers(server, bench)
@@ -221,7 +224,8 @@ async def test_a_server_that_never_answers_costs_the_deadline() -> None:
         with pytest.raises(StorageError, match="no answer in time"):
             await bench.engine.exists(keys)
         del server.lies[b"EXISTS"]
-        assert await bench.put(bench.keys(10), [5]) == [FAILED]
+        for count in (FEW, MANY):
+            assert await bench.put(bench.keys(*range(10, 10 + count)), range(count)) == [FAILED] * count
 
         await recovers(server, bench)
 
@@ -279,7 +283,8 @@ async def test_a_cancelled_get_touches_its_slot_no_more() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_put_stores_nothing_and_harms_nobody() -> None:
+@pytest.mark.parametrize(("count", "first"), [(FEW, b"SET"), (MANY, b"EXISTS")])
+async def test_a_cancelled_put_stores_nothing_and_harms_nobody(count: int, first: bytes) -> None:
     async with scene(connections=1) as (server, bench):
         reached = asyncio.Event()
 
@@ -287,14 +292,15 @@ async def test_a_cancelled_put_stores_nothing_and_harms_nobody() -> None:
             reached.set()
             await asyncio.Event().wait()
 
-        server.lies[b"EXISTS"] = hold
-        call = asyncio.create_task(bench.engine.put(bench.keys(20), [5]))
+        server.lies[first] = hold
+        keys = bench.keys(*range(20, 20 + count))
+        call = asyncio.create_task(bench.engine.put(keys, range(20, 20 + count)))
         await reached.wait()
         call.cancel()
         await asyncio.wait([call])
 
         server.lies.clear()
-        assert await bench.get(bench.keys(20), [6]) == [MISS]
+        assert await bench.get(keys, range(20, 20 + count)) == [MISS] * count
         await recovers(server, bench)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import select
 import socket
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -62,6 +63,23 @@ async def test_parts_arrive_in_order(sender: Sender, sizes: list[int]) -> None:
         assert await receive(other, sum(sizes)) == b"".join(parts)
         await sending
         wire.close()
+
+
+async def test_a_cancelled_send_waits_for_room_no_more(sender: Sender) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        sending = asyncio.create_task(SocketWire(ours, sender).send([bytes(1 << 20)] * 4))
+        await asyncio.sleep(0)
+        while select.select([], [ours], [], 0)[1]:  # noqa: ASYNC110 - nothing tells when the kernel is full
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+        sending.cancel()
+        await asyncio.wait([sending])
+
+        assert sending.cancelled()
+        assert not asyncio.get_running_loop().remove_writer(ours)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7, 4096, 70_000])

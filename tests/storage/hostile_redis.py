@@ -73,11 +73,11 @@ class HostileServer:
 
     def _truth(self, words: list[bytes]) -> bytes:
         match words:
-            case [b"SET", key, _, b"NX"]:
-                return b"$-1\r\n" if key.endswith(b":FORMAT") else b"+OK\r\n"
+            case [b"SET", key, _, b"NX"] if key in self.values or key.endswith(b":FORMAT"):
+                return b"$-1\r\n"
             case [b"GET", key] if key.endswith(b":FORMAT"):
                 return bulk(MARKER)
-            case [b"SET", key, value]:
+            case [b"SET", key, value, b"NX"]:
                 self.values[key] = value
             case [b"GET", key]:
                 return bulk(self.values[key]) if key in self.values else b"$-1\r\n"
