@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.sender import Sender
-from asynchicache.backends.redis.wires import SocketWire
+from asynchicache.backends.redis.wires import SocketWire, connect_socket
 from asynchicache.ports import AsyncioPort, Port
 
 pytestmark = pytest.mark.asyncio
@@ -80,6 +80,17 @@ async def test_a_cancelled_send_waits_for_room_no_more(sender: Sender) -> None:
 
         assert sending.cancelled()
         assert not asyncio.get_running_loop().remove_writer(ours)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="there is a choice on Linux only")
+async def test_nothing_is_paced_on_the_way_to_this_machine(sender: Sender) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = await connect_socket(socket.AF_INET, server.getsockname(), sender)
+        other, _ = server.accept()
+        with other:
+            chosen = wire._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            wire.close()
+    assert chosen.rstrip(b"\0") == b"reno"
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7, 4096, 70_000])
