@@ -263,12 +263,6 @@ class ApiServer(uvicorn.Server):
         self.api = api
         self._ready = ready
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if self.force_exit:
-            for task in self.server_state.tasks:
-                task.cancel()
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready(self)
@@ -289,3 +283,5 @@ class ApiServer(uvicorn.Server):
         self.api.stopping = True
         self.force_exit = self.should_exit
         self.should_exit = True
+        for task in self.server_state.tasks if self.force_exit else ():
+            task.cancel()  # from Python 3.12.1 on uvicorn waits for every connection, forced or not
