@@ -17,8 +17,9 @@ from asynchicache.backends.redis.sender import Bytes
 from asynchicache.backends.redis.wires import Wire
 
 _BUFFER_BYTES = 64 << 10
-_DIRECT_BYTES = 16 << 10
-"""A rest shorter than this goes through the buffer, which takes the next reply's line with it."""
+_AHEAD_BYTES = 32
+"""Received behind a value: its end, and the line that announces the next one. More would be the beginning of
+that value, which were then copied to its place."""
 _MOST_LINE_BYTES = 4096
 _MOST_WORD_BYTES = 64 << 10
 _MOST_WORDS = 1 << 20
@@ -100,7 +101,7 @@ class Connection:
         raise ProtocolError(f"{line[:40]!r} begins no reply")
 
     async def read_value_size(self) -> int | ErrorReply | None:
-        """Bytes of the value that follows, which `read_into` or `skip` must take next, then `end_value`.
+        """Bytes of the value that follows, which `read_value_into` or `skip_value` must take next.
 
         Returns:
             None if there is no value, ErrorReply if the server refused; nothing follows then.
@@ -109,50 +110,49 @@ class Connection:
             OSError: the connection broke.
             ProtocolError: what came is no value.
         """
-        line = await self._read_line()
+        line = await self._read_line(_AHEAD_BYTES)
         if line[:1] == b"$":
             return length(line[1:], 1 << 40)
         if line[:1] == b"-":
             return error_reply(line[1:])
         raise ProtocolError(f"{line[:40]!r} begins no value")
 
-    async def read_into(self, view: memoryview) -> None:
-        """Fill `view`.
+    async def read_value_into(self, *views: memoryview) -> None:
+        """Fill views, one behind the other, with all of a value.
 
-        Raises:
-            OSError: the connection broke before.
-        """
-        done = 0
-        while True:
-            done += self._take(view[done:])
-            missing = len(view) - done
-            if not missing:
-                return
-            if missing < _DIRECT_BYTES:
-                await self._fill()
-            else:
-                done += await self._receive(view[done:])
-
-    async def skip(self, size: int) -> None:
-        """Receive `size` bytes that nobody wants.
-
-        Raises:
-            OSError: the connection broke before.
-        """
-        scratch = memoryview(bytearray(min(size, _BUFFER_BYTES)))
-        while size:
-            part = scratch[:size]
-            await self.read_into(part)
-            size -= len(part)
-
-    async def end_value(self) -> None:
-        """
         Raises:
             OSError: the connection broke.
             ProtocolError: the value goes on.
         """
-        end = bytearray(len(NEWLINE))
-        await self.read_into(memoryview(end))
+        await self._read_into(*views)
+        await self._end_value()
+
+    async def skip_value(self, size: int) -> None:
+        """Receive a value of `size` bytes that nobody wants.
+
+        Raises:
+            OSError: the connection broke.
+            ProtocolError: the value goes on.
+        """
+        scratch = memoryview(bytearray(min(size, _BUFFER_BYTES)))
+        while size:
+            part = scratch[:size]
+            await self._read_into(part)
+            size -= len(part)
+        await self._end_value()
+
+    async def _read_into(self, *views: memoryview) -> None:
+        """Fill views, one behind the other."""
+        rest = [view[self._take(view) :] for view in views]
+        if missing := sum(map(len, rest)):  # so the buffer is empty
+            ahead = self._view[:_AHEAD_BYTES]
+            self._start, self._end = 0, await self._receive([*rest, ahead], missing) - missing
+
+    async def _end_value(self) -> None:
+        while self._end - self._start < len(NEWLINE):
+            await self._fill(_AHEAD_BYTES)
+        stop = self._start + len(NEWLINE)
+        end, self._start = self._buffer[self._start : stop], stop
         if end != NEWLINE:
             raise ProtocolError(f"a value is followed by {bytes(end)!r}")
 
@@ -160,15 +160,16 @@ class Connection:
         if size is None:
             return None
         word = bytearray(size)
-        await self.read_into(memoryview(word))
-        await self.end_value()
+        await self._read_into(memoryview(word))
+        await self._end_value()
         return bytes(word)
 
-    async def _read_line(self) -> bytes:
+    async def _read_line(self, at_once: int = _BUFFER_BYTES) -> bytes:
+        """The next line without its end; what is not there yet is received so many bytes at once."""
         while (stop := self._buffer.find(NEWLINE, self._start, self._end)) < 0:
             if self._end - self._start > _MOST_LINE_BYTES:
                 raise ProtocolError("a line does not end")
-            await self._fill()
+            await self._fill(at_once)
         line = bytes(self._view[self._start : stop])
         self._start = stop + len(NEWLINE)
         return line
@@ -180,16 +181,16 @@ class Connection:
         self._start += size
         return size
 
-    async def _fill(self) -> None:
-        """Receive at least a byte behind what the buffer has."""
+    async def _fill(self, most: int) -> None:
+        """Receive 1 to `most` bytes behind what the buffer has."""
         rest = self._end - self._start
         if self._start:
             self._buffer[:rest] = self._buffer[self._start : self._end]
             self._start, self._end = 0, rest
-        self._end += await self._receive(self._view[self._end :])
+        self._end += await self._receive([self._view[self._end :][:most]], 1)
 
-    async def _receive(self, view: memoryview) -> int:
-        count = await self._wire.receive_into(view)
-        if not count:
+    async def _receive(self, views: Sequence[memoryview], least: int) -> int:
+        count = await self._wire.receive_into(views, least)
+        if count < least:
             raise ConnectionResetError("the server closed the connection")
         return count

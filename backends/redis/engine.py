@@ -210,8 +210,9 @@ class RedisEngine:
             self._warn(verb, places, _text(error))
 
     async def _get(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
-        """Read values into slots, asking ahead."""
+        """Read values into slots, asking ahead: half of the window each time that so much has come."""
         commands = [command(b"GET", self._name(batch.keys[place])) for place in places]
+        step = self._window // 2
         await connection.send(b"".join(commands[: self._window]))
         for index, place in enumerate(places):
             size = await connection.read_value_size()
@@ -220,16 +221,16 @@ class RedisEngine:
             else:
                 batch.outcomes[place] = self._absent(size)
                 await self._skip(connection, size)
-            if index + self._window < len(commands):
-                await connection.send(commands[index + self._window])
+            came = index + 1
+            if came % step == 0 and (more := commands[came - step + self._window :][:step]):
+                await connection.send(b"".join(more))
         if any(batch.outcomes[place] is Outcome.CORRUPT for place in places):
             connection.close()  # perhaps no page is damaged, but replies are out of step
 
     async def _receive_page(self, connection: Connection, batch: _Batch, place: int) -> None:
         slot, key = batch.slots[place], batch.keys[place]
-        await connection.read_into(self._binding.header(slot))
-        await connection.read_into(self._binding.page(slot)[: self._binding.page_bytes])
-        await connection.end_value()
+        page = self._binding.page(slot)[: self._binding.page_bytes]
+        await connection.read_value_into(self._binding.header(slot), page)
         batch.outcomes[place] = await self._over_page(partial(self._binding.check, slot, key))
 
     def _absent(self, size: int | ErrorReply | None) -> Outcome:
@@ -245,8 +246,7 @@ class RedisEngine:
             return
         if size > self._frame_bytes:  # to read on could take for ever
             raise ProtocolError(f"a value of {size} bytes, where {self._frame_bytes} are the most")
-        await connection.skip(size)
-        await connection.end_value()
+        await connection.skip_value(size)
 
     async def _drop(self, keys: Sequence[ObjectKey]) -> None:
         """Delete damaged pages, so that they can be stored anew."""

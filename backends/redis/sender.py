@@ -172,12 +172,12 @@ def _send_all(connected: socket.socket, parts: Sequence[Bytes]) -> None:
     """Send parts through a socket that blocks, in one call unless the kernel stops early."""
     views = [memoryview(part) for part in parts]
     while views:
-        drop_sent(views, connected.sendmsg(views))
+        drop_first(views, connected.sendmsg(views))
 
 
-def drop_sent(views: list[memoryview], sent: int) -> None:
-    """Take the first `sent` bytes out of `views`."""
-    while views and sent >= len(views[0]):
-        sent -= len(views.pop(0))
+def drop_first(views: list[memoryview], count: int) -> None:
+    """Take the first `count` bytes out of `views`."""
+    while views and count >= len(views[0]):
+        count -= len(views.pop(0))
     if views:
-        views[0] = views[0][sent:]
+        views[0] = views[0][count:]

@@ -11,7 +11,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from asynchicache.backends.redis.sender import Bytes, Sender, drop_sent
+from asynchicache.backends.redis.receiver import TURN_BYTES, Receiver
+from asynchicache.backends.redis.sender import Bytes, Sender, drop_first
 
 Address: TypeAlias = "tuple[Any, ...] | str"
 """Where to connect, in the form that the socket's family has."""
@@ -23,15 +24,16 @@ _SEND_BUFFER, _SEND_BUFFER_LOCAL = 1 << 20, 512 << 10
 """The server has something to take while the thread that sends seals the next pages, and that thread is not
 woken for every few pieces; more than that leaves the processor's cache."""
 _SEND_BUFFER_LIMIT = Path("/proc/sys/net/core/wmem_max")
-_TURN_BYTES = 512 << 10
-"""Received in one step of the loop; a quarter of a millisecond, for each connection."""
 
 
 class Wire(Protocol):
-    """Bytes both ways. Once a coroutine has ended, also by cancellation, its view is touched no more."""
+    """Bytes both ways. Once a coroutine has ended, also by cancellation, its views are touched no more."""
 
-    async def receive_into(self, view: memoryview) -> int:
-        """Receive 1 to `len(view)` bytes; 0 once the server has closed.
+    async def receive_into(self, views: Sequence[memoryview], least: int) -> int:
+        """Fill views, one behind the other, until they have `least` bytes, perhaps with more.
+
+        Returns:
+            Bytes received; fewer than `least` if the server has closed.
 
         Raises:
             OSError: the connection broke.
@@ -76,19 +78,18 @@ class SocketWire:
     def __init__(self, connected: socket.socket, sender: Sender) -> None:
         self._socket = connected
         self._sender = sender
+        self._receiver = Receiver(connected)
         self._loop = asyncio.get_running_loop()
         self._moved = 0
 
-    async def receive_into(self, view: memoryview) -> int:
-        count = await self._loop.sock_recv_into(self._socket, view[:_TURN_BYTES])
-        await self._give_turn(count)
-        return count
+    async def receive_into(self, views: Sequence[memoryview], least: int) -> int:
+        return await self._receiver.receive_into(views, least)
 
     async def send(self, parts: Sequence[Bytes]) -> None:
         views = [memoryview(part) for part in parts]
         while views:
             sent = self._send_some(views)
-            drop_sent(views, sent)
+            drop_first(views, sent)
             await (self._give_turn(sent) if sent else self._writable())
 
     async def send_groups(self, groups: Iterator[Sequence[Bytes]], lines: int) -> None:
@@ -113,7 +114,7 @@ class SocketWire:
     async def _give_turn(self, count: int) -> None:
         """A socket that is always ready never suspends; now and then it is the loop's turn."""
         self._moved += count
-        if self._moved >= _TURN_BYTES:
+        if self._moved >= TURN_BYTES:
             self._moved = 0
             await asyncio.sleep(0)
 
@@ -127,6 +128,7 @@ class SocketWire:
         return False  # the server's farewell, or a reply that is none of ours
 
     def close(self) -> None:
+        self._receiver.unwatch()
         self._socket.close()
 
 
@@ -145,10 +147,17 @@ class TlsWire:
         self._writer = writer
         self._turn = turn
 
-    async def receive_into(self, view: memoryview) -> int:
-        data = await self._reader.read(len(view))
-        view[: len(data)] = data
-        return len(data)
+    async def receive_into(self, views: Sequence[memoryview], least: int) -> int:
+        count = 0
+        for view in views:
+            while len(view) and count < least:
+                data = await self._reader.read(len(view))
+                if not data:
+                    return count
+                view[: len(data)] = data
+                view = view[len(data) :]
+                count += len(data)
+        return count
 
     async def send(self, parts: Sequence[Bytes]) -> None:
         self._writer.write(b"".join(parts))  # a copy: asyncio may keep it longer than the caller its slot

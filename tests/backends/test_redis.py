@@ -122,6 +122,24 @@ async def test_large_pages_are_checked_in_a_thread(server: RedisServer) -> None:
         assert await bench.get(keys, range(6, 12)) == [HIT] * 6
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("page_bytes", [100_000, 400_000, 600_000, 1_000_000])
+async def test_every_page_is_asked_for_once_however_many_are_asked_for_ahead(
+    server: RedisServer, client: Any, page_bytes: int
+) -> None:
+    async with bench_at(server.url, page_bytes=page_bytes, slots=60, connections=1) as bench:
+        keys = bench.keys(*range(30))
+        await bench.put(keys, range(30))
+        asked = calls(client, "get")
+
+        missing = bench.keys(30, 31)
+        wanted = [*keys[:7], missing[0], *keys[7:], missing[1]]
+        found = await bench.get(wanted, range(28, 60))
+
+        assert found == [HIT] * 7 + [MISS] + [HIT] * 23 + [MISS]
+        assert calls(client, "get") - asked == 32
+
+
 def calls(client: Any, verb: str) -> int:
     """How often the server was told `verb`."""
     return client.info("commandstats").get(f"cmdstat_{verb}", {"calls": 0})["calls"]

@@ -111,8 +111,7 @@ async def test_replies_are_read_however_they_are_cut(sender: Sender, cut: int) -
         size = await connection.read_value_size()
         assert size == len(value)
         view = memoryview(bytearray(size))
-        await connection.read_into(view)
-        await connection.end_value()
+        await connection.read_value_into(view[:4096], view[4096:])
         assert view == value
         listed = await connection.read_reply()
         assert listed == [b"x", ("ERR no",)]
@@ -137,7 +136,91 @@ async def test_the_loop_gets_its_turn_while_a_ready_socket_is_read(sender: Sende
     with other:
         ready = other.send(bytes(4 << 20))
         ticking = asyncio.create_task(tick())
-        await Connection(wire).read_into(memoryview(bytearray(ready)))
+        assert await wire.receive_into([memoryview(bytearray(ready))], ready) == ready
         ticking.cancel()
         wire.close()
     assert turns >= ready // (512 << 10)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 999, 1000, 1001, 2000])
+async def test_views_are_filled_one_behind_the_other(sender: Sender, cut: int) -> None:
+    stream = random.Random(cut).randbytes(2000)
+    memory = bytearray(2500)
+    views = [memoryview(memory)[start:end] for start, end in pairwise([0, 0, 5, 1000, 1990, 2500])]
+    wire, other = connected(sender)
+
+    with other:
+        receiving = asyncio.create_task(wire.receive_into(views, 1995))
+        for start in range(0, len(stream), cut):
+            other.sendall(stream[start : start + cut])
+            await asyncio.sleep(0)
+        count = await receiving
+        wire.close()
+
+    assert 1995 <= count <= 2000
+    assert bytes(memory) == stream[:count] + bytes(2500 - count)
+
+
+async def test_a_server_that_closes_early_is_told_by_the_count(sender: Sender) -> None:
+    wire, other = connected(sender)
+    with other:
+        receiving = asyncio.create_task(wire.receive_into([memoryview(bytearray(100))], 100))
+        await asyncio.sleep(0)
+        other.sendall(bytes(60))
+    assert await receiving == 60
+    assert await wire.receive_into([memoryview(bytearray(1))], 1) == 0
+    wire.close()
+
+
+async def test_the_loop_is_told_once_to_watch_a_value_that_comes_in_pieces(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, watched = asyncio.get_running_loop(), []
+    add_reader = loop.add_reader
+    wire, other = connected(sender)
+    monkeypatch.setattr(loop, "add_reader", lambda *seen: watched.append(seen) or add_reader(*seen))
+
+    with other:
+        receiving = asyncio.create_task(wire.receive_into([memoryview(bytearray(5000))], 5000))
+        for _ in range(50):
+            other.sendall(bytes(100))
+            await asyncio.sleep(0)
+        await receiving
+        assert len(watched) == 1
+
+        other.sendall(b"what nobody waits for")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not loop.remove_reader(watched[0][0])
+        wire.close()
+
+
+async def test_a_socket_is_watched_no_more_once_it_is_closed(sender: Sender) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    wire = SocketWire(ours, sender)
+    with theirs:
+        receiving = asyncio.create_task(wire.receive_into([memoryview(bytearray(1))], 1))
+        await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.wait([receiving])
+        descriptor = ours.fileno()
+        wire.close()
+        assert not asyncio.get_running_loop().remove_reader(descriptor)
+
+
+async def test_a_cancelled_receive_touches_its_view_no_more(sender: Sender) -> None:
+    first, second = bytearray(10), bytearray(12)
+    wire, other = connected(sender)
+    with other:
+        receiving = asyncio.create_task(wire.receive_into([memoryview(first)], 10))
+        await asyncio.sleep(0)
+        receiving.cancel()
+        other.sendall(b"0123456789")
+        wire._receiver._readable()  # as the loop may, before the task learns of it
+        await asyncio.wait([receiving])
+        assert receiving.cancelled()
+        assert await wire.receive_into([memoryview(second)], 10) == 10
+        wire.close()
+    assert (bytes(first), bytes(second)) == (bytes(10), b"0123456789\0\0")
+    second.clear()  # refused while a view of it is left
