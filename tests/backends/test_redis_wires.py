@@ -7,6 +7,7 @@ import random
 import select
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
@@ -41,6 +42,16 @@ def connected(sender: Sender) -> tuple[SocketWire, socket.socket]:
         one.setblocking(False)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)  # as far as the system lets us
     return SocketWire(ours, sender), theirs
+
+
+@asynccontextmanager
+async def connected_by_tcp(sender: Sender) -> AsyncIterator[tuple[SocketWire, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = await connect_socket(socket.AF_INET, server.getsockname(), sender)
+        other, _ = server.accept()
+        with other:
+            yield wire, other
+            wire.close()
 
 
 async def receive(other: socket.socket, size: int) -> bytes:
@@ -84,12 +95,8 @@ async def test_a_cancelled_send_waits_for_room_no_more(sender: Sender) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="there is a choice on Linux only")
 async def test_nothing_is_paced_on_the_way_to_this_machine(sender: Sender) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        wire = await connect_socket(socket.AF_INET, server.getsockname(), sender)
-        other, _ = server.accept()
-        with other:
-            chosen = wire._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            wire.close()
+    async with connected_by_tcp(sender) as (wire, _):
+        chosen = wire._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     assert chosen.rstrip(b"\0") == b"reno"
 
 
@@ -193,6 +200,45 @@ async def test_the_loop_is_told_once_to_watch_a_value_that_comes_in_pieces(
             await asyncio.sleep(0)
         assert not loop.remove_reader(watched[0][0])
         wire.close()
+
+
+async def test_a_large_value_by_tcp_is_taken_in_large_pieces(sender: Sender) -> None:
+    part, rest, more = random.Random(0).randbytes(100_000), bytes(500_000), b"more"
+    value, line = bytearray(len(part) + len(rest)), bytearray(len(more))
+    async with connected_by_tcp(sender) as (wire, other):
+        receiving = asyncio.create_task(wire.receive_into([memoryview(value)], len(value)))
+        await asyncio.sleep(0)
+        other.sendall(part)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not any(value)  # the loop has not told of it yet
+
+        await asyncio.get_running_loop().run_in_executor(None, other.sendall, rest)
+        assert await receiving == len(value)
+        assert value == part + rest
+
+        asyncio.get_running_loop().call_soon(other.sendall, more)
+        assert await wire.receive_into([memoryview(line)], len(more)) == len(more)
+        assert line == more
+
+
+async def test_the_rest_of_a_large_value_by_tcp_is_waited_for_whole(sender: Sender) -> None:
+    value = bytearray(600_000)
+    async with connected_by_tcp(sender) as (wire, other):
+        other.sendall(bytes(200_000))
+        receiving = asyncio.create_task(wire.receive_into([memoryview(value)], len(value)))
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(None, other.sendall, bytes(400_000))
+        assert await receiving == len(value)
+
+
+async def test_a_large_value_by_tcp_that_ends_early_is_waited_for_no_longer(sender: Sender) -> None:
+    async with connected_by_tcp(sender) as (wire, other):
+        receiving = asyncio.create_task(wire.receive_into([memoryview(bytearray(2 << 20))], 2 << 20))
+        await asyncio.sleep(0)
+        other.sendall(bytes(1000))
+        other.close()
+        assert await receiving == 1000
 
 
 async def test_a_socket_is_watched_no_more_once_it_is_closed(sender: Sender) -> None:
