@@ -13,7 +13,7 @@ from asynchicache.backends.redis.resp import (
     integer,
     length,
 )
-from asynchicache.backends.redis.sender import Bytes
+from asynchicache.backends.redis.views import Bytes
 from asynchicache.backends.redis.wires import Wire
 
 _BUFFER_BYTES = 64 << 10

@@ -14,7 +14,7 @@ from asynchicache.backends.redis.connection import Connection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command, set_command
-from asynchicache.backends.redis.sender import Bytes
+from asynchicache.backends.redis.views import Bytes
 from asynchicache.backends.redis.wires import MOST_PARTS
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.hashing import ObjectKey

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from asynchicache.backends.redis.sender import drop_first
+from asynchicache.backends.redis.views import drop_first, first
 
 TURN_BYTES = 512 << 10
 """Moved in one step of the loop; a quarter of a millisecond, for each connection."""
@@ -66,7 +66,7 @@ class Receiver:
     async def _wait(self) -> None:
         """Wait until all has come that is missing, which may be later than the socket is ready: others get
         their turn."""
-        self._be_told_from(min(self._at_once, self._missing))
+        self._be_told_late()
         self._came = self._loop.create_future()
         if not self._watched:
             self._watched = True
@@ -87,14 +87,15 @@ class Receiver:
             if self._done():
                 self._came.set_result(None)
             else:
-                self._be_told_from(min(self._at_once, self._missing))
+                self._be_told_late()
 
-    def _be_told_from(self, count: int) -> None:
-        """Let the loop tell once so much is there, or no more can come: a large page that is taken in small
-        pieces costs the server more than one in large ones. Unix sockets tell of each byte all the same.
+    def _be_told_late(self) -> None:
+        """Let the loop tell of a large page once a good part of it is there, or no more can come: taken in
+        small pieces it costs the server more. Unix sockets tell of each byte all the same.
 
         Source: SO_RCVLOWAT in socket(7).
         """
+        count = min(self._at_once, self._missing)
         if self._tells_late and count != self._told_from:
             self._told_from = count
             with suppress(OSError):  # a system without it
@@ -105,21 +106,13 @@ class Receiver:
 
     def _receive(self) -> bool:
         """Take what the kernel has, in one call; whether it had anything to say."""
-        views = self._views if self._missing <= TURN_BYTES else list(_first(TURN_BYTES, self._views))
+        views = self._views if self._missing <= TURN_BYTES else list(first(TURN_BYTES, self._views))
         try:
             count = self._socket.recvmsg_into(views)[0]
         except BlockingIOError:
             return False
-        drop_first(self._views, count)
+        drop_first(count, self._views)
         self._missing -= count
         self._moved += count
         self._closed = not count
         return True
-
-
-def _first(most: int, views: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The first `most` bytes of views."""
-    for view in views:
-        if most > 0:
-            yield view[:most]
-        most -= len(view)

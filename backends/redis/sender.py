@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
 
 from asynchicache.backends.closing import off_the_loop
+from asynchicache.backends.redis.views import Bytes, drop_first
 from asynchicache.ports import Port
-
-Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
 _PEEK_BYTES = 64 << 10
 
@@ -172,12 +170,4 @@ def _send_all(connected: socket.socket, parts: Sequence[Bytes]) -> None:
     """Send parts through a socket that blocks, in one call unless the kernel stops early."""
     views = [memoryview(part) for part in parts]
     while views:
-        drop_first(views, connected.sendmsg(views))
-
-
-def drop_first(views: list[memoryview], count: int) -> None:
-    """Take the first `count` bytes out of `views`."""
-    while views and count >= len(views[0]):
-        count -= len(views.pop(0))
-    if views:
-        views[0] = views[0][count:]
+        drop_first(connected.sendmsg(views), views)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from asynchicache.backends.redis.receiver import TURN_BYTES, Receiver
-from asynchicache.backends.redis.sender import Bytes, Sender, drop_first
+from asynchicache.backends.redis.sender import Sender
+from asynchicache.backends.redis.views import Bytes, drop_first
 
 Address: TypeAlias = "tuple[Any, ...] | str"
 """Where to connect, in the form that the socket's family has."""
@@ -89,7 +90,7 @@ class SocketWire:
         views = [memoryview(part) for part in parts]
         while views:
             sent = self._send_some(views)
-            drop_first(views, sent)
+            drop_first(sent, views)
             await (self._give_turn(sent) if sent else self._writable())
 
     async def send_groups(self, groups: Iterator[Sequence[Bytes]], lines: int) -> None:
