@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     by_step: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pattern:
     """How the runs of a batch lie to one another, as far as somebody has asked; layers share it.
 

@@ -13,7 +13,7 @@ from asynchicache.backends.file.segments import Segments
 from asynchicache.errors import StorageError, StorageFormatError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoreReport:
     """What is in a store.
 

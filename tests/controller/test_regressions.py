@@ -299,3 +299,15 @@ def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePoli
 
     assert books.verify() == []
     assert not books.sequences
+
+
+def test_a_copy_that_ends_takes_no_other_that_looks_alike_off_the_list():
+    """Two loads of nothing are equal by value; the first one was forgotten, and what it kept with it."""
+    sim = Simulation(random.Random(0), slots=ROOMY)
+    first, second = sim.open([1, 2, 3]), sim.open([4, 5, 6])
+    kept = sim.planner.loader.load(first)[0]
+    ended = sim.planner.loader.load(second)[0]
+    sim.planner.copied(ended, None)
+    assert [flight is kept.flight for flight in sim.planner.books.flights] == [True]
+    sim.planner.copied(kept, None)
+    assert not sim.planner.books.flights

@@ -80,6 +80,23 @@ def no_long_function(tree: ast.Module, source: str) -> list[str]:
     ]
 
 
+def no_equal_records(tree: ast.Module, source: str) -> list[str]:
+    """A record that changes is compared by identity, or says that its value is meant: two copies in flight
+    that look alike are two, and a list would remove the wrong one."""
+    decorators = [
+        decorator
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for decorator in node.decorator_list
+        if ast.unparse(decorator).startswith("dataclass")
+    ]
+    return [
+        f"line {one.lineno}: neither frozen=True nor eq= is given"
+        for one in decorators
+        if not (isinstance(one, ast.Call) and {word.arg for word in one.keywords} & {"eq", "frozen"})
+    ]
+
+
 def _names(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.alias, str]]:
     """Every name that is read, looked up on something, or imported."""
     for node in ast.walk(tree):
@@ -103,6 +120,7 @@ def _is_blind(handler: ast.ExceptHandler) -> bool:
 
 EXCUSED: dict[Rule, set[str]] = {
     no_abstract_stubs: set(),
+    no_equal_records: set(),
     no_blind_except: TASK_BOUNDARIES,
     no_environment: ENVIRONMENT_READERS,
     no_long_file: set(),
@@ -154,6 +172,8 @@ def a_function(lines: int) -> str:
     ("rule", "source"),
     [
         (no_abstract_stubs, "def get(): raise NotImplementedError"),
+        (no_equal_records, "@dataclass\nclass A: pass"),
+        (no_equal_records, "@dataclass(slots=True)\nclass A: pass"),
         (no_abstract_stubs, "def get(): raise NotImplementedError('later')"),
         (no_blind_except, "try: f()\nexcept Exception: pass"),
         (no_blind_except, "try: f()\nexcept (ValueError, Exception) as error: log(error)"),
@@ -175,6 +195,8 @@ def test_a_rule_finds_a_planted_breach(rule: Rule, source: str) -> None:
     ("rule", "source"),
     [
         (no_abstract_stubs, "def eq(): return NotImplemented"),
+        (no_equal_records, "@dataclass(slots=True, eq=False)\nclass A: pass"),
+        (no_equal_records, "@dataclass(frozen=True)\nclass A: pass"),
         (no_blind_except, "try: f()\nexcept BaseException:\n  tidy()\n  raise"),
         (no_blind_except, "try: f()\nexcept (OSError, ValueError): pass"),
         (no_environment, "import os\npath = os.path.join('a', 'b')"),

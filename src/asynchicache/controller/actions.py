@@ -14,7 +14,7 @@ from asynchicache.types import PoolTransfer
 Transfers = list[PoolTransfer]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Copy:
     """Bytes to move between device and host, or within the device; `Planner.copied` ends it.
 

@@ -28,7 +28,7 @@ def _tell_all(
         left(pool, slots)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=True)
 class Counters:
     """What was decided, in pages and states since the start.
 

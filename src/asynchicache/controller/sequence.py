@@ -12,7 +12,7 @@ from asynchicache.tree.tree import PathLease
 from asynchicache.types import MissReason, Tier
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Window:
     """Device slots of a request's last pages of a pool that needs no others.
 

@@ -12,7 +12,7 @@ OTHERS = "other"
 """Stands for every namespace beyond those that are counted apart."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=True)
 class NamespaceServed:
     """Prompt tokens of one namespace, and those of them that were served from the cache."""
 
@@ -20,7 +20,7 @@ class NamespaceServed:
     hit_tokens: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=True)
 class Served:
     """What requests were given: `hit_tokens` of `prompt_tokens`, by the farthest tier they came from.
 

@@ -24,7 +24,7 @@ _SHED = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=True)
 class Traffic:
     """What was carried out since the start, in pages and states unless said otherwise.
 

@@ -32,17 +32,17 @@ class _Mark:
     callbacks: list[Reached] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Launch:
     work: Work
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Record:
     mark: _Mark
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Wait:
     mark: _Mark
 

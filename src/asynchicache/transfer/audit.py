@@ -26,7 +26,7 @@ MOST_BYTES = 64 << 20
 """Bytes copied aside for one transfer; what goes beyond is not looked at."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=True)
 class AuditStatistics:
     """Pages and states since the start.
 

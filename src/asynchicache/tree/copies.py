@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
         return len(slots[place(self.component, Tier.DEVICE)] or slots[place(self.component, Tier.HOST)] or ())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """One copy in flight.
 

@@ -15,7 +15,7 @@ from asynchicache.tree.store import NodeStore
 from asynchicache.types import Tier
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Evicted:
     """What an eviction freed.
 

@@ -51,7 +51,7 @@ class Pages(NamedTuple):
     slots: Sequence[int]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Inserted:
     """What became of the slots that were offered to `insert` or `insert_host`.
 

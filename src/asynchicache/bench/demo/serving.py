@@ -35,7 +35,7 @@ class OwnedModel:
     thread: ModelThread
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """A sequence from its admission on.
 

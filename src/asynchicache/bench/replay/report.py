@@ -108,7 +108,7 @@ class ReplayReport:
         return table
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tally:
     """Adds up what requests were given."""
 

@@ -20,7 +20,7 @@ Rounds = list[list[Turn | None]]
 """Turns by round and client; None where there was no answer."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ServeReport:
     """One run.
 

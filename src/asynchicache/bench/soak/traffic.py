@@ -43,7 +43,7 @@ def soak_spec() -> ModelSpec:
     return ModelSpec("soak", PAGE, 4, pools)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=True)
 class Served:
     """What turns were given since the start.
 
@@ -66,7 +66,7 @@ class Served:
         return self.hit_tokens.total()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Talk:
     """One conversation: whose it is, and its tokens so far."""
 

@@ -37,7 +37,7 @@ class Sample(NamedTuple):
         return self.nbytes / self.seconds / 1e6
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StorageReport:
     """One run.
 

@@ -38,7 +38,7 @@ Advance = Callable[[int, int], None]
 Samples = defaultdict[str, list[Sample]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bench:
     """Everything that is open during a run.
 

@@ -63,7 +63,7 @@ class Served:
     top_p: float = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Counts:
     """What became of requests since the server started.
 

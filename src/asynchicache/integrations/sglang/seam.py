@@ -22,7 +22,7 @@ class StandInStorage:
         """Every pool that is there from the start has been registered."""
 
 
-@dataclass
+@dataclass(eq=True)
 class StandInTransferResult:
     """`PoolTransferResult` without SGLang.
 
@@ -37,7 +37,7 @@ class StandInTransferResult:
     restorable_prefix_pages: list[int] | None = None
 
 
-@dataclass
+@dataclass(eq=True)
 class StandInMetrics:
     """`StorageMetrics` without SGLang: pages and GB/s of each call since the last report."""
 

@@ -47,14 +47,14 @@ class Locality(Enum):
     REMOTE = "REMOTE"
 
 
-@dataclass
+@dataclass(eq=True)
 class RequestOffloadingContext:
     """A tier's answer to a new request."""
 
     policy: OffloadPolicy = OffloadPolicy.CHUNK_LEVEL
 
 
-@dataclass
+@dataclass(eq=True)
 class ReqContext:
     """One request, as tiers see it."""
 
@@ -78,7 +78,7 @@ class ScheduleEndContext(NamedTuple):
     preempted_req_ids: Collection[str]
 
 
-@dataclass
+@dataclass(eq=True)
 class TransferJob:
     """Chunks to move between a tier and rows of the primary tier."""
 
@@ -90,7 +90,7 @@ class TransferJob:
     submit_time: float = field(default_factory=time.monotonic)
 
 
-@dataclass
+@dataclass(eq=True)
 class JobResult:
     """What became of a job; `successful_keys` of a load that failed in part."""
 
@@ -101,7 +101,7 @@ class JobResult:
     transfer_bytes: int | None = None
 
 
-@dataclass
+@dataclass(eq=True)
 class OffloadingEvent:
     """Chunks that a tier has now, or has no longer."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ledger:
     """What a run did, and what was wrong with it.
 

@@ -37,7 +37,7 @@ class Finding:
     script: Script | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Findings:
     """What seeds did, added up.
 
