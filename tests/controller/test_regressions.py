@@ -311,3 +311,6 @@ def test_a_copy_that_ends_takes_no_other_that_looks_alike_off_the_list():
     assert [flight is kept.flight for flight in sim.planner.books.flights] == [True]
     sim.planner.copied(kept, None)
     assert not sim.planner.books.flights
+    for sequence in (first, second):
+        sim.close(sequence)
+    sim.verify()
