@@ -169,15 +169,21 @@ class HybridCache:
         return self._rooms.device
 
     async def drain(self) -> None:
-        """Until every copy, and every write to storage, has ended; new ones may follow.
-        `ClosedError` if the cache is closed before that."""
+        """Until every copy and every storage call has ended that is in flight now, and what follows from
+        them: a page that was published before the call is on the host and was written to storage, or was
+        shed. What others begin meanwhile is not waited for.
+
+        Raises:
+            ClosedError: the cache is closed before that.
+        """
         await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
-        await self._controller.idle()
+        await self._controller.settled()
 
     async def flush(self) -> None:
-        """Forget everything in device and host memory that no request holds; storage is left alone."""
+        """Forget everything in device and host memory that no request holds, once what is in flight now has
+        ended; storage is left alone."""
         await self._controller.turn()
-        await self._controller.idle()
+        await self._controller.settled()
         self._controller.planner.flush()
 
     async def attach_storage(

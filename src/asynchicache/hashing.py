@@ -7,6 +7,7 @@ Digests are SGLang HiCache's SHA-256 chain, byte for byte, so that tools for one
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -112,6 +113,22 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
             prior = sha256(prior + words[page * step : (page + 1) * step]).digest()
         digests.append(prior)
     return digests
+
+
+def common_pages(ours: Sequence[bytes], theirs: Sequence[bytes]) -> int:
+    """How many pages two sequences have in common, by the digests of all their pages from the first.
+
+    A digest covers every page before it, so that two sequences agree up to one page and nowhere behind it:
+    that page is found by bisection.
+    """
+    low, high = 0, min(len(ours), len(theirs))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours[middle - 1] == theirs[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def pool_fingerprint(

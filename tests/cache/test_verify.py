@@ -119,7 +119,7 @@ def a_write_of_what_has_not_come(opened: Opened) -> None:
 
 
 def copies_that_are_not_counted(opened: Opened) -> None:
-    opened.controller._active = 0
+    opened.controller._activity._counts.clear()
 
 
 def a_task_that_outlives_the_cache(opened: Opened) -> None:

@@ -124,9 +124,7 @@ class Simulation:
         if query is None:
             return
         present = {
-            number: sum(
-                1 << page for page, digest in enumerate(query.digests) if (name, digest) in self.storage
-            )
+            number: bytes((name, digest) in self.storage for digest in query.digests)
             for number, name in enumerate(self.planner.books.names)
             if reader.asks(number)
         }
@@ -142,9 +140,10 @@ class Simulation:
             for slot, digest in zip(slots, choice.read.digests(number), strict=True):
                 missed = self.rng.random() < fail
                 self.memory[name, Tier.HOST][slot] = POISON if missed else self.storage[name, digest]
-                results.append((slot, Outcome.MISS if missed else Outcome.HIT))
+                results.append(Outcome.MISS if missed else Outcome.HIT)
             outcomes[number] = results
-        reader.commit(choice.read, outcomes)
+        for gained in reader.deliver(choice.read, outcomes):
+            self.start(gained.backups)
         reader.finish(choice.read)
         self.planner.rematch(sequence)
 

@@ -240,7 +240,7 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     _publish(sim, [1, 2, 3, 4, 5, 6], 2, 6)
     query = sim.planner.reader.ask(sim.open([*range(1, 9), 9]).tokens, b"")
     assert query is not None
-    choice = sim.planner.reader.choose(query, {0: (1 << 4) - 1})
+    choice = sim.planner.reader.choose(query, {0: b"\1" * 4})
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     sim.start(choice.backups)
     sim.planner.reader.drop(query)

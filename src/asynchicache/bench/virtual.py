@@ -17,7 +17,6 @@ from asynchicache.controller.actions import Copy
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.specs import ModelSpec
-from asynchicache.storage import hits
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import FULL, Node
 from asynchicache.types import Outcome, Tier
@@ -113,18 +112,19 @@ class VirtualCache(InstantCache):
             host, stored = self.memory[names[number], Tier.HOST], self._storage[names[number]]
             for slot, digest in zip(slots, choice.read.digests(number), strict=True):
                 host[slot] = stored[digest]
-            outcomes[number] = [(slot, Outcome.HIT) for slot in slots]
-        reader.commit(choice.read, outcomes)
+            outcomes[number] = [Outcome.HIT] * len(slots)
+        for gained in reader.deliver(choice.read, outcomes):
+            self.carry_out(gained.backups)
         reader.finish(choice.read)
         self.planner.rematch(sequence)
 
     def _asked(self) -> list[int]:
         return [n for n in range(len(self.planner.books.names)) if self.planner.reader.asks(n)]
 
-    def _present(self, pool: str, digests: Sequence[bytes], first: int) -> int:
-        """Bit p set if storage has page p, of those from number `first` on."""
+    def _present(self, pool: str, digests: Sequence[bytes], first: int) -> bytes:
+        """A byte for each page, 1 if storage has it, for those from number `first` on."""
         stored = self._storage[pool]
-        return hits.bitmap(bytes([digest in stored for digest in digests[first:]])) << first
+        return bytes(first) + bytes([digest in stored for digest in digests[first:]])
 
 
 class VirtualRunner:

@@ -25,6 +25,7 @@ class Copy:
         reads: device slots that its user will read though this copy does not write them.
         publishes: the end of the path that is due for the next tier once the copy is there.
         span: to be told when it has ended, if somebody traces.
+        period: of `Activity` that it belongs to; None: the one in which it is carried out.
     """
 
     direction: Direction
@@ -34,6 +35,7 @@ class Copy:
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
     publishes: Node | None = None
     span: Span | None = None
+    period: int | None = None
 
     def serve(self, sequence: Sequence) -> Copy:
         """This copy, which keeps the slots of `sequence` from being given back until it has ended."""

@@ -17,6 +17,8 @@ from asynchicache.controller.actions import Copy
 from asynchicache.controller.fetching import Fetcher, PrefetchOptions
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.controller.planner import Planner
+from asynchicache.controller.questions import PresenceQuestions
+from asynchicache.controller.room_queue import RoomQueue, Waiter
 from asynchicache.controller.sequence import Retired
 from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.controller.served import Served
@@ -74,9 +76,11 @@ class HybridCacheController:
         self.room_waits = Histogram()
         self._failure: BaseException | None = None
         self.closing = False
+        questions = PresenceQuestions(stored)
         self.fetcher = Fetcher(
             planner,
             stored,
+            questions,
             prefetch,
             carry_out=self.carry_out,
             spawn=self._spawn,
@@ -85,6 +89,7 @@ class HybridCacheController:
         self.storer = Storer(
             planner,
             stored,
+            questions,
             limit_bytes=store_bytes,
             spawn=self._spawn,
             spawn_late=self._spawn_late,
@@ -96,10 +101,10 @@ class HybridCacheController:
         self._stored = stored
         self._tasks = tasks
         self._computing: dict[Stream, Event] = {}
-        self._reserving: set[RequestSequence] = set()
+        self._queue = RoomQueue()
         self._count_namespaces = count_namespaces
         self._stopped = False
-        self._active = 0
+        self._activity = planner.activity
         self._progress = asyncio.Event()
 
     @property
@@ -149,6 +154,16 @@ class HybridCacheController:
         self._moved()
 
     def extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+        """Give a request room at once.
+
+        Raises:
+            CapacityError: there is none, or the request has not begun to compute and others wait for room.
+        """
+        if self._queue.blocks(sequence) and self.planner.new_pages(sequence, tokens):
+            raise CapacityError("others wait for room: wait behind them (reserve)")
+        return self._extend(sequence, tokens)
+
+    def _extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
         before = len(sequence.pages)
         slots = self.planner.extend(sequence, tokens)
         if len(sequence.pages) > before:  # not at each token of a decode
@@ -161,7 +176,7 @@ class HybridCacheController:
 
     async def reserve(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
         """Extend a request as soon as others have given back enough."""
-        return await self._timed(self._when_possible(sequence, partial(self.extend, sequence, tokens)))
+        return await self._timed(self._when_possible(sequence, partial(self._extend, sequence, tokens)))
 
     async def _timed(self, waiting: Coroutine[object, object, T]) -> T:
         clock = asyncio.get_running_loop().time
@@ -172,28 +187,67 @@ class HybridCacheController:
             self.room_waits.observe(clock() - started)
 
     async def _when_possible(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
-        """Try again whenever something was given back.
-
-        The last of the requests that all wait for one another is refused, so that it can give way.
-        """
-        while True:
-            self._progress.clear()
-            self._check_waiting(sequence)
-            try:
-                return attempt()
-            except CapacityError:
-                if self.failure is not None or not (self._active or self._others(sequence)):
-                    raise
-            self._reserving.add(sequence)
-            try:
+        """Try when it is the request's turn (`room_queue`), and again whenever something was given back."""
+        waiter = self._queue.enter(sequence)
+        self._progress.set()  # whoever is next looks whether all wait for one another now
+        try:
+            while True:
+                self._progress.clear()
+                self._check_waiting(sequence)
+                served = self._attempt(waiter, attempt)
+                if served is not None:
+                    return served[0]
                 await self._progress.wait()
-            finally:
-                self._reserving.discard(sequence)
+        finally:
+            self._queue.leave(waiter)
+            self._progress.set()
 
-    def _others(self, sequence: RequestSequence) -> bool:
-        """Whether somebody else may give back something without being given anything first."""
-        others = self.planner.books.sequences - self._reserving - {sequence}
-        return any(not other.resting for other in others)
+    def _attempt(self, waiter: Waiter, attempt: Callable[[], T]) -> tuple[T] | None:
+        """What `attempt` returned, as a tuple, or None to wait on.
+
+        Raises:
+            CapacityError: nothing that is in flight or held by others will give room, or the request must
+                give way.
+        """
+        turn = self._queue.is_next(waiter)
+        if not (turn or waiter.refused):
+            return None
+        if waiter.refused and not waiter.begun:
+            raise CapacityError(
+                "all requests that hold slots wait for room, and this one came last; one that waits in "
+                "admit(), before load(), holds none"
+            )
+        try:
+            return (self._matched(waiter.sequence, attempt),)
+        except CapacityError:
+            if waiter.refused or self.failure is not None or self._nothing_follows(waiter):
+                raise
+            return None
+
+    def _matched(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
+        """Try; a request that let go of its match to wait matches again first."""
+        if sequence.resting:
+            self.planner.rematch(sequence, fetched=False)
+        return attempt()
+
+    def _nothing_follows(self, waiter: Waiter) -> bool:
+        """Whether waiting is in vain for `waiter`, who is next and found no room.
+
+        Where all who hold slots wait for one another, those who have not loaded yet let go of what they
+        matched; if that is not enough, the last one gives way.
+        """
+        if self._activity.running() or not self._queue.all_wait(self.planner.books.sequences):
+            return False
+        others = [one for one in self._queue.holding() if one is not waiter.sequence]
+        for sequence in others:
+            self.planner.rest(sequence)
+        last = self._queue.last()
+        if not others and last is waiter:
+            return True
+        if not others:
+            last.refused = True
+        self._progress.set()
+        return False
 
     def _check_waiting(self, sequence: RequestSequence) -> None:
         if sequence.closed:
@@ -206,14 +260,14 @@ class HybridCacheController:
         if after is None or self._stopped:
             self._released(sequence, None)
             return
-        self._active += 1
-        self._reactor.track(self._device, after, partial(self._released_after, sequence))
+        period = self._activity.begin()
+        self._reactor.track(self._device, after, partial(self._released_after, sequence, period))
 
-    def _released_after(self, sequence: RequestSequence, error: BaseException | None) -> None:
+    def _released_after(self, sequence: RequestSequence, period: int, error: BaseException | None) -> None:
         try:
             self._released(sequence, error)
         finally:
-            self._step()
+            self._ended(period)
 
     def _released(self, sequence: RequestSequence, error: BaseException | None) -> None:
         sequence.poisoned |= error is not None
@@ -248,14 +302,14 @@ class HybridCacheController:
             self.planner.windows.finish(retired)
             self._moved()
             return
-        self._active += 1
-        self._reactor.track(self._device, after, partial(self._retired, retired))
+        period = self._activity.begin()
+        self._reactor.track(self._device, after, partial(self._retired, retired, period))
 
-    def _retired(self, retired: Retired, error: BaseException | None) -> None:
+    def _retired(self, retired: Retired, period: int, error: BaseException | None) -> None:
         try:
             self.planner.windows.finish(retired, poisoned=error is not None)
         finally:
-            self._step()
+            self._ended(period)
 
     def _behind(self, stream: Stream | None) -> None:
         """Let every copy that reads device memory wait for what is enqueued on `stream` now: whoever
@@ -286,7 +340,7 @@ class HybridCacheController:
         for copy in copies:
             if self.tracer is not None:
                 copy.span = self.tracer.copying(copy)
-            self._active += 1
+            copy.period = self._activity.begin(copy.period)
             done = partial(self._copied, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
             events = () if copy.direction is Direction.LOAD else tuple(self._computing.values())
@@ -304,45 +358,45 @@ class HybridCacheController:
             if node is not None and not self._stopped:
                 self._pass_on(copy, node)
         finally:
-            self._step()
+            self._ended(copy.period)
 
     def _pass_on(self, copy: Copy, node: Node) -> None:
         """What is on the path to `node` now is due for the next tier."""
         if copy.direction is Direction.BACKUP:
-            self.storer.store(node)
+            self.storer.store(node, period=copy.period)
         else:
-            self.carry_out(self.planner.writer.backup(node))
+            self.carry_out(self.planner.writer.backup(node, period=copy.period))
 
-    def _step(self) -> None:
-        """Something ended that others wait for."""
-        self._active -= 1
+    def _ended(self, period: int | None) -> None:
+        """Work of a period ended that others wait for."""
+        assert period is not None, "it was counted when it began"
+        self._activity.end(period)
         self._moved()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """For as long as it is entered, something is under way."""
-        self._active += 1
+        period = self._activity.begin()
         try:
             yield
         finally:
-            self._step()
+            self._ended(period)
 
     def _moved(self) -> None:
         """Something may have been given back that somebody waits for."""
-        self._reserving.clear()  # they look again, and wait again if it was not enough
         self._progress.set()
         if self.planner.writer.owed and self.failure is None and not self._stopped:
             self.carry_out(self.planner.writer.retry())
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        self._active += 1
+    def _spawn(self, work: Coroutine[object, object, None], period: int | None = None) -> None:
+        period = self._activity.begin(period)
         task = self._tasks.spawn(work)
         self.storer.under_way.add(task)
-        task.add_done_callback(self._storage_ended)
+        task.add_done_callback(partial(self._storage_ended, period))
 
-    def _storage_ended(self, task: asyncio.Task[None]) -> None:
+    def _storage_ended(self, period: int, task: asyncio.Task[None]) -> None:
         self.storer.under_way.discard(task)
-        self._step()
+        self._ended(period)
 
     def _spawn_late(self, work: Coroutine[object, object, None]) -> None:
         """Run what waits for an engine that may hang for ever: nobody may wait for it in turn."""
@@ -351,7 +405,7 @@ class HybridCacheController:
     def verify(self, *, idle: bool) -> list[str]:
         """Broken invariants in words; `idle`: and whatever is held, under way or lost."""
         left = self._tasks.running if self._stopped else ()
-        under_way = UnderWay(self._engine.live(), self.storer.under_way, left, self._active)
+        under_way = UnderWay(self._engine.live(), self.storer.under_way, left, self._activity.running())
         return problems(self.planner, under_way, idle=idle)
 
     # Waiting
@@ -385,33 +439,52 @@ class HybridCacheController:
         self.events.close()
 
     async def idle(self) -> None:
-        """Until no copy, write or read is under way.
+        """Until no copy, write or read is in flight.
 
         Raises:
-            ClosedError: the cache was closed, and something that is under way may never end.
+            ClosedError: the cache was closed, and something that is in flight may never end.
         """
-        while self._active:
+        await self._all_ended(None)
+
+    async def settled(self) -> None:
+        """Until every copy, write and read has ended that is in flight now, and what follows from them.
+
+        Raises:
+            ClosedError: as `idle`.
+        """
+        await self._all_ended(self._activity.close_period())
+
+    async def _all_ended(self, until: int | None) -> None:
+        while self._activity.running(until):
             if self._stopped:
-                raise ClosedError("the cache is closed, and not all that was under way has ended")
-            self._progress.clear()
-            await self._progress.wait()
+                raise ClosedError("the cache is closed, and not all that was in flight has ended")
+            await self._next_change()
+
+    async def _next_change(self) -> None:
+        """Until something ends, or is given back."""
+        self._progress.clear()
+        await self._progress.wait()
 
     async def durable(self, sequence: RequestSequence) -> bool:
         """Until everything that a request published is in storage; False if it cannot get there, or if a
-        checkpoint of it could not even be published."""
-        node, tried = sequence.lease.node, False
-        while self._stored and not sequence.unpublished:
-            if not self.storer.clearing and self.planner.writer.is_stored(node):
-                return True
-            if not (self._active or self.storer.clearing):
-                if tried or self.failure is not None or self.closing:
-                    return False
+        checkpoint of it could not even be published.
+
+        It waits for what is in flight for the request's own path. Storage is asked before the answer is
+        True; what it has lost, or what was not written for want of room, is written once more.
+        """
+        node, tried, lost = sequence.lease.node, False, False
+        while self._stored and not (sequence.unpublished or self._stopped):
+            if self.storer.clearing or self.planner.writer.in_flight(node):
+                await self._next_change()
+            elif self.planner.writer.is_stored(node):
+                there = await self.storer.confirm(node)
+                if there or there is None or lost:
+                    return bool(there)
+                tried, lost = False, True
+            elif tried or self.failure is not None or self.closing:
+                return False
+            else:
                 tried = True
                 self.carry_out(self.planner.writer.backup(node))
-                self.storer.store(node)
-                continue
-            if self._stopped:
-                return False
-            self._progress.clear()
-            await self._progress.wait()
+                self.storer.store(node, wait=True)
         return False

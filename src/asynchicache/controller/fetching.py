@@ -1,16 +1,18 @@
-"""Prefetch: reads from storage to the host, one at a time for the same pages, waited for by policy."""
+"""Prefetch: questions to storage and reads to the host, shared by all who want the same pages."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from array import array
+from collections.abc import Callable, Coroutine, Mapping, Sized
 from dataclasses import dataclass
-from operator import itemgetter
 
 from asynchicache.controller.actions import Copy
+from asynchicache.controller.digesting import sliced_digests
 from asynchicache.controller.planner import Planner
-from asynchicache.controller.reading import Outcomes, Query, Read
+from asynchicache.controller.questions import PresenceQuestions
+from asynchicache.controller.reading import Gained, Outcomes, Query, Read
 from asynchicache.controller.sequence import Sequence
 from asynchicache.controller.stored import StoredPools, linger
 from asynchicache.errors import ConfigError
@@ -21,8 +23,9 @@ from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS = 4
-"""Times that a read looks again, after it waited for another one's, though that brought it nothing."""
+_JOINS = 2
+"""Times that a request waits for reads of others that then do not bring what it wants, before it reads by
+itself what they read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +59,24 @@ class PrefetchOptions:
         return min(self.base_seconds + self.seconds_per_ki_token * tokens / 1024, self.max_seconds)
 
 
-class _UnderWay:
-    """A read, and those who wait for it because it covers some of what they want."""
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    """One request's wait for storage.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+    Attributes:
+        sequence: the request.
+        done: why there was no more, when all that could be read has been.
+        awaited: whether the request still waits.
+    """
 
-    async def wait(self, query: Query) -> None:
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append((query.pages, done))
-        await done
+    sequence: Sequence
+    done: asyncio.Future[MissReason]
+    awaited: bool = True
 
-    def end(self) -> None:
-        """Let those go on who wait: the longest first, so that its read covers the others'."""
-        for _, done in sorted(self._waiting, key=itemgetter(0), reverse=True):
-            if not done.done():
-                done.set_result(None)
+    @property
+    def settled(self) -> bool:
+        """Whether the request went on without waiting for the end, and its prefix stays what it is."""
+        return not self.awaited or self.sequence.closed or self.sequence.loaded
 
 
 class Fetcher:
@@ -86,6 +91,7 @@ class Fetcher:
         self,
         planner: Planner,
         stored: StoredPools,
+        questions: PresenceQuestions,
         options: PrefetchOptions,
         *,
         carry_out: Callable[[list[Copy]], object],
@@ -96,11 +102,14 @@ class Fetcher:
         self._planner = planner
         self._reader = planner.reader
         self._stored = stored
+        self._questions = questions
         self._options = options
         self._carry_out = carry_out
         self._spawn = spawn
         self._spawn_late = spawn_late
-        self._reading: dict[bytes, _UnderWay] = {}
+        self._commits: dict[Read, asyncio.Future[Gained]] = {}
+        self._readers: dict[Read, _Prefetch] = {}
+        self._late: set[Read] = set()  # an engine may still write to slots of theirs
         self.pages_read = 0
         self.waits = Histogram()
 
@@ -110,15 +119,19 @@ class Fetcher:
         When the request gives up, by its deadline or because it is cancelled, the read goes on for
         those who come later.
         """
-        query = self._reader.ask(sequence.tokens, sequence.seed)
-        if query is None:
+        lacks = self._reader.lacks(sequence.tokens, sequence.seed)
+        if not lacks:
             return
-        done: asyncio.Future[MissReason] = asyncio.get_running_loop().create_future()
-        self._spawn(self._run(query, done))
-        if self._options.policy is PrefetchPolicy.BEST_EFFORT:
+        prefetch = _Prefetch(sequence, asyncio.get_running_loop().create_future())
+        prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
+        self._spawn(self._run(prefetch))
+        if not prefetch.awaited:
             return
-        seconds = self._options.deadline((query.pages - query.base) * self._planner.books.page_size)
-        reason = await self._wait(done, seconds)
+        seconds = self._options.deadline(lacks * self._planner.books.page_size)
+        try:
+            reason = await self._wait(prefetch.done, seconds)
+        finally:
+            prefetch.awaited = False
         if sequence.closed or sequence.loaded:
             return  # it went on without us, and its prefix is settled
         sequence.reason = reason
@@ -136,98 +149,160 @@ class Fetcher:
         finally:
             self.waits.observe(clock() - started)
 
-    async def _run(self, query: Query, done: asyncio.Future[MissReason]) -> None:
+    async def _run(self, prefetch: _Prefetch) -> None:
         reason = MissReason.CLOSED
         try:
-            reason = await self._read_or_wait(query)
+            reason = await self._read_all(prefetch)
         except Exception:  # noqa: BLE001  a task boundary: a failed read is a miss
             _log.exception("a read from storage failed")
             reason = MissReason.STORAGE_FAILED
         finally:
-            if not done.done():
-                done.set_result(reason)
+            if not prefetch.done.done():
+                prefetch.done.set_result(reason)
 
-    async def _read_or_wait(self, first: Query) -> MissReason:
-        """Read for `first`; where another read covers some of it, wait for that and look again, for as long
-        as that brings something."""
-        query: Query | None = first
-        best, left = (first.here, first.base), _ATTEMPTS
-        while query is not None:
-            other = self._covered_by(query)
-            if other is None:
-                return await self._read(query)
-            self._reader.drop(query)
-            if not left:
-                return MissReason.DEADLINE
-            await other.wait(query)
-            query = self._reader.ask(first.tokens, first.seed)
-            if query is not None and (query.here, query.base) > best:
-                best, left = (query.here, query.base), _ATTEMPTS
-            else:
-                left -= 1
-        return MissReason.NONE
+    async def _read_all(self, prefetch: _Prefetch) -> MissReason:
+        """Read what storage has; why it was not more.
 
-    def _covered_by(self, query: Query) -> _UnderWay | None:
-        if not self._reading:
-            return None
-        wanted = query.digests[query.base :]
-        return next((self._reading[digest] for digest in wanted if digest in self._reading), None)
+        What other reads bring meanwhile is waited for. Where that fails the request looks again, first for
+        whoever else reads it by then, and then reads all by itself: nobody gives up what storage has.
+        """
+        tokens, seed = prefetch.sequence.tokens, prefetch.sequence.seed
+        digests = await self._digests(tokens, seed)
+        known, joins, best = _Known(self._planner.books.names), _JOINS, -1
+        while True:
+            reason = await self._present(known, tokens, seed, digests)
+            query = self._reader.ask(tokens, seed, digests)
+            if query is None:
+                return MissReason.NONE
+            gained, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
+            if gained is None or gained.pages >= gained.read.target or not gained.read.joined:
+                return reason
+            if gained.pages <= best:
+                joins -= 1
+            best = max(best, gained.pages)
 
-    async def _read(self, query: Query) -> MissReason:
-        """Ask, choose, read and commit, while nobody else reads the same pages."""
-        wanted = query.digests[query.base :]
-        under_way = _UnderWay()
-        self._reading.update(dict.fromkeys(wanted, under_way))
+    async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
+        """Of all pages that could be restored."""
+        size = self._planner.books.page_size
+        known = self._reader.known_digests(tokens, seed)
+        with memoryview(tokens) as view:
+            rest = view[len(known) * size : (len(tokens) - 1) // size * size].tobytes()
+        return known + await sliced_digests(memoryview(rest).cast("q"), size, known[-1] if known else seed)
+
+    async def _read(
+        self,
+        prefetch: _Prefetch,
+        query: Query,
+        present: Mapping[int, bytes],
+        trouble: MissReason,
+        *,
+        join: bool,
+    ) -> tuple[Gained | None, MissReason]:
+        """Choose, read and commit: what that brought, None if there was nothing to read, and why no more."""
         read: Read | None = None
         try:
-            present, trouble = await self._present(query)
-            choice = self._reader.choose(query, present)
-            self._carry_out(choice.backups)
+            choice = self._reader.choose(query, present, join=join)
             read = choice.read
-            if read is not None:
-                return await self._fill(read)
-            return choice.reason if trouble is MissReason.NONE else trouble
         finally:
             if read is None:
                 self._reader.drop(query)
-            for digest in wanted:
-                del self._reading[digest]
-            under_way.end()
+        self._carry_out(choice.backups)
+        if read is None:
+            return None, choice.reason if trouble is MissReason.NONE else trouble
+        gained = await self._fill(prefetch, read)
+        return gained, gained.reason if trouble is MissReason.NONE else trouble
 
-    async def _present(self, query: Query) -> tuple[dict[int, int], MissReason]:
-        """By component, which pages storage has: the full one's first, then states as far as it reaches."""
-        pages, reason = await self._stored.exists(FULL, query.digests[query.here :], query.here)
-        reach = query.here
-        while pages >> reach & 1:
-            reach += 1
-        found = {FULL: pages}
-        for number in range(1, len(self._planner.books.names)):
-            if self._reader.asks(number):
-                first = self._reader.first_page(query, number)
-                found[number], other = await self._stored.exists(number, query.digests[first:reach], first)
-                reason = other if reason is MissReason.NONE else reason
-        return found, reason
+    async def _present(
+        self, known: _Known, tokens: array[int], seed: bytes, digests: list[bytes]
+    ) -> MissReason:
+        """Ask which pages storage has that are not here: the full one's first, then what goes with them, as
+        far as they reach. What was answered before is not asked again."""
+        query = self._reader.ask(tokens, seed, digests)
+        if query is None:
+            return MissReason.NONE
+        try:
+            reason = await self._ask(known, FULL, digests, range(query.here, query.pages))
+            reach = known.reach(query.here)
+            for number in range(1, len(self._planner.books.names)):
+                if self._reader.asks(number):
+                    first = self._reader.first_page(query, number)
+                    other = await self._ask(known, number, digests, range(first, max(first, reach)))
+                    reason = other if reason is MissReason.NONE else reason
+        finally:
+            self._reader.drop(query)
+        return reason
 
-    async def _fill(self, read: Read) -> MissReason:
+    async def _ask(self, known: _Known, number: int, digests: list[bytes], pages: range) -> MissReason:
+        pages = known.unknown(number, pages)
+        if not pages:
+            return MissReason.NONE
+        answer = await self._questions.ask(number, digests, pages)
+        known.learn(number, pages, answer.flags)
+        return answer.reason
+
+    async def _fill(self, prefetch: _Prefetch, read: Read) -> Gained:
+        """Have storage read pages into their slots, and wait until they are in the tree."""
+        commit = self._commits[read] = asyncio.get_running_loop().create_future()
+        self._readers[read] = prefetch
         late: list[Batch] = []
         # Until storage says otherwise its threads may write to the slots.
-        outcomes: Outcomes = {
-            number: [(slot, Outcome.TIMEOUT) for slot in slots] for number, slots in read.slots.items()
-        }
+        outcomes: Outcomes = {number: [Outcome.TIMEOUT] * len(slots) for number, slots in read.slots.items()}
         try:
             outcomes, late = await self._stored.get(read)
         finally:
-            gained = self._reader.commit(read, outcomes)
-            self.pages_read += gained.read
             if late:
-                self._spawn_late(self._finish_late(read, late))
-            else:
-                self._reader.finish(read)
-        return gained.reason
+                self._late.add(read)
+                self._spawn_late(self._finish_late(read, commit, late))
+            for gained in self._reader.deliver(read, outcomes):
+                self._committed(gained)
+        return await asyncio.shield(commit)
 
-    async def _finish_late(self, read: Read, late: list[Batch]) -> None:
+    def _committed(self, gained: Gained) -> None:
+        """What a read brought is in the tree: the request keeps it at once, before it can be evicted."""
+        self.pages_read += gained.arrived
+        self._carry_out(gained.backups)
+        prefetch = self._readers.pop(gained.read)
+        if not prefetch.settled:
+            self._planner.rematch(prefetch.sequence)
+        if gained.read not in self._late:
+            self._reader.finish(gained.read)
+        self._commits.pop(gained.read).set_result(gained)
+
+    async def _finish_late(self, read: Read, commit: asyncio.Future[Gained], late: list[Batch]) -> None:
         safe = False
         try:
             safe = await linger(late)
+            await asyncio.shield(commit)
         finally:
+            self._late.discard(read)
             self._reader.finish(read, safe=safe)
+
+
+class _Known:
+    """What storage has answered for one sequence.
+
+    Attributes:
+        flags: by component, a byte for each page from the first one of the sequence, 1 if it is there.
+    """
+
+    def __init__(self, names: Sized) -> None:
+        self.flags: dict[int, bytes] = dict.fromkeys(range(len(names)), b"")
+        self._first = [0] * len(names)
+
+    def unknown(self, number: int, pages: range) -> range:
+        """Those of `pages` that were not asked for yet."""
+        if not self.flags[number] or pages.start < self._first[number]:
+            return pages
+        return range(max(pages.start, len(self.flags[number])), pages.stop)
+
+    def learn(self, number: int, pages: range, flags: bytes) -> None:
+        """Storage has answered for `pages`."""
+        before = self.flags[number]
+        if not before or pages.start < self._first[number]:
+            self._first[number] = pages.start
+        self.flags[number] = before[: pages.start].ljust(pages.start, b"\0") + flags + before[pages.stop :]
+
+    def reach(self, here: int) -> int:
+        """How far full pages reach that are in storage or, the first `here`, in memory."""
+        gap = self.flags[FULL].find(0, here)
+        return max(gap if gap >= 0 else len(self.flags[FULL]), here)

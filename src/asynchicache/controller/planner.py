@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping
 
 from asynchicache.controller.actions import Copy, Transfers
+from asynchicache.controller.activity import Activity
 from asynchicache.controller.books import Books
 from asynchicache.controller.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.controller.loading import Loader, by_place
@@ -36,6 +37,7 @@ class Planner:
         reader, writer: what comes from storage, what goes down.
         checkpoints: where states are worth keeping.
         windows: the pages of sliding windows that requests hold.
+        activity: what is in flight, by when it began.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class Planner:
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
         self.books = Books(spec, slots, write_policy=write_policy, eviction_policy=eviction_policy)
-        self.writer = Writer(self.books, clean_share=clean_share)
+        self.activity = Activity()
+        self.writer = Writer(self.books, self.activity, clean_share=clean_share)
         self.reader = Reader(self.books, self.writer)
         self._tree = self.books.tree
         self.windows = WindowKeeper(self.books)
@@ -89,7 +92,8 @@ class Planner:
         match = self._match(sequence.tokens, sequence.seed)
         sequence.held_back = self._tree.held_back(sequence.tokens, match)
         if fetched:
-            sequence.fetched_pages = max(match.pages - sequence.matched_pages, 0)
+            more = max(match.pages - sequence.matched_pages, 0)
+            sequence.fetched_pages = min(sequence.fetched_pages + more, match.pages)
         before, sequence.lease, sequence.match = sequence.lease, self._tree.pin(match), match
         sequence.resting = False
         before.close()
@@ -176,13 +180,17 @@ class Planner:
             CapacityError: even evicting all that may go leaves too few.
         """
         books = self.books
-        target = sequence.reserved + tokens
-        count = max(-(-target // books.page_size) - len(sequence.pages), 0)
+        target, count = sequence.reserved + tokens, self.new_pages(sequence, tokens)
         self._need(sequence, {FULL_DEVICE: count} | {place(n, Tier.DEVICE): count for n in sequence.windows})
         slots = books.free[FULL_DEVICE].allocate(count)
         sequence.pages += slots
         sequence.reserved = target
         return {name: list(slots) for name in books.sharing(FULL)} | self.windows.extend(sequence, count)
+
+    def new_pages(self, sequence: Sequence, tokens: int) -> int:
+        """How many pages a request must be given to have room for `tokens` more tokens."""
+        target = sequence.reserved + tokens
+        return max(-(-target // self.books.page_size) - len(sequence.pages), 0)
 
     def admit(self, sequence: Sequence) -> None:
         """Have what `load` takes of the device: working states, and room for the pages that are not there.

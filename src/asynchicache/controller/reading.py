@@ -1,21 +1,27 @@
 """Which pages to read from storage: what to ask for, what to read, what to do with what came.
 
 Pure, as the planner. A read runs through three steps with storage calls between them: `ask`, `choose`,
-`commit`. Host slots are taken for what storage has, not for what was hoped for; a failure costs what
+`deliver`. Host slots are taken for what storage has, not for what was hoped for; a failure costs what
 failed and nothing before it.
+
+Reads of several requests run side by side, and no page is read twice at once: a read leaves out what others
+are reading, and is committed once they are. It depends on reads that began before it only, so no two wait for
+each other, and the last of many has to wait for the slowest of them, not for their sum.
+A little above 400 lines: one read from its question to its end.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from asynchicache.controller.actions import Copy
 from asynchicache.controller.books import Books
 from asynchicache.controller.writing import Writer
-from asynchicache.hashing import page_digests
+from asynchicache.hashing import common_pages, page_digests
 from asynchicache.storage import hits
 from asynchicache.tree.components import Component, pins
 from asynchicache.tree.copies import missing_on_host
@@ -23,8 +29,8 @@ from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, P
 from asynchicache.tree.tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
-Outcomes = Mapping[int, Sequence[tuple[int, Outcome]]]
-"""By component, what became of each slot that was read into, in the order of the pages."""
+Outcomes = Mapping[int, Sequence[Outcome]]
+"""By component, what became of each page that was read, in the order of the pages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +43,8 @@ class Query:
         base: pages that are restorable without storage.
         here: pages whose full component is here.
         digests: of all `pages`.
-        local: by component beside the full one, bit p set if page number p, or the state behind it, is here.
+        local: by component beside the full one, a byte for each page before `here`, 1 if the page, or the
+            state behind it, is here.
         pins: what is kept until the read is committed.
         forgotten: `Writer.forgotten` when it was made; what it brings is in storage only if that still holds.
     """
@@ -48,27 +55,32 @@ class Query:
     base: int
     here: int
     digests: list[bytes]
-    local: dict[int, int]
+    local: dict[int, bytearray]
     pins: Pins
     forgotten: int
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Pages to read: by pool, digests and the host slots that they go to.
+    """Pages to read: by component, their numbers and the host slots that they go to.
 
     Attributes:
         query: what it answers.
         target: pages of the prefix that would be restorable.
-        pages: by component, the numbers of the pages to read: of the full component from `query.here` on,
-            of the others what is not here of what the end of the prefix needs.
-        slots: by component, host slots taken for these pages.
+        pages: by component, ascending, what is neither here nor being read of what the prefix needs.
+        needs: reads in flight that bring the rest of it, as long as they are not committed.
+        joined: whether there were any.
+        slots: by component, host slots taken for `pages`, in their order.
+        outcomes: what became of each page; None while storage is being asked.
     """
 
     query: Query
     target: int
     pages: dict[int, list[int]]
+    needs: list[Read] = field(default_factory=list)
+    joined: bool = False
     slots: dict[int, list[int]] = field(default_factory=dict)
+    outcomes: Outcomes | None = None
 
     def digests(self, number: int) -> list[bytes]:
         """Digests of the pages that are read for a component."""
@@ -86,12 +98,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Gained:
-    """What a read brought: pages that are restorable now, pages and states that came, and why it was
-    not all that was asked."""
+    """What a read brought.
 
+    Attributes:
+        read: the read.
+        pages: pages that are restorable now.
+        arrived: pages and states that came.
+        reason: why it was not all that was asked.
+        backups: copies to be carried out.
+    """
+
+    read: Read
     pages: int
-    read: int
+    arrived: int
     reason: MissReason
+    backups: list[Copy]
 
 
 _REASONS = (
@@ -111,63 +132,76 @@ class Reader:
         self._books = books
         self._writer = writer
         self._tree = books.tree
-        self._reads: set[Read] = set()
+        self._reads: set[Read] = set()  # that hold host slots
+        self._in_flight: list[Read] = []  # that are not committed, the first one first
         books.private.append(self._private)
 
     def asks(self, number: int) -> bool:
         """Whether storage can serve a component: its pages need host slots to arrive in."""
         return self._books.free[place(number, Tier.HOST)].capacity > 0
 
-    def ask(self, tokens: array[int], seed: bytes) -> Query | None:
-        """What to look for beyond what is here; None if there is nothing more to find."""
-        pages = (len(tokens) - 1) // self._tree.page_size
+    def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
+        """Digests of the first pages of a sequence that were computed before."""
+        match = self._tree.match(tokens, seed, limit=self._most(tokens))
+        digests: list[bytes] = []
+        for node in reversed(_path(self._tip(tokens, match.node, match.full_pages))):
+            if node.digests is None:
+                break
+            digests += node.digests
+        return digests[: match.full_pages]
+
+    def _most(self, tokens: array[int]) -> int:
+        """Pages that could be restored at most: there must be a token left to compute."""
+        return (len(tokens) - 1) // self._tree.page_size
+
+    def lacks(self, tokens: array[int], seed: bytes) -> int:
+        """How many pages could be restored beyond what is here."""
+        pages = self._most(tokens)
+        return pages - self._tree.match(tokens, seed, limit=pages).pages if self.asks(FULL) else 0
+
+    def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> Query | None:
+        """What to look for beyond what is here; None if there is nothing more to find.
+
+        Args:
+            tokens: the sequence.
+            seed: of its namespace.
+            digests: of all its pages that could be restored. Default: they are computed.
+        """
+        pages, size = self._most(tokens) if digests is None else len(digests), self._tree.page_size
         match = self._tree.match(tokens, seed, limit=pages)
         if match.pages >= pages or not self.asks(FULL):
             return None
-        tip = match.node
-        here = match.full_pages
-        while tip.end < here:
-            child = self._tree.child(tip, tokens)
-            if child is None:
-                break
-            tip = child
-        digests = self._digests(tip, here, tokens, seed, pages)
-        local = self._local(tip, here)
+        if digests is None:
+            digests = page_digests(tokens[: pages * size], size, seed)
+        tip, here = self._tip(tokens, match.node, match.full_pages), match.full_pages
         kept = self._ends(tip)
         for aux in self._tree.windows:
             kept += pins(aux, tip)  # a read completes them; it should not make room at their cost
+        for node in _path(tip):
+            if node.digests is None and node.end <= here:
+                node.digests = digests[node.end - node.pages : node.end]
+        local = self._local(tip, here)
         query = Query(tokens, seed, pages, match.pages, here, digests, local, kept, self._writer.forgotten)
         self._books.keep(query.pins)
         return query
 
-    def _digests(self, tip: Node, here: int, tokens: array[int], seed: bytes, pages: int) -> list[bytes]:
-        known: list[bytes] = []
-        node = tip
-        parts = []
-        while node.parent is not None:
-            parts.append(self._tree.digests(node))
-            node = node.parent
-        for part in reversed(parts):
-            known += part
-        known = known[:here]
-        size = self._tree.page_size
-        rest = memoryview(tokens)[here * size : pages * size]
-        return known + page_digests(rest, size, known[-1] if known else seed)
+    def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
+        """The node that the last of the full pages of a sequence is in, at or below `node`."""
+        while node.end < full_pages:
+            child = self._tree.child(node, tokens)
+            assert child is not None, "a match went that way"
+            node = child
+        return node
 
-    def _local(self, tip: Node, here: int) -> dict[int, int]:
-        """By component, the pages before `here` that it has on the path to `tip`."""
-        known = (1 << here) - 1
-        return {aux.number: self._present(aux, tip) & known for aux in self._tree.components}
-
-    @staticmethod
-    def _present(aux: Component, node: Node) -> int:
-        found = 0
-        while node.parent is not None:
-            if aux.nearest(node) is not None:
-                count = node.pages if aux.paged else 1
-                found |= ((1 << count) - 1) << (node.end - count)
-            node = node.parent
-        return found
+    def _local(self, tip: Node, here: int) -> dict[int, bytearray]:
+        """By component, which pages before `here` it has on the path to `tip`."""
+        local = {aux.number: bytearray(max(here, tip.end)) for aux in self._tree.components}
+        for node in _path(tip) if local else ():
+            for aux in self._tree.components:
+                if aux.nearest(node) is not None:
+                    count = node.pages if aux.paged else 1
+                    local[aux.number][node.end - count : node.end] = b"\1" * count
+        return {number: flags[:here] for number, flags in local.items()}
 
     @staticmethod
     def _ends(tip: Node) -> Pins:
@@ -180,7 +214,7 @@ class Reader:
         return [(tip, FULL_HOST)] + ([(above, FULL_DEVICE)] if above.parent is not None else [])
 
     def drop(self, query: Query) -> None:
-        """Let go of what a query keeps; `commit` does it by itself."""
+        """Let go of what a query keeps; `deliver` does it by itself."""
         self._books.drop(query.pins)
 
     def first_page(self, query: Query, number: int) -> int:
@@ -188,31 +222,57 @@ class Reader:
         pages = self._books.spec.owners[number].coverage.pages or 0
         return max(query.base + 1 - pages, 0)
 
-    def choose(self, query: Query, present: Mapping[int, int]) -> Choice:
+    # What to read
+
+    def choose(self, query: Query, present: Mapping[int, bytes], *, join: bool = True) -> Choice:
         """The longest prefix that storage and memory restore together, with host slots for the rest.
 
         Args:
             query: what was asked.
-            present: by component, bit p set if storage has its page number p.
+            present: by component, a byte for each page of the query, 1 if storage has it; short answers
+                are as if followed by 0.
+            join: leave out what other reads are bringing, and wait for them.
         """
-        full = hits.restorable(ALL_PAGES, present.get(FULL, 0) | (1 << query.here) - 1, query.pages)
-        sets = [full]
-        for aux in self._tree.components:
-            there = present.get(aux.number, 0) | query.local[aux.number]
-            sets.append(self._restorable(aux, there, query.pages))
+        others = self._others(query) if join else []
+        coming = self._coming(query, others)
+        sets = []
+        for number in range(self._tree.width):
+            there = _either(query.pages, present.get(number, b""), coming[number], self._here(query, number))
+            sets.append(self._restorable(number, there, query.pages))
         lengths = hits.intersect(sets)
         if hits.longest(lengths) <= query.base:
             return Choice(None, self._held_back(sets, query), [])
         stands, backups = self._stand_on_host(query)
         while stands and (target := hits.longest(lengths)) > query.base:
-            room = self._take_slots(query, target)
+            room = self._take_slots(query, target, others, coming)
             if isinstance(room, Read):
                 return Choice(room, MissReason.NONE, backups)
             lengths = hits.clamp(lengths, room)
         return Choice(None, MissReason.HOST_CAPACITY, backups)
 
-    def _restorable(self, aux: Component, there: int, pages: int) -> int:
-        return hits.restorable(self._books.spec.owners[aux.number].coverage, there, pages)
+    def _others(self, query: Query) -> list[tuple[Read, int]]:
+        """Reads in flight of sequences that begin as the query's does, and how many pages they share."""
+        found = [(read, common_pages(read.query.digests, query.digests)) for read in self._in_flight]
+        return [(read, shared) for read, shared in found if shared]
+
+    def _coming(self, query: Query, others: Sequence[tuple[Read, int]]) -> dict[int, bytearray]:
+        """By component, a byte for each page of the query that other reads are bringing."""
+        coming = {number: bytearray(query.pages) for number in range(self._tree.width)}
+        for read, shared in others:
+            for number, pages in read.pages.items():
+                for first, last in _spans(pages):
+                    end = min(last + 1, shared, query.pages)
+                    if first < end:
+                        coming[number][first:end] = b"\1" * (end - first)
+        return coming
+
+    @staticmethod
+    def _here(query: Query, number: int) -> bytes | bytearray:
+        return b"\1" * query.here if number == FULL else query.local[number]
+
+    def _restorable(self, number: int, there: bytes | bytearray, pages: int) -> int:
+        coverage = ALL_PAGES if number == FULL else self._books.spec.owners[number].coverage
+        return hits.restorable(coverage, there, pages)
 
     def _held_back(self, sets: Sequence[int], query: Query) -> MissReason:
         """Why nothing is gained, though storage may have pages: by component, `sets` says what it allows."""
@@ -228,106 +288,205 @@ class Reader:
         is kept there; and the copies that this takes."""
         if not query.pins:
             return True, []
-        tip = query.pins[0][0]
+        return self._keep_on_host(query, query.pins[0][0])
+
+    def _keep_on_host(self, query: Query, tip: Node) -> tuple[bool, list[Copy]]:
+        if tip.parent is None:
+            return True, []
         backups = self._writer.backup(tip) if missing_on_host(self._tree, tip) else []
         if tip.residency[FULL_HOST] == ABSENT:
             return False, backups
         self._tree.pin_for(query.pins, tip, FULL_HOST)
         return True, backups
 
-    def _take_slots(self, query: Query, target: int) -> Read | int:
+    def _take_slots(
+        self,
+        query: Query,
+        target: int,
+        others: Sequence[tuple[Read, int]],
+        coming: Mapping[int, bytearray],
+    ) -> Read | int:
         """Host slots for a read up to `target`, or the longest prefix that there would be room for."""
-        read = Read(query, target, self._missing(query, target))
-        if not self._books.make_room(FULL_HOST, len(read.pages[FULL])):
-            return query.here + self._books.free[FULL_HOST].available
+        read = Read(query, target, self._missing(query, target, coming))
+        full = read.pages.get(FULL, [])
+        if not self._books.make_room(FULL_HOST, len(full)):
+            return full[self._books.free[FULL_HOST].available]
         for number, pages in read.pages.items():
             if not self._books.make_room(place(number, Tier.HOST), len(pages)):
                 return 0
         for number, pages in read.pages.items():
             read.slots[number] = self._books.free[place(number, Tier.HOST)].allocate(len(pages))
+        read.needs = [other for other, shared in others if self._brings(other, min(shared, target))]
+        read.joined = bool(read.needs)
         self._reads.add(read)
+        self._in_flight.append(read)
         return read
 
-    def _missing(self, query: Query, target: int) -> dict[int, list[int]]:
-        """By component, the pages that a prefix of `target` pages needs and that are not here."""
-        wanted = {FULL: list(range(query.here, target))}
+    @staticmethod
+    def _brings(other: Read, shared: int) -> bool:
+        """Whether a read is bringing one of the first `shared` pages."""
+        return any(pages and pages[0] < shared for pages in other.pages.values())
+
+    def _missing(self, query: Query, target: int, coming: Mapping[int, bytearray]) -> dict[int, list[int]]:
+        """By component, the pages that a prefix of `target` pages needs, and that are neither here nor
+        being read."""
+        wanted = {FULL: _zeros(coming[FULL], query.here, target)}
         for aux in self._tree.components:
             first = max(target - (self._books.spec.owners[aux.number].coverage.pages or target), 0)
-            local = query.local[aux.number]
-            missing = [page for page in range(first, target) if not local >> page & 1]
-            if missing:
-                wanted[aux.number] = missing
-        return wanted
+            there = _either(query.pages, coming[aux.number], query.local[aux.number])
+            wanted[aux.number] = _zeros(there, first, target)
+        return {number: pages for number, pages in wanted.items() if pages}
 
-    def commit(self, read: Read, outcomes: Outcomes) -> Gained:
-        """Put what arrived into the tree, up to the longest prefix that is restorable now.
+    # What came
 
-        Slots whose read timed out stay with `read`, because the engine may still write to them;
-        `finish` gives them back.
+    def deliver(self, read: Read, outcomes: Outcomes) -> list[Gained]:
+        """Storage has answered for all pages of a read.
+
+        The read is put into the tree at once, or as soon as those that it needs are; with it go reads that
+        waited for it alone. Slots whose read timed out stay with it, because the engine may still write to
+        them; `finish` gives them back.
+
+        Returns:
+            What each read brought that was committed now, in their order.
         """
-        query = read.query
-        arrived = self._arrived(read, outcomes)
-        pages = hits.longest(arrived)
-        gained = query.base
-        if pages > query.base and self._insert(read, pages, outcomes):
-            gained = pages
-        self._release(read, outcomes)
-        self.drop(query)
-        # A list, not a set: it compares identities in C, and an Enum's hash is Python code.
-        seen = [outcome for results in outcomes.values() for _, outcome in results]
-        reason = next((why for outcome, why in _REASONS if outcome in seen), MissReason.NONE)
-        return Gained(gained, seen.count(Outcome.HIT), reason)
+        read.outcomes = outcomes
+        gained = []
+        for other in list(self._in_flight):  # who needs a read stands behind it
+            if other.outcomes is not None and not other.needs:
+                gained.append(self._commit(other, other.outcomes))
+                self._in_flight.remove(other)
+                self._committed(other)
+        return gained
 
-    def _arrived(self, read: Read, outcomes: Outcomes) -> int:
-        """Prefix lengths that are restorable with what arrived."""
+    def _committed(self, read: Read) -> None:
+        """Those who needed a read stand on what it brought from now on: it must not go meanwhile."""
+        for other in self._in_flight:
+            if read in other.needs:
+                other.needs.remove(read)
+                self._stand_on(other)
+
+    def _stand_on(self, read: Read) -> None:
+        """Keep what is here by now of what the end of a read's prefix needs."""
         query = read.query
-        came = {number: self._came(read, number, results) for number, results in outcomes.items()}
-        full = came.get(FULL, 0) | (1 << query.here) - 1
-        sets = [hits.restorable(ALL_PAGES, full, query.pages)]
+        match = self._tree.match(query.tokens, query.seed, limit=read.target)
+        tip = self._tip(query.tokens, match.node, match.full_pages)
+        kept = self._ends(tip)
         for aux in self._tree.components:
-            there = came.get(aux.number, 0) | query.local[aux.number]
-            sets.append(self._restorable(aux, there, query.pages))
+            first = read.target - (self._books.spec.owners[aux.number].coverage.pages or 0)
+            node = tip
+            while node.parent is not None and node.end > first and (aux.paged or node.end == read.target):
+                tier = aux.nearest(node)
+                if tier is not None:
+                    kept += [(node, place(aux.number, tier)), (node, place(FULL, tier))]
+                node = node.parent
+        for node, at in kept:
+            self._tree.pin_for(query.pins, node, at)
+
+    def _commit(self, read: Read, outcomes: Outcomes) -> Gained:
+        """Put what arrived into the tree, up to the longest prefix that is restorable now."""
+        query = read.query
+        match = self._tree.match(query.tokens, query.seed, limit=query.pages)
+        tip, here = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
+        gained, late = match.pages, _late(read, outcomes)
+        pages = hits.longest(self._arrived(read, outcomes, tip, here))
+        full = max(pages, self._wanted(read))
+        # A list, not a set: it compares identities in C, and an Enum's hash is Python code.
+        seen = [outcome for results in outcomes.values() for outcome in results]
+        reason = next((why for outcome, why in _REASONS if outcome in seen), MissReason.NONE)
+        backups: list[Copy] = []
+        if full > match.pages:
+            stands, backups = self._keep_on_host(query, tip) if here < full else (True, [])
+            if stands and self._insert(read, here, full, outcomes):
+                self._insert_others(read, pages, outcomes)
+                gained = max(pages, gained)
+            else:
+                reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
+        self._release(read, late)
+        self.drop(query)
+        return Gained(read, gained, seen.count(Outcome.HIT), reason, backups)
+
+    def _wanted(self, read: Read) -> int:
+        """How many pages of a read others stand on: they may need no state where it would."""
+        return max(
+            (
+                min(common_pages(read.query.digests, other.query.digests), other.target)
+                for other in self._in_flight
+                if read in other.needs
+            ),
+            default=0,
+        )
+
+    def _arrived(self, read: Read, outcomes: Outcomes, tip: Node, here: int) -> int:
+        """Prefix lengths that are restorable with what arrived, and with what is here up to `tip`."""
+        query = read.query
+        local: dict[int, bytearray] = self._local(tip, here)
+        sets = []
+        for number in range(self._tree.width):
+            there = b"\1" * here if number == FULL else local[number]
+            came = self._came(read, number, outcomes)
+            sets.append(self._restorable(number, _either(query.pages, there, came), query.pages))
         return hits.intersect(sets)
 
     @staticmethod
-    def _came(read: Read, number: int, results: Sequence[tuple[int, Outcome]]) -> int:
-        arrived = zip(read.pages[number], results, strict=True)
-        return sum(1 << page for page, (_, outcome) in arrived if outcome is Outcome.HIT)
+    def _came(read: Read, number: int, outcomes: Outcomes) -> bytearray:
+        flags = bytearray(read.query.pages)
+        for page, outcome in zip(read.pages.get(number, ()), outcomes.get(number, ()), strict=True):
+            if outcome is Outcome.HIT:
+                flags[page] = 1
+        return flags
 
-    def _insert(self, read: Read, pages: int, outcomes: Outcomes) -> bool:
-        query = read.query
-        node = self._tree.reach(query.tokens, query.seed, min(query.here, pages))
+    def _insert(self, read: Read, here: int, pages: int, outcomes: Outcomes) -> bool:
+        """Put full pages behind the first `here`, up to `pages` or to one that did not come; False if the
+        path to `here` is not on the host: the device failed meanwhile."""
+        query, numbers = read.query, read.pages.get(FULL, [])
+        node = self._tree.reach(query.tokens, query.seed, min(here, pages))
         if node is None or node.residency[FULL_HOST] == ABSENT:
-            return False  # the device failed meanwhile, and what the read stood on is gone
-        count = max(pages - query.here, 0)
-        taken, rest = read.slots[FULL][:count], read.slots[FULL][count:]
-        result = self._tree.insert_host(node, query.tokens, taken)
-        read.slots[FULL] = result.duplicates + rest
-        for fresh in result.fresh if query.forgotten == self._writer.forgotten else ():
-            self._mark_stored(fresh, FULL)
-        for window in self._tree.windows:
-            self._tree.cut_window(result.node, window.number)
-        for aux in self._tree.components:
-            if aux.number in read.slots:
-                read.slots[aux.number] = self._attach(read, aux, result.node, outcomes[aux.number])
-                self._tree.use(aux, result.node)
+            return False
+        first = bisect_left(numbers, node.end)
+        last = first
+        while last < len(numbers) and numbers[last] == node.end + last - first < pages:
+            if outcomes[FULL][last] is not Outcome.HIT:
+                break
+            last += 1
+        if first == last:
+            return True
+        slots = read.slots[FULL]
+        result = self._tree.insert_host(node, query.tokens, slots[first:last])
+        read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
+        for fresh in result.fresh:
+            if fresh.digests is None:
+                fresh.digests = query.digests[fresh.end - fresh.pages : fresh.end]
+            if query.forgotten == self._writer.forgotten:
+                self._mark_stored(fresh, FULL)
         return True
 
-    def _attach(
-        self, read: Read, aux: Component, end: Node, results: Sequence[tuple[int, Outcome]]
-    ) -> list[int]:
+    def _insert_others(self, read: Read, pages: int, outcomes: Outcomes) -> None:
+        """Put into the tree what came of windows and states for a prefix of `pages` pages."""
+        end = self._tree.reach(read.query.tokens, read.query.seed, pages) if self._tree.components else None
+        if end is None or not pages:
+            return
+        for window in self._tree.windows:
+            self._tree.cut_window(end, window.number)
+        for aux in self._tree.components:
+            if aux.number in read.slots:
+                read.slots[aux.number] = self._attach(read, aux, end, outcomes[aux.number])
+                self._tree.use(aux, end)
+
+    def _attach(self, read: Read, aux: Component, end: Node, results: Sequence[Outcome]) -> list[int]:
         """Put what came for one component, and what a prefix that ends at `end` needs of it, into the
         tree; returns the slots that were not taken."""
         needed = range(end.end - (self._books.spec.owners[aux.number].coverage.pages or 0), end.end)
         arrived: dict[int, int] = {}
         left: list[int] = []
-        for page, (slot, outcome) in zip(read.pages[aux.number], results, strict=True):
+        slots = read.slots[aux.number]
+        for page, slot, outcome in zip(read.pages[aux.number], slots, results, strict=True):
             if outcome is Outcome.HIT and page in needed:
                 arrived[page] = slot
             else:
                 left.append(slot)
-        for run in _runs(arrived):
-            left += self._take(read.query, aux, Pages(run[0], [arrived[page] for page in run]))
+        for first, last in _spans(list(arrived)):
+            run = [arrived[page] for page in range(first, last + 1)]
+            left += self._take(read.query, aux, Pages(first, run))
         return left
 
     def _take(self, query: Query, aux: Component, pages: Pages) -> list[int]:
@@ -355,13 +514,12 @@ class Reader:
         if self._tree.watcher is not None:
             self._tree.watcher.stored(node, number)
 
-    def _release(self, read: Read, outcomes: Outcomes) -> None:
+    def _release(self, read: Read, late: Mapping[int, Collection[int]]) -> None:
         """Give back what is left, but for slots that a late read may still write to."""
         for number, slots in read.slots.items():
-            late = {slot for slot, outcome in outcomes[number] if outcome is Outcome.TIMEOUT}
-            gone = [slot for slot in slots if slot not in late]
+            gone = [slot for slot in slots if slot not in late[number]]
             self._books.free[place(number, Tier.HOST)].release(gone)
-            read.slots[number] = [slot for slot in slots if slot in late]
+            read.slots[number] = [slot for slot in slots if slot in late[number]]
 
     def finish(self, read: Read, *, safe: bool = True) -> None:
         """No engine writes to the read's slots any more; or, unless `safe`, that will never be known."""
@@ -377,7 +535,45 @@ class Reader:
         return owned
 
 
-def _runs(pages: Iterable[int]) -> Iterator[list[int]]:
-    """Consecutive numbers of an ascending series, together."""
+def _path(node: Node) -> list[Node]:
+    """The nodes from `node` up to the root, which is left out."""
+    found = []
+    while node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found
+
+
+def _late(read: Read, outcomes: Outcomes) -> dict[int, set[int]]:
+    """By component, slots that an engine may still write to."""
+    return {
+        number: {
+            slot for slot, outcome in zip(slots, outcomes[number], strict=True) if outcome is Outcome.TIMEOUT
+        }
+        for number, slots in read.slots.items()
+    }
+
+
+def _spans(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers of an ascending series, by their first and last."""
+    if pages and pages[-1] - pages[0] == len(pages) - 1:  # nearly always
+        yield pages[0], pages[-1]
+        return
     for _, run in groupby(enumerate(pages), key=lambda item: item[1] - item[0]):
-        yield [page for _, page in run]
+        numbers = [page for _, page in run]
+        yield numbers[0], numbers[-1]
+
+
+def _either(pages: int, *flags: bytes | bytearray) -> bytearray:
+    """A byte for each page: 1 where one of `flags` has 1; those that are shorter end with 0."""
+    every = 0
+    for some in flags:
+        every |= int.from_bytes(some[:pages], "little")
+    return bytearray(every.to_bytes(pages, "little"))
+
+
+def _zeros(flags: bytearray, first: int, end: int) -> list[int]:
+    """Numbers from `first` to `end` whose flag is 0, or that have none."""
+    if 1 not in flags[first:end]:  # nearly always
+        return list(range(first, end))
+    return [page for page in range(first, end) if page >= len(flags) or not flags[page]]

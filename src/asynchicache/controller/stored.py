@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from operator import and_
 from typing import NamedTuple, Self
 
 from asynchicache.controller.actions import Store
@@ -13,7 +14,6 @@ from asynchicache.controller.reading import Outcomes, Read
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
-from asynchicache.storage import hits
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.limits import Batch, PoolLimits
 from asynchicache.storage.opening import open_guarded
@@ -36,9 +36,9 @@ _REASONS = {
 
 
 class Presence(NamedTuple):
-    """Bit p of `pages` is set if page p is there; `reason` tells why that may be too few."""
+    """One byte a page that was asked for, 1 if it is there; `reason` tells why that may be too few."""
 
-    pages: int
+    flags: bytes
     reason: MissReason
 
 
@@ -166,26 +166,32 @@ class StoredPools:
             raise failures[0]
         return gone
 
-    async def exists(self, number: int, digests: Sequence[bytes], first: int) -> Presence:
+    async def exists(self, number: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
         """Which pages are there, in every pool that shares the component's slots.
 
         Args:
             number: the component.
-            digests: of the pages from number `first` on.
-            first: see above.
+            digests: of the pages.
+            fresh: the engine is asked whatever is remembered of it. Pools that another rank writes are
+                not asked then: whether they are complete is that rank's to say.
         """
-        mask, reason = -1 if digests else 0, MissReason.NONE
-        for name in self._books.sharing(number) if digests else ():
-            answer = await self._exists(name, digests)
-            mask &= hits.bitmap(answer.present)
-            reason = next((_REASONS[outcome] for outcome in answer.outcomes if outcome in _REASONS), reason)
-        return Presence(mask << first, reason)
+        pools = [name for name in self._books.sharing(number) if not fresh or self._writes(name)]
+        flags, reason = bytes([1]) * len(digests), MissReason.NONE
+        for name in pools if digests else ():
+            answer = await self._exists(name, digests, fresh)
+            flags = bytes(map(and_, flags, answer.present))
+            reason = next((_REASONS[outcome] for outcome in _REASONS if outcome in answer.outcomes), reason)
+        return Presence(flags, reason)
 
-    async def _exists(self, name: str, digests: Sequence[bytes]) -> Batch:
+    def _writes(self, name: str) -> bool:
+        pool = self._pools.get(name)
+        return pool is None or pool.writes
+
+    async def _exists(self, name: str, digests: Sequence[bytes], fresh: bool) -> Batch:
         pool = self._pools.get(name)
         try:
             if pool is not None:
-                return await pool.guard.exists(_keys(pool, digests))
+                return await pool.guard.exists(_keys(pool, digests), fresh=fresh)
         except ClosedError:  # it was detached meanwhile
             pass
         return Batch([Outcome.FAILED] * len(digests))
@@ -205,16 +211,13 @@ class StoredPools:
         return Batch([Outcome.REJECTED] * len(slots))
 
     async def get(self, read: Read) -> tuple[Outcomes, list[Batch]]:
-        """Outcomes of each slot, and the batches that may still write to theirs."""
+        """What became of each page, and the batches that may still write to their slots."""
         calls = [(number, name) for number in read.slots for name in self._books.sharing(number)]
         batches = await _gather(
             self._get(name, read.digests(number), read.slots[number]) for number, name in calls
         )
         results = [(number, batch.outcomes) for (number, _), batch in zip(calls, batches, strict=True)]
-        outcomes = {
-            number: list(zip(slots, _worst([r for n, r in results if n == number]), strict=True))
-            for number, slots in read.slots.items()
-        }
+        outcomes = {number: _worst([r for n, r in results if n == number]) for number in read.slots}
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
     async def _get(self, name: str, digests: Sequence[bytes], slots: Sequence[int]) -> Batch:

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from asynchicache.controller.actions import Store
+from asynchicache.controller.digesting import complete_digests
 from asynchicache.controller.planner import Planner
-from asynchicache.controller.stored import Attachment, StoredPools, linger
+from asynchicache.controller.questions import SLICE_PAGES, PresenceQuestions
+from asynchicache.controller.stored import Attachment, Presence, StoredPools, linger
 from asynchicache.controller.tracing import Tracer
+from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
 from asynchicache.storage.limits import Batch
-from asynchicache.tree.node import Node
-from asynchicache.types import Outcome, ShedReason
+from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
+from asynchicache.types import MissReason, Outcome, ShedReason
 
 _SHED = {
     Outcome.REJECTED: ShedReason.REJECTED,
@@ -48,7 +51,6 @@ class Storer:
     Attributes:
         traffic: what became of it.
         under_way: tasks that read from storage or write to it.
-        storing_bytes: bytes of writes that are under way.
         clearing: clears that are under way: what is stored now may be gone when they end.
         tracer: told of writes, if there is one.
     """
@@ -57,9 +59,10 @@ class Storer:
         self,
         planner: Planner,
         stored: StoredPools,
+        questions: PresenceQuestions,
         *,
         limit_bytes: int,
-        spawn: Callable[[Coroutine[object, object, None]], None],
+        spawn: Callable[[Coroutine[object, object, None], int | None], None],
         spawn_late: Callable[[Coroutine[object, object, None]], None],
         moved: Callable[[], None],
     ) -> None:
@@ -67,8 +70,9 @@ class Storer:
         Args:
             planner: decides what is written.
             stored: where it goes.
+            questions: asks storage what it has.
             limit_bytes: under way at once; what would go beyond is shed, unless nothing else is under way.
-            spawn: runs a write.
+            spawn: runs a write, counted in the period of `Activity` that it follows from.
             spawn_late: waits for calls that have outlived their deadline.
             moved: to be called when others may go on.
         """
@@ -76,40 +80,73 @@ class Storer:
         self.under_way: set[asyncio.Task[None]] = set()
         self.tracer: Tracer | None = None
         self._writer = planner.writer
+        self._books = planner.books
         self._stored = stored
-        self._limit = limit_bytes
-        self.storing_bytes = 0
+        self._questions = questions
+        self._budget = WriteBudget(limit_bytes)
         self.clearing = 0
         self._spawn = spawn
         self._spawn_late = spawn_late
         self._moved = moved
         self._detaching = False
 
-    def store(self, node: Node) -> None:
-        """Write what the path to `node` has on the host and not in storage, or shed it."""
-        work = self._writer.store(node) if self._stored else None
+    @property
+    def storing_bytes(self) -> int:
+        """Bytes of writes that are in flight."""
+        return self._budget.used
+
+    def store(self, node: Node, *, period: int | None = None, wait: bool = False) -> None:
+        """Write what the path to `node` has on the host and not in storage, or shed it.
+
+        Args:
+            node: where the path ends.
+            period: of the work that this follows from (`Activity`). Default: the current one.
+            wait: somebody waits for it: where too much is in flight, it is written later and not shed.
+        """
+        if not self._stored:
+            return
+        if self._books.tree.pages_without_digests(node) > SLICE_PAGES:
+            self._spawn(self._store_later(node, wait), period)
+            return
+        work = self._writer.store(node)
         if work is None:
             return
         sizes = self._stored.page_sizes(work)
         size = sum(len(slots) * each for (_, slots), each in zip(work.pages.values(), sizes, strict=True))
-        if self.storing_bytes and self.storing_bytes + size > self._limit:
+        begun = self._budget.take(size)
+        if not (begun or wait):
             self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
             self._writer.wrote(work, stored=False)
             return
-        self.storing_bytes += size
-        self._spawn(self._write(work, size, sizes))
+        self._spawn(self._write(work, size, sizes, begun=begun), period)
 
-    async def _write(self, work: Store, size: int, page_sizes: Sequence[int]) -> None:
-        stored, late, left = False, False, 0
-        span = self.tracer.storing(work) if self.tracer is not None else None
+    async def _store_later(self, node: Node, wait: bool) -> None:
+        """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
+        kept = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
+        self._books.keep(kept)
         try:
+            await complete_digests(self._books.tree, node)
+        finally:
+            self._books.drop(kept)
+        if node.parent is not None:
+            self.store(node, wait=wait)
+
+    async def _write(self, work: Store, size: int, page_sizes: Sequence[int], *, begun: bool) -> None:
+        stored, late, left = False, False, 0
+        span = None
+        try:
+            if not begun:
+                await self._budget.wait(size)
+                begun = True
+            span = self.tracer.storing(work) if self.tracer is not None else None
             batches = await self._stored.put(work)
             stored = self._count(batches)
             late = any(batch.lingering is not None for batch in batches)
             left = _late_bytes(batches, page_sizes)
         finally:
             self._writer.wrote(work, stored=stored, late=late)
-            self.storing_bytes -= size - left
+            if begun:
+                self._budget.end(size, late=left)
             if span is not None:
                 span.finish(bytes=size, stored=stored)
         if late:
@@ -120,9 +157,34 @@ class Storer:
         try:
             safe = await linger(batches)
         finally:
-            self.storing_bytes -= size
+            self._budget.end_late(size)
             if safe:  # else its pages stay where they are: what came in their place would be stored as theirs
                 self._writer.finish(work)
+
+    async def confirm(self, node: Node) -> bool | None:
+        """Whether storage has what is marked as stored of the path to `node`; None if it did not say.
+
+        Marks of what it has lost are taken back, so that it is written anew.
+        """
+        forgotten = self._writer.forgotten
+        digests, claims = self._writer.claims(node)
+        found = [await self._ask(number, digests, pages) for number, pages in claims.items()]
+        if self._writer.forgotten != forgotten:
+            return False  # all marks were taken back meanwhile
+        there = True
+        for (number, pages), (flags, reason) in zip(claims.items(), found, strict=True):
+            if reason is not MissReason.NONE:
+                return None
+            lost = [page for page, flag in zip(pages, flags, strict=True) if not flag]
+            if lost:
+                self._writer.take_back(node, number, lost)
+                there = False
+        return there
+
+    async def _ask(self, number: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
+        if isinstance(pages, range):
+            return await self._questions.ask(number, digests, pages, fresh=True)
+        return await self._stored.exists(number, [digests[page] for page in pages], fresh=True)
 
     def _count(self, batches: Sequence[Batch]) -> bool:
         """Add up what became of a write; whether all of it is there."""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 
 from asynchicache.controller.actions import Copy, Mark, Store
+from asynchicache.controller.activity import Activity
 from asynchicache.controller.books import Books
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node, Pins, place
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    SAVING,
+    Node,
+    Pins,
+    place,
+)
 from asynchicache.types import Tier, WritePolicy
 
 _SELECTIVE_HITS = 2
@@ -22,19 +36,22 @@ class Writer:
     """Plans write-through, write-back and storage writes.
 
     Attributes:
-        owed: what a backup left out because every host slot was in use, in order; tried again as
-            writes to storage end, for as long as the device still has it. Only that and not its whole
-            path: states of one path that do not fit together would take each other's slots for ever.
+        owed: what a backup left out because every host slot was in use, in order, with its period of
+            `Activity`; tried again as writes to storage end, for as long as the device still has it. Only
+            that and not its whole path: states of one path that do not fit together would take each
+            other's slots for ever.
         forgotten: how often all that was known of storage was forgotten.
     """
 
-    def __init__(self, books: Books, *, clean_share: float) -> None:
+    def __init__(self, books: Books, activity: Activity, *, clean_share: float) -> None:
         """`clean_share`: under write-back, the share of device pages kept free or clean ahead of need."""
         self._books = books
         self._tree = books.tree
-        self.owed: dict[Wanted, None] = {}
+        self._activity = activity
+        self.owed: dict[Wanted, int] = {}
         self.forgotten = 0
         self._under_way: set[Store] = set()
+        self._states = {aux.number for aux in books.tree.components if not aux.paged}
         self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
 
     def due(self, node: Node) -> bool:
@@ -44,15 +61,21 @@ class Writer:
             return node.hits >= _SELECTIVE_HITS
         return policy is WritePolicy.WRITE_THROUGH
 
-    def backup(self, node: Node) -> list[Copy]:
-        """Copy to the host what the path to `node` has on the device only, as far as there is room."""
+    def backup(self, node: Node, *, period: int | None = None) -> list[Copy]:
+        """Copy to the host what the path to `node` has on the device only, as far as there is room.
+
+        Args:
+            node: where the path ends.
+            period: of the work that this follows from (`Activity`). Default: the current one.
+        """
         free = self._books.free
         if not free[FULL_HOST].capacity:
             return []  # nothing else may be there without full pages
         missing = copies.missing_on_host(self._tree, node)
-        return self._copy(node, [want for want in missing if free[place(want.component, Tier.HOST)].capacity])
+        wanted = [want for want in missing if free[place(want.component, Tier.HOST)].capacity]
+        return self._copy(node, wanted, self._activity.period if period is None else period)
 
-    def _copy(self, node: Node, wanted: list[Wanted]) -> list[Copy]:
+    def _copy(self, node: Node, wanted: list[Wanted], period: int) -> list[Copy]:
         """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
         books = self._books
         if not wanted:
@@ -63,7 +86,7 @@ class Writer:
         batch = self._host_slots(wanted)
         books.drop(anchor)
         begun = {want for want, _ in batch}
-        self._owe([want for want in wanted if want not in begun])
+        self._owe([want for want in wanted if want not in begun], period)
         if not batch:
             return []
         transfers = [
@@ -73,20 +96,20 @@ class Writer:
         ]
         books.counters.backed_up += sum(want.size for want, _ in batch)
         flight = books.begin(Tier.HOST, batch)
-        return [Copy(Direction.BACKUP, transfers, flight, publishes=batch[-1][0].node)]
+        return [Copy(Direction.BACKUP, transfers, flight, publishes=batch[-1][0].node, period=period)]
 
-    def _owe(self, wanted: list[Wanted]) -> None:
+    def _owe(self, wanted: list[Wanted], period: int) -> None:
         for want in wanted:
-            self.owed[want] = None
+            self.owed[want] = period
             if len(self.owed) > _MOST_OWED:
                 del self.owed[next(iter(self.owed))]
 
     def retry(self) -> list[Copy]:
         """Back up what was owed, now that something may have been given back."""
         owed, self.owed = self.owed, {}
-        return [copy for want in owed for copy in self._again(want)]
+        return [copy for want, period in owed.items() for copy in self._again(want, period)]
 
-    def _again(self, want: Wanted) -> list[Copy]:
+    def _again(self, want: Wanted, period: int) -> list[Copy]:
         """Back up what was owed together with what it stands on, or nothing of it.
 
         With the ground alone, two paths that do not fit on the host together would take it from each
@@ -96,8 +119,8 @@ class Writer:
             return []
         wanted = self._with_ground(want)
         if self._have_room(wanted):
-            return self._copy(want.node, wanted)
-        self._owe([want])
+            return self._copy(want.node, wanted, period)
+        self._owe([want], period)
         return []
 
     @staticmethod
@@ -200,6 +223,28 @@ class Writer:
         marks = [mark for work in self._under_way for mark in work.marks]
         return {(node, mark.component) for mark in marks for node in mark.nodes()}
 
+    def in_flight(self, node: Node) -> bool:
+        """Whether a copy or a write is in flight that brings something of the path to `node` nearer to
+        storage."""
+        storing = self.storing()
+        while node.parent is not None:
+            if node in storing or (~node.stored and self._is_moving(node)):
+                return True
+            node = node.parent
+        return False
+
+    def _is_moving(self, node: Node) -> bool:
+        """Whether a component of a node that is not stored is being copied to the host, or will be, once it
+        has arrived on the device."""
+        for number in range(len(self._books.names)):
+            if node.stored >> number & 1:
+                continue
+            device = node.residency[place(number, Tier.DEVICE)]
+            host = node.residency[place(number, Tier.HOST)]
+            if host == SAVING or (device == LOADING and host == ABSENT):
+                return True
+        return False
+
     def is_stored(self, node: Node) -> bool:
         """Whether everything that the path to `node` has in memory is in storage as well; of windows,
         what a prefix that ends there needs."""
@@ -215,6 +260,39 @@ class Writer:
                 return False
             node = node.parent
         return not node.pages  # else it was evicted meanwhile, and who knows
+
+    def claims(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
+        """What the marks say that storage has of the path to `node`, of what is in memory.
+
+        Returns:
+            The digests of all pages of the path, and by component the numbers of the pages, or of the last
+            pages before states: a range where it is all of them.
+        """
+        needed = {aux.number: set(aux.needs(node)) for aux in self._tree.windows}
+        parts: list[Node] = []
+        while node.parent is not None:
+            parts.append(node)
+            node = node.parent
+        claims: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
+        for aux in self._tree.components:
+            pages = [
+                page
+                for part in reversed(parts)
+                if part.stored >> aux.number & 1 and part in needed.get(aux.number, (part,))
+                for page in range(part.end - (part.pages if aux.paged else 1), part.end)
+            ]
+            if pages:
+                claims[aux.number] = pages
+        return [digest for part in reversed(parts) for digest in self._tree.digests(part)], claims
+
+    def take_back(self, node: Node, number: int, lost: Sequence[int]) -> None:
+        """Storage does not have these pages of a component of the path to `node`, which it was said to
+        have: they are written anew. `lost` ascends."""
+        while node.parent is not None:
+            begin = node.end - (node.pages if number not in self._states else 1)
+            if bisect_left(lost, begin) < bisect_left(lost, node.end):
+                node.stored &= ~(1 << number)
+            node = node.parent
 
     def forget_stored(self) -> None:
         """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""

@@ -84,13 +84,13 @@ class KnownPages:
     def __bool__(self) -> bool:
         return bool(self._there or self._damaged)
 
-    def recall(self, key: ObjectKey) -> Outcome | None:
+    def recall(self, key: ObjectKey, *, damaged_only: bool = False) -> Outcome | None:
         """HIT or MISS, or None if the engine must be asked; a damaged page is a miss until it is stored
-        again."""
+        again. `damaged_only`: that a page was there is no answer."""
         if key in self._damaged:
             self._recalled += 1
             return Outcome.MISS
-        if key in self._there:
+        if not damaged_only and key in self._there:
             self._recalled += 1
             return Outcome.HIT
         return None

@@ -88,11 +88,11 @@ class GuardedPool:
         self._closed = False
         self._given_up = False
 
-    async def exists(self, keys: Sequence[ObjectKey]) -> Batch:
+    async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> Batch:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
-        What a shared engine was seen to have lately, it is not asked for again; a page that was found
-        damaged is a miss until it is written anew.
+        What a shared engine was seen to have lately, it is not asked for again, unless the answer is to be
+        `fresh`; a page that was found damaged is a miss until it is written anew.
 
         Raises:
             UsageError: a key is of another pool.
@@ -101,7 +101,7 @@ class GuardedPool:
         if not self._known:
             return await self._learn(EXISTS, keys, ())
         self._admit(keys)
-        known = [self._known.recall(key) for key in keys]
+        known = [self._known.recall(key, damaged_only=fresh) for key in keys]
         asked = [key for key, outcome in zip(keys, known, strict=True) if outcome is None]
         answer = iter((await self._learn(EXISTS, asked, ())).outcomes)
         return Batch([next(answer) if outcome is None else outcome for outcome in known])

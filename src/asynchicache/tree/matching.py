@@ -170,6 +170,24 @@ class MatchingTree(NodeStore):
 
     # Digests
 
+    def pages_without_digests(self, node: Node) -> int:
+        """Pages of the path to `node` whose digests were not computed yet."""
+        pages = 0
+        while node.digests is None:
+            pages += node.pages
+            assert node.parent is not None, "roots have their seed"
+            node = node.parent
+        return pages
+
+    def first_without_digests(self, node: Node) -> Node | None:
+        """The first node of the path to `node` whose digests were not computed yet; None if all were."""
+        found = None
+        while node.digests is None:
+            found = node
+            assert node.parent is not None, "roots have their seed"
+            node = node.parent
+        return found
+
     def digests(self, node: Node) -> list[bytes]:
         """Digests of the node's own pages; computed once, for the whole path that lacks them."""
         missing = []

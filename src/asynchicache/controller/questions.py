@@ -1,0 +1,125 @@
+"""Questions to storage which pages it has: one that is in flight serves everyone who asks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from asynchicache.controller.stored import Presence, StoredPools
+from asynchicache.controller.tasks import staggered
+from asynchicache.hashing import common_pages
+from asynchicache.types import MissReason
+
+SLICE_PAGES = 4096
+"""Pages whose keys are made in one turn of the loop: some milliseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Which pages of a path storage has of one component.
+
+    Attributes:
+        number: the component.
+        digests: of all pages of the path, from its first.
+        pages: numbers of the pages that are asked for.
+        fresh: nothing that was remembered may answer it.
+        answer: done when storage has answered; None if whoever asked was cancelled first.
+    """
+
+    number: int
+    digests: Sequence[bytes]
+    pages: range
+    fresh: bool
+    answer: asyncio.Future[Presence | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answer = asyncio.get_running_loop().create_future()
+
+
+class PresenceQuestions:
+    """The questions of one cache that are in flight."""
+
+    def __init__(self, stored: StoredPools) -> None:
+        self._stored = stored
+        self._in_flight: list[_Question] = []
+
+    async def ask(
+        self, number: int, digests: Sequence[bytes], pages: range, *, fresh: bool = False
+    ) -> Presence:
+        """Which of some pages storage has.
+
+        What others are asking already is not asked again: their answer is waited for. Paths that begin
+        alike share the digests of their common pages, so the common part of two paths is one question.
+
+        Args:
+            number: the component.
+            digests: of all pages of the path, from its first.
+            pages: numbers of the pages to ask for, ascending and without gaps.
+            fresh: ask also for what was seen in storage a moment ago.
+        """
+        parts = list(self._parts(number, digests, pages, fresh))
+        await staggered(self._put(question) for question, _, mine in parts if mine)
+        flags, reason = bytearray(), MissReason.NONE
+        for question, span, _ in parts:
+            answer = await asyncio.shield(question.answer)
+            begin = span.start - question.pages.start
+            if answer is None:
+                answer, begin = await self.ask(number, digests, span, fresh=fresh), 0
+            flags += answer.flags[begin : begin + len(span)]
+            reason = answer.reason if reason is MissReason.NONE else reason
+        return Presence(bytes(flags), reason)
+
+    def _parts(
+        self, number: int, digests: Sequence[bytes], pages: range, fresh: bool
+    ) -> Iterator[tuple[_Question, range, bool]]:
+        """Questions that cover `pages` in order, which of them each one answers, and whether it is new."""
+        at = pages.start
+        for span, question in self._shared(number, digests, pages, fresh):
+            if span.stop <= at:
+                continue
+            if span.start > at:
+                yield self._new(number, digests, range(at, span.start), fresh)
+            yield question, range(max(at, span.start), span.stop), False
+            at = span.stop
+        if at < pages.stop:
+            yield self._new(number, digests, range(at, pages.stop), fresh)
+
+    def _shared(
+        self, number: int, digests: Sequence[bytes], pages: range, fresh: bool
+    ) -> list[tuple[range, _Question]]:
+        """What questions in flight answer of `pages`, in the order of the pages."""
+        found = []
+        for question in self._in_flight:
+            if question.number == number and (question.fresh or not fresh):
+                stop = min(question.pages.stop, pages.stop, common_pages(question.digests, digests))
+                span = range(max(question.pages.start, pages.start), stop)
+                if span:
+                    found.append((span, question))
+        return sorted(found, key=lambda one: one[0].start)
+
+    def _new(
+        self, number: int, digests: Sequence[bytes], pages: range, fresh: bool
+    ) -> tuple[_Question, range, bool]:
+        question = _Question(number, digests, pages, fresh)
+        self._in_flight.append(question)
+        return question, pages, True
+
+    async def _put(self, question: _Question) -> None:
+        """Ask storage, and let everyone know who waits for the answer."""
+        pages, answer = question.pages, None
+        starts = range(pages.start, pages.stop, SLICE_PAGES)
+        try:
+            answers = await staggered(
+                self._stored.exists(
+                    question.number,
+                    question.digests[start : min(start + SLICE_PAGES, pages.stop)],
+                    fresh=question.fresh,
+                )
+                for start in starts
+            )
+            reasons = (one.reason for one in answers if one.reason is not MissReason.NONE)
+            answer = Presence(b"".join(one.flags for one in answers), next(reasons, MissReason.NONE))
+        finally:
+            self._in_flight.remove(question)
+            question.answer.set_result(answer)
