@@ -29,8 +29,7 @@ async def follow(ticket: Ticket, compute: Stream) -> None:
 
 async def serve(toy: Toy, compute: Stream, tokens: list[int]) -> int:
     """Serve a prompt; everything below is enqueued, nothing is waited for but enqueueing."""
-    request = toy.cache.request(tokens)
-    async with request:
+    async with toy.cache.request(tokens, stream=compute) as request:  # its pages outlive what runs there
         await request.prefetch()
         ticket = request.load()
         await follow(ticket, compute)  # a real forward waits layer by layer, each before its attention
@@ -39,12 +38,11 @@ async def serve(toy: Toy, compute: Stream, tokens: list[int]) -> int:
             request.extend(end - done)
             slots = request.pages("kv"), request.state("mamba")  # now: the work runs later
             compute.launch(partial(toy.compute, tokens[done:end], done, *slots))
-            saved = request.checkpoint(end, after=compute)  # its copies run behind this forward
+            saved = request.checkpoint(end)  # its copies run behind this forward
             await follow(saved, compute)  # the next forward overwrites the state that is being copied
             done = end
         answer = torch.empty(1, dtype=torch.int64)
         compute.launch(partial(answer.copy_, toy.sums[0, request.state("mamba")]))
-        request.close(after=compute)  # the pages go back when the stream has got here
     await toy.cache.drain()  # a server would go on; here the answer is wanted
     return int(answer)
 

@@ -36,7 +36,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.streams.base import Device
+from asynchicache.streams.base import Device, Stream
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
@@ -122,6 +122,7 @@ class HybridCache:
         *,
         namespace: str | None = None,
         salt: str | None = None,
+        stream: Stream | None = None,
         traceparent: str | None = None,
     ) -> Request:
         """One prompt to serve, as an async context manager.
@@ -130,6 +131,7 @@ class HybridCache:
             tokens: token ids of the prompt; images and the like replaced by content ids.
             namespace: LoRA id, tenant or any other name; prefixes of different ones never meet.
             salt: the caller's cache salt; likewise.
+            stream: where its forwards run, if they are enqueued and not waited for (`Request.run_on`).
             traceparent: the W3C header of the span that the request belongs to, for a tracer.
 
         Raises:
@@ -140,8 +142,10 @@ class HybridCache:
         controller = self._controller
         seed = controller.namespaces.seed(namespace, salt)
         if controller.tracer is None:
-            return Request(controller, token_array(tokens)[:], seed)
-        return controller.tracer.request(controller, token_array(tokens)[:], seed, traceparent)
+            request = Request(controller, token_array(tokens)[:], seed)
+        else:
+            request = controller.tracer.request(controller, token_array(tokens)[:], seed, traceparent)
+        return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: Tracer | None) -> None:
         """Tell a tracer (`integrations.otel`) what takes time from now on; None for nobody, at no cost."""

@@ -90,9 +90,12 @@ def lost_notification_is_not_looked_for(patch: Patch) -> None:
 @bug
 def freed_under_a_running_forward(patch: Patch) -> None:
     release = HybridCacheController.release
-    patch.setattr(
-        HybridCacheController, "release", lambda self, sequence, after: release(self, sequence, None)
-    )
+
+    def at_once(self: HybridCacheController, sequence: Sequence) -> None:
+        sequence.streams.clear()
+        release(self, sequence)
+
+    patch.setattr(HybridCacheController, "release", at_once)
 
 
 @bug

@@ -42,8 +42,9 @@ def test_forwards_get_the_right_bytes() -> None:
     assert all(run_seeded(seed, crowd)[1] for seed in range(5))
 
 
-def _release_at_once(self: HybridCacheController, sequence: Any, after: object) -> None:
-    ORIGINAL_RELEASE(self, sequence, None)
+def _release_at_once(self: HybridCacheController, sequence: Any) -> None:
+    sequence.streams.clear()
+    ORIGINAL_RELEASE(self, sequence)
 
 
 ORIGINAL_RELEASE = HybridCacheController.release
@@ -51,7 +52,7 @@ FENCES = {
     "copies behind the forward that writes their source": (
         HybridCacheController,
         "_behind",
-        lambda self, stream: None,
+        lambda self, sequence, stream: None,
     ),
     "the next owner behind the forward that reads a slot": (
         HybridCacheController,

@@ -137,6 +137,7 @@ class HybridCacheController:
             self._count_served(sequence)
         ticket = self.carry_out(copies)
         assert ticket is not None, "a load has a copy, if an empty one"
+        ticket.ordered = sequence.runs_on
         return ticket
 
     def _count_served(self, sequence: RequestSequence) -> None:
@@ -254,44 +255,44 @@ class HybridCacheController:
             raise RequestStateError("the request was closed while it waited for room")
         self.check_open()
 
-    def release(self, sequence: RequestSequence, after: Stream | None) -> None:
-        """Give back a request's slots, once `after` is done with what is enqueued on it now."""
+    def release(self, sequence: RequestSequence) -> None:
+        """Give back a request's slots, once every stream that its forwards may run on is done with what is
+        enqueued there now."""
         sequence.closed = True
-        if after is None or self._stopped:
-            self._released(sequence, None)
-            return
-        period = self._activity.begin()
-        self._reactor.track(self._device, after, partial(self._released_after, sequence, period))
-
-    def _released_after(self, sequence: RequestSequence, period: int, error: BaseException | None) -> None:
-        try:
-            self._released(sequence, error)
-        finally:
-            self._ended(period)
-
-    def _released(self, sequence: RequestSequence, error: BaseException | None) -> None:
-        sequence.poisoned |= error is not None
+        for stream in list(sequence.streams) if not self._stopped else ():
+            sequence.users += 1
+            done = partial(self._stream_done, sequence, self._activity.begin())
+            self._reactor.track(self._device, stream, done)
         self.planner.release(sequence)
         self._moved()
 
+    def _stream_done(self, sequence: RequestSequence, period: int, error: BaseException | None) -> None:
+        try:
+            sequence.poisoned |= error is not None
+            self.planner.release(sequence)
+        finally:
+            self._ended(period)
+
     def snapshot(self, sequence: RequestSequence, length: int, after: Stream | None) -> Ticket:
         """Copy a request's working states behind `after`."""
-        self._behind(after)
-        return self._copy_states(self.planner.snapshot(sequence, length))
+        self._behind(sequence, after)
+        return self._copy_states(sequence, self.planner.snapshot(sequence, length))
 
     def publish(self, sequence: RequestSequence, length: int, after: Stream | None, *, final: bool) -> Ticket:
         """Publish a request's pages and states, which are written when `after` is."""
-        self._behind(after)
+        self._behind(sequence, after)
         if self.failure is None:
             copies = self.planner.publish(sequence, length, final=final)
         else:
             copies, sequence.unpublished = [], True
-        ticket = self._copy_states(copies)
+        ticket = self._copy_states(sequence, copies)
         self._retire(sequence, length, after)
         return ticket
 
     def advance(self, sequence: RequestSequence, length: int, after: Stream | None) -> None:
         """Let a request go of what lies before its windows, once `after` has got there."""
+        if after is not None:
+            sequence.runs_on(after)
         self._retire(sequence, length, after)
 
     def _retire(self, sequence: RequestSequence, length: int, after: Stream | None) -> None:
@@ -311,11 +312,12 @@ class HybridCacheController:
         finally:
             self._ended(period)
 
-    def _behind(self, stream: Stream | None) -> None:
+    def _behind(self, sequence: RequestSequence, stream: Stream | None) -> None:
         """Let every copy that reads device memory wait for what is enqueued on `stream` now: whoever
         meets what is published now may copy its pages to the host, or its state to a slot of their own."""
         if stream is None:
             return
+        sequence.runs_on(stream)
         event = self._device.event()
         stream.record(event)
         self._computing[stream] = event
@@ -325,11 +327,12 @@ class HybridCacheController:
         if self._computing.get(stream) is event:
             del self._computing[stream]
 
-    def _copy_states(self, copies: list[Copy]) -> Ticket:
+    def _copy_states(self, sequence: RequestSequence, copies: list[Copy]) -> Ticket:
         """Carry out a publication; the ticket of its states' copy, done if it has none."""
         ticket = self.carry_out(copies)
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return Ticket.of_nothing(self.planner.books.spec.layers)
+            ticket = Ticket.of_nothing(self.planner.books.spec.layers)
+        ticket.ordered = sequence.runs_on
         return ticket
 
     # Copies

@@ -14,6 +14,12 @@ from asynchicache.types import MissReason
 SLICE_PAGES = 4096
 """Pages whose keys are made in one turn of the loop: some milliseconds."""
 
+_MOST_CALLS = 3
+"""Calls of one kind at once; what is asked meanwhile goes with the next one."""
+
+_TURNS_TO_GATHER = 3
+"""Turns of the loop, some microseconds each, for which a question waits for others to go along."""
+
 
 @dataclass(slots=True, eq=False)
 class _Question:
@@ -43,6 +49,8 @@ class PresenceQuestions:
     def __init__(self, stored: StoredPools) -> None:
         self._stored = stored
         self._in_flight: list[_Question] = []
+        self._waiting: dict[tuple[int, bool], list[_Question]] = {}  # by component, and whether fresh
+        self._calls: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     async def ask(
         self, number: int, digests: Sequence[bytes], pages: range, *, fresh: bool = False
@@ -106,20 +114,54 @@ class PresenceQuestions:
         return question, pages, True
 
     async def _put(self, question: _Question) -> None:
-        """Ask storage, and let everyone know who waits for the answer."""
-        pages, answer = question.pages, None
-        starts = range(pages.start, pages.stop, SLICE_PAGES)
+        """Ask storage, together with all that is waiting to be asked of the same component.
+
+        Whoever is first asks for the others: an engine takes many keys a call, but few calls at once.
+        """
+        kind = (question.number, question.fresh)
+        waiting = self._waiting.setdefault(kind, [])
+        waiting.append(question)
+        if len(waiting) > 1:
+            await asyncio.shield(question.answer)
+            return
+        batch: list[_Question] = []
         try:
-            answers = await staggered(
-                self._stored.exists(
-                    question.number,
-                    question.digests[start : min(start + SLICE_PAGES, pages.stop)],
-                    fresh=question.fresh,
-                )
-                for start in starts
-            )
-            reasons = (one.reason for one in answers if one.reason is not MissReason.NONE)
-            answer = Presence(b"".join(one.flags for one in answers), next(reasons, MissReason.NONE))
+            async with self._calls.setdefault(kind, asyncio.Semaphore(_MOST_CALLS)):
+                await self._gather(waiting)
+                batch = self._waiting.pop(kind)
+                answer = await self._answer(kind, batch)
+                self._end(batch, answer)
         finally:
-            self._in_flight.remove(question)
-            question.answer.set_result(answer)
+            self._end(batch or self._waiting.pop(kind, []), None)
+
+    @staticmethod
+    async def _gather(waiting: Sequence[_Question]) -> None:
+        """Let requests that came at the same time ask along: they have as many steps before this one."""
+        before = 0
+        while len(waiting) > before:
+            before = len(waiting)
+            for _ in range(_TURNS_TO_GATHER):
+                await asyncio.sleep(0)
+
+    async def _answer(self, kind: tuple[int, bool], batch: Sequence[_Question]) -> Presence:
+        """What storage says of the pages of all questions, one after the other."""
+        number, fresh = kind
+        digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
+        every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
+        answers = await staggered(
+            self._stored.exists(number, every[start : start + SLICE_PAGES], fresh=fresh)
+            for start in range(0, len(every), SLICE_PAGES)
+        )
+        reasons = (one.reason for one in answers if one.reason is not MissReason.NONE)
+        return Presence(b"".join(one.flags for one in answers), next(reasons, MissReason.NONE))
+
+    def _end(self, batch: Sequence[_Question], answer: Presence | None) -> None:
+        """Let everyone know who waits for an answer; None: whoever asked was cancelled."""
+        begin = 0
+        for question in batch:
+            end = begin + len(question.pages)
+            if not question.answer.done():
+                self._in_flight.remove(question)
+                own = None if answer is None else Presence(answer.flags[begin:end], answer.reason)
+                question.answer.set_result(own)
+            begin = end

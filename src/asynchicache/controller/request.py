@@ -52,6 +52,7 @@ class Request:
         self._namespace = controller.namespaces.named(seed)
         self._tokens = tokens
         self._prompt = len(tokens)
+        self._stream: Stream | None = None
         self._sequence: RequestSequence | None = None
         self._closed = False
 
@@ -62,6 +63,8 @@ class Request:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._controller.check_open()
         self._sequence = self._planner.open(self._tokens, self._seed)
+        if self._stream is not None:
+            self._sequence.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
         self._controller.open(self._sequence)
         return self
@@ -74,16 +77,30 @@ class Request:
     ) -> None:
         self.close()
 
+    def run_on(self, stream: Stream) -> Self:
+        """Name the stream that the request's forwards run on, before it is entered.
+
+        It is the default of `after` from then on, and leaving the request waits behind it in any case.
+        """
+        self._stream = stream
+        return self
+
     def close(self, after: Stream | None = None) -> None:
-        """Give everything back; twice is harmless.
+        """Give everything back; twice is harmless, and leaving `async with` does it, whatever the reason.
+
+        Slots are given back once every stream that the request was told of has done what is enqueued there
+        now: the stream that it runs on, those that waited for a fence of one of its tickets, and those that
+        were given as `after`. A forward that was launched, and then cancelled before it was published, writes
+        to slots that nobody else has by then.
 
         Args:
-            after: a compute stream that may still read or write the request's pages: they are given
-                back once it has done what is enqueued now.
+            after: one more stream that may still read or write the request's slots.
         """
         sequence, self._sequence, self._closed = self._sequence, None, True
         if sequence is not None:
-            self._controller.release(sequence, after)
+            if after is not None:
+                sequence.runs_on(after)
+            self._controller.release(sequence)
 
     def _open(self) -> RequestSequence:
         if self._sequence is None:
@@ -327,7 +344,7 @@ class Request:
         sequence, length = self._unfinished(), as_count("advance", length)
         if not 0 <= length <= sequence.reserved:
             raise RequestStateError(f"length {length} is outside 0..{sequence.reserved}, the room it has")
-        self._controller.advance(sequence, length, after)
+        self._controller.advance(sequence, length, after or self._stream)
 
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Keep a copy of the working states, which are those after `length` tokens; replaces the last one.
@@ -335,7 +352,7 @@ class Request:
         For a decode loop that does not know yet where it will end: take one at each page boundary,
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
-        return self._controller.snapshot(*self._checked("snapshot", length), after)
+        return self._controller.snapshot(*self._checked("snapshot", length), after or self._stream)
 
     def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
@@ -358,6 +375,7 @@ class Request:
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
         """
+        after = after or self._stream
         return self._controller.publish(*self._checked("checkpoint", length), after, final=final)
 
     async def durable(self) -> bool:

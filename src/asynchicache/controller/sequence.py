@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
+from asynchicache.streams.base import Stream
 from asynchicache.tree.matching import HeldBack, Match
 from asynchicache.tree.node import Pins
 from asynchicache.tree.tree import PathLease
@@ -67,6 +68,7 @@ class Sequence:
         closed: the request is over; its slots may still be kept for copies.
         unpublished: a checkpoint of it was not published, because the device or its load had failed.
         finished: its working states are the tree's; it computes nothing more.
+        streams: where its forwards run, as far as it was told; a dictionary, for its order.
         users: the request itself and every copy in flight for it; own slots are freed at zero.
     """
 
@@ -95,6 +97,7 @@ class Sequence:
     unpublished: bool = False
     finished: bool = False
     closed: bool = False
+    streams: dict[Stream, None] = field(default_factory=dict)
     users: int = 1
 
     @property
@@ -111,6 +114,10 @@ class Sequence:
     def branching_pages(self) -> int | None:
         """How far full pages alone reach, if that is further."""
         return self.match.branching_pages
+
+    def runs_on(self, stream: Stream) -> None:
+        """Forwards of the request run on a stream: its slots are not given back before they have ended."""
+        self.streams[stream] = None
 
     def own_pages(self) -> list[int]:
         """Page slots that are neither borrowed nor the tree's by now."""

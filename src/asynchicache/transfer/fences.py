@@ -25,6 +25,9 @@ class Fenced(Protocol):
     @property
     def views(self) -> Sequence[TransferView] | None: ...
 
+    @property
+    def ordered(self) -> Callable[[Stream], object] | None: ...
+
     def status(self, layer: int) -> LayerStatus: ...
 
 
@@ -51,6 +54,7 @@ class Fence:
         if views is None:
             raise self._too_early()
         events = [self._event(view) for view in views]
+        _note(self._ticket, stream)
         for event in events:
             if event is not None:
                 stream.wait_event(event)
@@ -134,6 +138,7 @@ class HostFence:
         if not self._wait(self._submitted, timeout):
             return False
         groups = [view.group(self._layer) for view in self._ticket.views or ()]
+        _note(self._ticket, stream)
         for event in [group.event for group in groups if group is not None]:
             if event is not None:
                 stream.wait_event(event)
@@ -175,6 +180,12 @@ class HostFence:
             return event.query()
         except DeviceError:
             return True
+
+
+def _note(ticket: Fenced, stream: Stream) -> None:
+    """Whoever orders a stream behind pages is about to use them there: they must not be given back before."""
+    if ticket.ordered is not None:
+        ticket.ordered(stream)
 
 
 def _look_until(reached: Callable[[], bool], timeout: float | None) -> bool:

@@ -35,6 +35,7 @@ class GraphFences:
         """
         self._stream = device.stream("graph-fences")
         self._events = [device.event(external=True) for _ in range(layers)]
+        self._captured: set[Stream] = set()
 
     def wait_on(self, layer: int, stream: Stream) -> None:
         """Let what is captured on `stream` from now on wait for the layer, at each replay.
@@ -45,6 +46,7 @@ class GraphFences:
         if not 0 <= layer < len(self._events):
             raise UsageError(f"layer {layer} is not within 0 to {len(self._events) - 1}")
         stream.wait_event(self._events[layer])
+        self._captured.add(stream)
 
     def arm(self, ticket: Ticket) -> None:
         """Let the next replay wait for the layers of `ticket`.
@@ -54,3 +56,6 @@ class GraphFences:
         """
         for layer, event in enumerate(self._events):
             ticket.fence(layer).record(event, self._stream)
+        if ticket.ordered is not None:
+            for stream in self._captured:
+                ticket.ordered(stream)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from asynchicache.streams.base import Event
+from asynchicache.streams.base import Event, Stream
 from asynchicache.transfer.plan import CacheOperation, Direction
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Submission(msgspec.Struct, eq=False, weakref=True):
         reads: (pool, device slots) that its submitter will read besides.
         views: the transfers that it stands for; None while that is not known.
         failure: why nobody will tell what those are.
+        ordered: told of each stream that is ordered behind the bytes; from any thread.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class Submission(msgspec.Struct, eq=False, weakref=True):
     reads: Reads = ()
     views: Sequence[TransferView] | None = None
     failure: BaseException | None = None
+    ordered: Callable[[Stream], object] | None = None
 
     def resolve(self, views: Sequence[TransferView]) -> None:
         """What it stands for, once that is known; from any thread, before anything is enqueued."""
