@@ -33,7 +33,10 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     module = ModuleType("stream_order")
     module.toy = importlib.import_module("toy")
-    exec(compile("\n".join(SOURCE).replace("\nasyncio.run(main())", ""), "stream_order.py", "exec"), module.__dict__)
+    exec(
+        compile("\n".join(SOURCE).replace("\nasyncio.run(main())", ""), "stream_order.py", "exec"),
+        module.__dict__,
+    )
     yield module
     sys.modules.pop("toy", None)
 
