@@ -6,7 +6,7 @@ Nothing here suspends or leaves the loop's thread; a call's price is its copies.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,8 +27,20 @@ class _Stored(NamedTuple):
     page: bytes
 
 
+class _Family(NamedTuple):
+    """One pool of one model on one shard."""
+
+    fingerprint: bytes
+    pool: str
+    shard: str
+
+    def key(self, digest: bytes) -> ObjectKey:
+        return ObjectKey(self.fingerprint, digest, self.pool, self.shard)
+
+
 class MemoryStore:
-    """Pages of any pools, the least recently used first out.
+    """Pages of any pools, the least recently used first out; before those, pages that lost the page that they
+    stand on.
 
     Args:
         capacity_bytes: most bytes of pages, headers not counted; None for no limit.
@@ -39,6 +51,7 @@ class MemoryStore:
         self.evicted = 0
         self._pages: OrderedDict[ObjectKey, _Stored] = OrderedDict()
         self._bytes = 0
+        self._standing: dict[_Family, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -55,21 +68,57 @@ class MemoryStore:
         """Bytes of all pages, headers not counted."""
         return self._bytes
 
+    def know(self, binding: PoolBinding) -> None:
+        """A pool's pages may be here; `binding.stands_on` says without which others they are useless."""
+        self._standing[_Family(binding.fingerprint, binding.pool, binding.shard)] = binding.stands_on
+
     def present(self, keys: Sequence[ObjectKey]) -> bytearray:
         """One byte a key, 1 where it is held."""
         return bytearray(map(self._pages.__contains__, keys))
 
     def read(self, key: ObjectKey) -> _Stored | None:
-        """The page, which is the most recently used then."""
-        stored = self._pages.get(key)
-        if stored is not None:
-            self._pages.move_to_end(key)
-        return stored
+        """The page; its use does not count yet."""
+        return self._pages.get(key)
 
-    def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
-        """Hold a page that is not held yet; False if it is larger than all there may be."""
-        if self.capacity_bytes is not None and not self._make_room(len(page), self.capacity_bytes):
-            return False
+    def touch(self, keys: Iterable[ObjectKey]) -> None:
+        """Count pages as used now, the last one most recently; those that are not held are skipped."""
+        for key in keys:
+            if key in self._pages:
+                self._pages.move_to_end(key)
+
+    def useful(self, key: ObjectKey) -> bool:
+        """Whether what a page stands on is held, or it stands on nothing that is known of."""
+        ground = self._standing.get(_Family(key.fingerprint, key.pool, key.shard))
+        known = [family for family in self._standing if family.pool == ground]
+        return not known or any(family.key(key.digest) in self._pages for family in known)
+
+    def size(self, keys: Iterable[ObjectKey]) -> int:
+        """Bytes of those of the pages that are held."""
+        return sum(len(self._pages[key].page) for key in keys if key in self._pages)
+
+    def write(
+        self,
+        key: ObjectKey,
+        header: bytes,
+        page: bytes,
+        keep: Collection[ObjectKey] = frozenset(),
+        kept_bytes: int = 0,
+    ) -> bool:
+        """Hold a page that is not held yet.
+
+        Args:
+            key: its name.
+            header, page: what is held.
+            keep: pages that do not make room for it.
+            kept_bytes: of those that are held.
+
+        Returns:
+            False, and nothing has changed, if there is no room without them.
+        """
+        if self.capacity_bytes is not None:
+            if kept_bytes + len(page) > self.capacity_bytes:
+                return False
+            self._make_room(self.capacity_bytes - len(page), keep)
         self._pages[key] = _Stored(header, page)
         self._bytes += len(page)
         return True
@@ -80,6 +129,7 @@ class MemoryStore:
         if stored is None:
             return False
         self._bytes -= len(stored.page)
+        self._demote(key)
         return True
 
     def clear(self, fingerprint: bytes, pool: str, shard: str) -> int:
@@ -88,14 +138,21 @@ class MemoryStore:
         doomed = [key for key in self._pages if (key.fingerprint, key.pool, key.shard) == mine]
         return sum(map(self.drop, doomed))
 
-    def _make_room(self, size: int, capacity: int) -> bool:
-        if size > capacity:
-            return False
-        while self._bytes + size > capacity:
-            _, stored = self._pages.popitem(last=False)
-            self._bytes -= len(stored.page)
+    def _make_room(self, most: int, keep: Collection[ObjectKey]) -> None:
+        """Evict until there are no more than `most` bytes, or pages to keep."""
+        while self._bytes > most:
+            victim = next((key for key in self._pages if key not in keep), None)
+            if victim is None:
+                return
+            self.drop(victim)
             self.evicted += 1
-        return True
+
+    def _demote(self, gone: ObjectKey) -> None:
+        """Pages that nothing can be restored from, now that this one has left, are the next to go."""
+        above = [family.key(gone.digest) for family, pool in self._standing.items() if pool == gone.pool]
+        for page in above:
+            if page in self._pages and not self.useful(page):
+                self._pages.move_to_end(page, last=False)
 
 
 _NAMED: dict[str, MemoryStore] = {}
@@ -130,11 +187,26 @@ class MemoryEngine:
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
-        return [self._get(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        outcomes = [self._get(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        self._store.touch(reversed(keys))
+        return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
-        return [self._put(key, slot) for key, slot in zip(keys, slots, strict=True)]
+        own = frozenset(keys)
+        self._store.touch(keys)
+        own_bytes = self._store.size(own)
+        outcomes = []
+        for key, slot in zip(keys, slots, strict=True):
+            outcomes.append(self._put(key, slot, own, own_bytes))
+            own_bytes += self._page_bytes if outcomes[-1] is Outcome.STORED else 0
+        self._store.touch(reversed(keys))
+        return outcomes
+
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Count pages as used now, the last one most recently; not those that lack what they stand on."""
+        self._check_open()
+        self._store.touch(filter(self._store.useful, keys))
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         self._check_open()
@@ -165,7 +237,7 @@ class MemoryEngine:
             self._store.drop(key)
         return outcome
 
-    def _put(self, key: ObjectKey, slot: int) -> Outcome:
+    def _put(self, key: ObjectKey, slot: int, own: Collection[ObjectKey], own_bytes: int) -> Outcome:
         if self._store.read(key) is not None:
             return Outcome.EXISTS
         header = b""
@@ -174,7 +246,8 @@ class MemoryEngine:
             header = bytes(self._binding.header(slot))
         # A copy, because the slot is the caller's again as soon as this returns.
         page = bytes(self._binding.page(slot)[: self._page_bytes])
-        return Outcome.STORED if self._store.write(key, header, page) else Outcome.REJECTED
+        stored = self._store.write(key, header, page, own, own_bytes)
+        return Outcome.STORED if stored else Outcome.REJECTED
 
 
 class MemoryBackend:
@@ -204,6 +277,7 @@ class MemoryBackend:
         return await self._engines.open(binding, partial(self._open, binding))
 
     async def _open(self, binding: PoolBinding) -> MemoryEngine:
+        self.store.know(binding)
         return MemoryEngine(binding, self.store, checksum=self._checksum)
 
     async def aclose(self) -> None:

@@ -14,6 +14,7 @@ from asynchicache.backends.file.engine import FileEngine, Turns
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.standing import Standing
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.options import Options
@@ -95,6 +96,7 @@ class FileBackend:
         self._budget = Budget(options.folder_limit)
         for pool in self._folder.pools():
             self._budget.found(pool)
+        self._standing = Standing()
         self._turns = Turns.of(os.cpu_count() or 1)
         self._engines: OpenEngines[FileEngine] = OpenEngines()
         self._closed = False
@@ -142,7 +144,7 @@ class FileBackend:
         self._check_room(manifest)
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
-        store = await self._port.run_blocking(partial(self._store, path, manifest))
+        store = await self._port.run_blocking(partial(self._store, path, manifest, binding.stands_on))
         return FileEngine(binding, self._port, store, self._turns)
 
     def _check_room(self, manifest: Manifest) -> None:
@@ -158,13 +160,15 @@ class FileBackend:
                 f"one needs {least}"
             )
 
-    def _store(self, path: Path, manifest: Manifest) -> PageStore:
+    def _store(self, path: Path, manifest: Manifest, stands_on: str | None) -> PageStore:
         options = self._options
         try:
             return PageStore(
                 path,
                 manifest,
                 self._budget,
+                standing=self._standing,
+                stands_on=stands_on,
                 limit=options.limit_of(manifest.pool),
                 read_only=options.read_only,
                 direct=options.direct,

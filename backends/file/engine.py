@@ -6,11 +6,12 @@ import asyncio
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Self, TypeVar
 
 from asynchicache.backends.closing import off_the_loop
+from asynchicache.backends.file.calls import PathCall
 from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run, neighbours
 from asynchicache.backends.file.store import PageStore
@@ -66,7 +67,6 @@ class _Batch(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
-    fresh: Sequence[int] = ()  # places of pages that are to be written
 
     def digest(self, move: Move) -> bytes:
         return self.keys[move.place].digest
@@ -108,11 +108,24 @@ class FileEngine:
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return await _all([self._hop(partial(self._get, keys[c], slots[c])) for c in self._reads(len(keys))])
+        self._check_open()
+        cuts = self._reads(len(keys))
+        call = self._path_call(keys, cuts)
+        return await _all([self._hop(partial(self._get, call, keys[cut], slots[cut])) for cut in cuts])
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._check_open()
         cuts = self._cuts(len(keys), _HOP_BYTES)
-        return await _all([self._hop(partial(self._put, keys[cut], slots[cut]), writes=True) for cut in cuts])
+        call = self._path_call(keys, cuts)
+        hops = [partial(self._put, call, cut.start, keys[cut], slots[cut]) for cut in cuts]
+        outcomes = await _all([self._hop(hop, writes=True) for hop in hops])
+        if len(call.own) < len(keys):
+            _repeat(keys, outcomes)
+        return outcomes
+
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Count pages as used now, the last one most recently; written down when the store is closed."""
+        await self._hop(partial(self._store.touch, [key.digest for key in keys]))
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._hop(partial(self._delete, keys))
@@ -153,6 +166,9 @@ class FileEngine:
         step = max(1, nbytes // self._binding.slot_bytes)
         return [slice(start, start + step) for start in range(0, count, step)]
 
+    def _path_call(self, keys: Sequence[ObjectKey], cuts: Sequence[slice]) -> PathCall:
+        return PathCall(self._store, [key.digest for key in keys], len(cuts))
+
     def _hop(self, work: Callable[[], T], *, writes: bool = False) -> asyncio.Future[T]:
         """Run `work` in a thread, to its end; `aclose` waits for it, whatever its caller does."""
         self._check_open()
@@ -165,7 +181,7 @@ class FileEngine:
         async with self._turns.puts:
             return await self._port.run_blocking(work)
 
-    def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+    def _get(self, call: PathCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         batch = _Batch(keys, slots, [Outcome.MISS] * len(keys))
         found = {place: page for place, page in enumerate(self._store.pin(k.digest for k in keys)) if page}
         moves = sorted(Move(page.slot, place) for place, page in found.items())
@@ -177,6 +193,7 @@ class FileEngine:
             self._drop([move for move in moves if batch.outcomes[move.place] is Outcome.CORRUPT], batch)
         finally:
             self._store.unpin(move.slot for move in moves)
+            call.end()
         return batch.outcomes
 
     def _drop(self, damaged: Sequence[Move], batch: _Batch) -> None:
@@ -189,29 +206,37 @@ class FileEngine:
             else:  # deleted while it was read: nothing is damaged
                 batch.outcomes[move.place] = Outcome.MISS
 
-    def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """Write pages, and make them durable together."""
-        batch, moves = self._begin(keys, slots)
-        if moves:
-            self._write(moves, batch)
-        self._repeat(batch)
+    def _put(
+        self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> list[Outcome]:
+        """Write pages from place `start` of the call on, and make them durable together."""
+        try:
+            batch, moves = self._begin(call, start, keys, slots)
+            if moves:
+                self._write(moves, batch, call.own)
+        finally:
+            call.end()
         return batch.outcomes
 
-    def _begin(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> tuple[_Batch, list[Move]]:
+    def _begin(
+        self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> tuple[_Batch, list[Move]]:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
             return _Batch(keys, slots, [Outcome.REJECTED] * len(keys)), []
-        fresh = self._store.missing([key.digest for key in keys])
-        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys), fresh)
-        return batch, self._take(batch)
+        claim = call.claim(range(start, start + len(keys)))
+        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys))
+        for place in claim.refused:
+            batch.outcomes[place - start] = claim.refusal
+        return batch, [Move(slot, place - start) for place, slot in claim.slots.items()]
 
-    def _write(self, moves: Sequence[Move], batch: _Batch) -> None:
+    def _write(self, moves: Sequence[Move], batch: _Batch, own: Collection[bytes]) -> None:
         """Write and seal pages, and make them visible."""
         batch.end(moves, Outcome.FAILED)  # until they are stored, or it is known why not
         load = Load(partial(self._move, self._store.segments.write, batch), partial(self._seal, moves, batch))
         try:
             load.runs += self._runs(moves, batch)
-            first = self._store.write(load)
+            first = self._store.write(load, own)
         except OSError as error:
             logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)
         else:
@@ -227,27 +252,6 @@ class FileEngine:
 
     def _stored(self, slot: int, memory: int, key: ObjectKey) -> Stored:
         return Stored(key.digest, slot, self._binding.seal(memory, key))
-
-    def _take(self, batch: _Batch) -> list[Move]:
-        """A slot of the store for each page; what gets none has its outcome."""
-        refusal, taken = Outcome.REJECTED, []
-        try:
-            taken = self._store.take(len(batch.fresh))
-        except OSError as error:
-            logger.warning("pool %s: no slots for %d pages: %s", self._binding.pool, len(batch.fresh), error)
-            refusal = Outcome.FAILED
-        for place in batch.fresh[len(taken) :]:
-            batch.outcomes[place] = refusal
-        return [Move(slot, place) for slot, place in zip(taken, batch.fresh, strict=False)]
-
-    def _repeat(self, batch: _Batch) -> None:
-        """A page that is in its batch twice ends as its first time did."""
-        if len({key.digest for key in batch.keys}) == len(batch.keys):
-            return
-        ends = {batch.keys[place].digest: batch.outcomes[place] for place in batch.fresh}
-        for place in set(range(len(batch.keys))).difference(batch.fresh):
-            end = ends.get(batch.keys[place].digest, batch.outcomes[place])
-            batch.outcomes[place] = Outcome.EXISTS if end is Outcome.STORED else end
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         if self._store.read_only or self._store.broken:
@@ -302,6 +306,15 @@ async def _all(hops: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcome]:
     """What hops came to. If one fails the others are waited for: they use slots of the same call."""
     await asyncio.gather(*hops, return_exceptions=True)
     return [outcome for hop in hops for outcome in hop.result()]
+
+
+def _repeat(keys: Sequence[ObjectKey], outcomes: list[Outcome]) -> None:
+    """A page that is in its call twice ends as its first time did."""
+    first: dict[bytes, int] = {}
+    for place, key in enumerate(keys):
+        end = outcomes[first.setdefault(key.digest, place)]
+        if first[key.digest] < place:
+            outcomes[place] = Outcome.EXISTS if end is Outcome.STORED else end
 
 
 def _outcome(error: OSError) -> Outcome:

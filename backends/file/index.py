@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class PageIndex:
         self._free: list[int] = []  # a heap
         self._readers: Counter[int] = Counter()
         self._leaving: set[int] = set()  # given up while it is read; free once nobody reads it
+        self._departed: list[bytes] = []
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._pages
@@ -79,6 +80,18 @@ class PageIndex:
         self.used = True
         return True
 
+    def demote(self, digests: Sequence[bytes]) -> None:
+        """These are the first to be evicted, in this order; those that are not there are skipped."""
+        for digest in reversed(digests):
+            if digest in self._pages:
+                self._pages.move_to_end(digest, last=False)
+                self.used = True
+
+    def departed(self) -> list[bytes]:
+        """Digests of pages that were evicted, or forgotten, since this was asked last."""
+        departed, self._departed = self._departed, []
+        return departed
+
     def pin(self, digest: bytes) -> Stored | None:
         """A page, whose slot is not evicted until `unpin`; None if it is not there."""
         slot = self._pages.get(digest)
@@ -102,12 +115,20 @@ class PageIndex:
         """Up to `count` free slots to write to, ascending."""
         return [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
 
-    def evict(self, count: int) -> list[int]:
-        """Forget up to `count` pages that nobody reads, the least recently used; their slots are taken."""
-        idle = (item for item in self._pages.items() if item[1] not in self._readers)
+    def evict(self, count: int, keep: Collection[bytes] = frozenset()) -> list[int]:
+        """Forget up to `count` pages that nobody reads, the least recently used; their slots are taken.
+
+        Args:
+            count: how many; below 1 for none.
+            keep: digests of pages that stay.
+        """
+        idle = (
+            (digest, slot)
+            for digest, slot in self._pages.items()
+            if slot not in self._readers and digest not in keep
+        )
         victims = list(islice(idle, max(count, 0)))
-        for digest, _ in victims:
-            del self._pages[digest]
+        self._drop(digest for digest, _ in victims)
         self.evicted += len(victims)
         return [slot for _, slot in victims]
 
@@ -121,8 +142,7 @@ class PageIndex:
         free = [slot for slot in self._free if slot >= slots]
         if len(going) + len(free) < self.slots - slots or any(slot in self._readers for _, slot in going):
             return False
-        for digest, _ in going:
-            del self._pages[digest]
+        self._drop(digest for digest, _ in going)
         self.evicted += len(going)
         self._free = [slot for slot in self._free if slot < slots]
         heapq.heapify(self._free)
@@ -133,7 +153,7 @@ class PageIndex:
     def clear(self) -> list[int]:
         """Forget every page; their slots are taken until `release`."""
         slots = list(self._pages.values())
-        self._pages.clear()
+        self._drop(list(self._pages))
         return slots
 
     def in_order(self) -> list[Stored]:
@@ -158,14 +178,26 @@ class PageIndex:
 
     def remove(self, digest: bytes) -> int | None:
         """Forget a page; its slot is taken until `release`. None if it is not there."""
-        return self._pages.pop(digest, None)
+        slot = self._pages.get(digest)
+        if slot is not None:
+            self._drop([digest])
+        return slot
 
     def forget(self, digest: bytes, slot: int) -> bool:
         """Forget a damaged page, whose slot is taken until `release`; False if it is not there any more."""
         if self._pages.get(digest) != slot:
             return False
-        del self._pages[digest]
+        self._drop([digest])
         return True
+
+    def digests(self) -> list[bytes]:
+        """Of all pages, the least recently used first."""
+        return list(self._pages)
+
+    def _drop(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            del self._pages[digest]
+            self._departed.append(digest)
 
     def _stored(self, digest: bytes, slot: int) -> Stored:
         return Stored(digest, slot, self._checksums[slot].to_bytes(8))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
@@ -17,11 +17,13 @@ from asynchicache.backends.file.index import PageIndex, Stored
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.recovery import PageReader, recover
 from asynchicache.backends.file.segments import Segments
+from asynchicache.backends.file.standing import Standing
 from asynchicache.backends.file.writer import GroupWriter, Load
 
 logger = logging.getLogger(__name__)
 
 _AHEAD = 64  # a full store keeps one slot of so many free for the next call, and not more than a call's
+_LEAST_AHEAD = 1024  # slots below which each one counts, and none is kept free
 
 
 class PageStore:
@@ -34,6 +36,8 @@ class PageStore:
         folder: of the pool.
         manifest: whose pages they are, and their sizes.
         budget: what the folder of all pools may take.
+        standing: which of the folder's pools stand on which; by default this one on none, and none on it.
+        stands_on: the pool without whose page of the same digest a page here is useless; None for none.
         limit: most bytes of this pool's files; None for no limit of its own.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
@@ -49,15 +53,20 @@ class PageStore:
         manifest: Manifest,
         budget: Budget,
         *,
+        standing: Standing | None = None,
+        stands_on: str | None = None,
         limit: int | None = None,
         read_only: bool = False,
         direct: bool = True,
     ) -> None:
+        self.pool = manifest.pool
+        self.stands_on = stands_on
         self.read_only = read_only
         self.unfinished = 0
         """Pages of the last writes before a crash that were found in part, and forgotten."""
         self._folder = folder
         self._budget = budget
+        self._standing = standing or Standing()
         self._limit = limit
         self._full = False
         self._lock = threading.Lock()
@@ -74,6 +83,7 @@ class PageStore:
                 self.segments.close()
                 raise
             budget.join(folder, self)
+        self._standing.join(self)
 
     @property
     def nbytes(self) -> int:
@@ -100,10 +110,37 @@ class PageStore:
         """Forget damaged pages; for each, whether the slot still held it."""
         with self._lock:
             dropped = [self.index.forget(digest, slot) for digest, slot in pages]
+            gone = self.index.departed()
+        self._standing.lost(self, gone)
         if not self.read_only:
             slots = [slot for (_, slot), there in zip(pages, dropped, strict=True) if there]
             self._give_up(slots)
         return dropped
+
+    # The order of use.
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Count pages as used now, the last one most recently; not those that lack what they stand on."""
+        self.use([digest for digest in digests if self._standing.useful(self, digest)])
+
+    def use(self, digests: Iterable[bytes]) -> None:
+        """Count pages as used now, the last one most recently; those that are not there are skipped."""
+        with self._lock:
+            for digest in digests:
+                self.index.touch(digest)
+
+    def demote(self, digests: Sequence[bytes]) -> None:
+        """These are the first to be evicted, in this order."""
+        with self._lock:
+            self.index.demote(digests)
+
+    def digests(self) -> list[bytes]:
+        """Of all pages, the least recently used first."""
+        with self._lock:
+            return self.index.digests()
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self.index
 
     # Writing.
 
@@ -113,8 +150,12 @@ class PageStore:
         with self._lock:
             return sorted(place for digest, place in first.items() if not self.index.touch(digest))
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, keep: Collection[bytes] = frozenset()) -> list[int]:
         """Up to `count` slots to write to, ascending: free ones, new ones, then those of the oldest pages.
+
+        Args:
+            count: how many.
+            keep: digests of pages that make no room.
 
         Raises:
             OSError: pages could not be given up durably.
@@ -124,25 +165,34 @@ class PageStore:
         if short > 0:
             self._grow(short)
         with self._lock:
-            evicted = self.index.evict(count - self.index.free)
+            evicted = self.index.evict(count - self.index.free, keep)
+            gone = self.index.departed()
             self._full = bool(evicted) or (self._full and short <= 0)
             taken = sorted(evicted + self.index.take(count - len(evicted)))
+        self._standing.lost(self, gone)
         self._commits.erase(evicted)
         return taken
 
-    def write(self, load: Load) -> list[bool]:
+    def write(self, load: Load, keep: Collection[bytes] = frozenset()) -> list[bool]:
         """Write pages to taken slots, durably, and make them visible; for each page that was written whether
         no other call came first.
 
-        In a full store slots for the next call are made free by the same barrier.
+        In a full store, unless it is small, slots for the next call are made free by the same barrier.
+
+        Args:
+            load: what is written.
+            keep: digests of pages that make no room.
 
         Raises:
             OSError: they may not be durable.
         """
         count = sum(len(run.moves) for run in load.runs)
         with self._lock:
-            ahead = min(count, self.index.slots // _AHEAD) if self._full else 0
-            leaving = self.index.evict(ahead - self.index.free)
+            spare = self._full and self.index.slots >= _LEAST_AHEAD
+            ahead = min(count, self.index.slots // _AHEAD) if spare else 0
+            leaving = self.index.evict(ahead - self.index.free, keep)
+            gone = self.index.departed()
+        self._standing.lost(self, gone)
         load.naming = self._commits.name(count, leaving)
         try:
             self._writer.write(load)
@@ -174,6 +224,8 @@ class PageStore:
         """
         with self._lock:
             slots = [self.index.remove(digest) for digest in digests]
+            gone = self.index.departed()
+        self._standing.lost(self, gone)
         self._empty([slot for slot in slots if slot is not None])
         return [slot is not None for slot in slots]
 
@@ -185,6 +237,8 @@ class PageStore:
         """
         with self._lock:
             slots = self.index.clear()
+            gone = self.index.departed()
+        self._standing.lost(self, gone)
         self._empty(slots)
         return len(slots)
 
@@ -195,6 +249,8 @@ class PageStore:
         with self._lock:
             if self.broken or not self.index.cut(slots):
                 return 0
+            gone = self.index.departed()
+        self._standing.lost(self, gone)
         try:
             self._commits.erase(range(slots, last))
             self._shrink(slots)
@@ -205,6 +261,7 @@ class PageStore:
     def close(self) -> None:
         """Write the order of use, and close the files; twice is harmless."""
         self._budget.leave(self._folder, self)
+        self._standing.leave(self)
         self._writer.close()
         try:
             if self.index.used and not (self.read_only or self.broken):

@@ -104,7 +104,10 @@ class GroupWriter:
             self._queue.append(load)
         try:
             load.pages = load.seal()
-            load.entries = self._commits.entries(load.naming, load.pages.values())
+            in_order_of_use = reversed(
+                list(load.pages.values())
+            )  # the first of a path counts as the last used
+            load.entries = self._commits.entries(load.naming, in_order_of_use)
             load.blocks = self._commits.blocks(load.naming, load.entries)
         except BaseException as error:  # noqa: BLE001 - raised below: its pages are being written
             load.error = error

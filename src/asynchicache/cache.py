@@ -404,7 +404,7 @@ async def _attachment(
     slots for its pages to arrive in."""
     config.check_storage()
     bindings = [
-        SlotBinding(memory.host, *_identity(spec, name, config))
+        SlotBinding(memory.host, *_identity(spec, name, config), stands_on=spec.stands_on(name))
         for name, memory in memories.items()
         if memory.host.slots
     ]

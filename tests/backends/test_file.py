@@ -169,11 +169,11 @@ async def test_a_full_file_evicts_what_was_not_used_for_longest(tmp_path: Path) 
         await bench.get(bench.keys(1), [4])
         assert await bench.put(bench.keys(5, 6), [0, 1]) == [STORED] * 2
 
-        assert await bench.engine.exists(bench.keys(1, 2, 3, 4, 5, 6)) == bytes([1, 0, 0, 1, 1, 1])
-        assert await bench.get(bench.keys(5, 6, 1, 4), [4, 5, 6, 7]) == [HIT] * 4
+        assert await bench.engine.exists(bench.keys(1, 2, 3, 4, 5, 6)) == bytes([1, 1, 0, 0, 1, 1])
+        assert await bench.get(bench.keys(5, 6, 1, 2), [4, 5, 6, 7]) == [HIT] * 4
         assert pages_file(tmp_path).stat().st_size == pool_bytes(4)
     async with bench_at(tmp_path) as bench:
-        assert await bench.get(bench.keys(1, 2, 3, 4, 5, 6), range(6)) == [HIT, MISS, MISS, HIT, HIT, HIT]
+        assert await bench.get(bench.keys(1, 2, 3, 4, 5, 6), range(6)) == [HIT, HIT, MISS, MISS, HIT, HIT]
 
 
 @pytest.mark.asyncio

@@ -73,6 +73,7 @@ async def record(
     with log.recording(monkeypatch), monkeypatch.context() as watching:
         watch_index(log, watching)
         watching.setattr(stores, "_AHEAD", 4)
+        watching.setattr(stores, "_LEAST_AHEAD", 0)
         watching.setattr(segments, "_LONG_BYTES", (2 + seed % 2 * 1000) * SLOT_BYTES)  # who writes pages
         async with bench_at(folder, capacity_bytes=capacity) as bench:
             await work(bench, log, random.Random(seed), steps)

@@ -65,6 +65,7 @@ async def test_slots_freed_ahead_come_back_when_a_put_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_AHEAD", 4)
+    monkeypatch.setattr(store, "_LEAST_AHEAD", 0)
     async with bench_at(tmp_path, capacity_bytes=capacity_for(8)) as bench:
         await fill(bench, range(12))  # full, and evicting
         foreign = [key._replace(fingerprint=b"f" * 32) for key in bench.keys(20, 21)]

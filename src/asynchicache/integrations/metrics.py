@@ -20,7 +20,7 @@ Value: TypeAlias = float | Distribution
 Samples: TypeAlias = Iterable[tuple[tuple[str, ...], Value]]
 """Label values, in the order of the family's labels, and what was counted."""
 
-_OPS = ("exists", "get", "put", "delete")
+_OPS = ("exists", "get", "put", "delete", "touch")
 
 
 class Family(NamedTuple):
@@ -277,6 +277,12 @@ FAMILIES = (
         "How often the breaker opened.",
         ("pool",),
         _by_pool(lambda pool: pool.opened),
+    ),
+    Family(
+        "storage_full",
+        "1 while storage refuses to take more.",
+        ("pool",),
+        _by_pool(lambda pool: int(pool.full)),
     ),
     Family(
         "storage_known_pages",

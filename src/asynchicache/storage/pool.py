@@ -20,11 +20,11 @@ from asynchicache.storage.breaker import BreakerState, CircuitBreaker
 from asynchicache.storage.checks import Checks
 from asynchicache.storage.known import KnownPages
 from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.protocol import PoolBinding, PoolEngine
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, TouchableEngine
 from asynchicache.storage.statistics import PoolStatistics, Tally
 from asynchicache.storage.strangers import at_once, bounded, close, failure
 from asynchicache.storage.turns import Patience, Turns
-from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, VERBS, Verb, failed
+from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, TOUCH, VERBS, Verb, failed
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class GuardedPool:
         self._port = port
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
+        self.touchable = isinstance(engine, TouchableEngine)
+        """Whether the engine can be told of uses."""
         self._checks = Checks(binding, self._capabilities, port)
         self._families = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
@@ -142,6 +144,20 @@ class GuardedPool:
         self._known.forget(keys)
         return batch
 
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Tell the engine that pages were used in memory, in this order, the last one most recently.
+
+        Nothing happens if the engine cannot be told, while the breaker is not closed, or while a call before
+        this one is late. Failures are counted and logged, and neither raised nor held against the engine.
+
+        Raises:
+            UsageError: a key is of another pool.
+        """
+        if self.touchable:
+            await self._call(TOUCH, keys, ())
+        else:
+            self._admit(keys)
+
     async def clear(self) -> int:
         """Forget every page of this pool, of these weights and of this shard; how many there were.
 
@@ -192,6 +208,7 @@ class GuardedPool:
             breaker=self._breaker.state,
             opened=self._breaker.opened,
             known=self._known.statistics(),
+            full=bool(getattr(self._engine, "full", False)),
             **counts,
         )
 
@@ -244,6 +261,8 @@ class GuardedPool:
         patience = Patience(None if verb is PUT else self._limits.deadline)
         if len(cuts) <= 1:
             outcomes = await self._batch(verb, keys, slots, patience) if cuts else []
+        elif verb is TOUCH:  # in order, which is all that they say
+            outcomes = [one for cut in cuts for one in await self._batch(verb, keys[cut], (), patience)]
         else:
             outcomes = await self._side_by_side(verb, keys, slots, cuts, patience)
         return Batch(outcomes, self.lingering(slots))
@@ -282,11 +301,11 @@ class GuardedPool:
     ) -> list[Outcome]:
         """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
         try:
-            taken = await self._turns.take(patience, put=verb is PUT)
+            taken = await self._turns.take(patience, put=verb in (PUT, TOUCH))
         except TimeoutError:  # others kept it busy: that is no failure of the engine's
             return self._refuse(verb, len(keys), Outcome.TIMEOUT)
         with taken as turn:
-            if self._refuses() or not self._breaker.allow():
+            if self._refuses() or not self._allows(verb):
                 return self._refuse(verb, len(keys), verb.refused)
             call = self._start(verb, keys, slots, turn.pop_all())
         outcomes = await call.answer
@@ -297,7 +316,7 @@ class GuardedPool:
     async def _batch_in_place(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome]:
-        if not self._breaker.allow():
+        if not self._allows(verb):
             return self._refuse(verb, len(keys), verb.refused)
         started = self._port.now()
         answer = await self._attempt(verb, keys, slots)
@@ -305,7 +324,16 @@ class GuardedPool:
 
     def _refuses(self) -> bool:
         """An engine that has as many late calls as it may have at once hangs in all of them."""
-        return self._closed or sum(call.late for call in self._calls) >= self._capabilities.concurrency
+        late = sum(call.late for call in self._calls if call.verb.vital)
+        return self._closed or late >= self._capabilities.concurrency
+
+    def _allows(self, verb: Verb) -> bool:
+        """Whether the breaker lets a call through. One whose end tells it nothing is no try of a half-open
+        breaker, and not begun while one like it is late: it would take a turn from others."""
+        if verb.vital:
+            return self._breaker.allow()
+        late = any(call.late for call in self._calls if call.verb is verb)
+        return self._breaker.state is BreakerState.CLOSED and not late
 
     @property
     def _abandoned(self) -> int:
@@ -330,7 +358,8 @@ class GuardedPool:
     def _expire(self, call: _Call) -> None:
         """The deadline has come: answer for the engine, and let its call run on."""
         call.late = True
-        self._breaker.failed()
+        if call.verb.vital:
+            self._breaker.failed()
         tally = self._tallies[call.verb.name]
         tally.late += 1
         tally.answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
@@ -408,16 +437,18 @@ class GuardedPool:
         return outcomes
 
     def _blame(self, verb: Verb, pages: int, error: BaseException) -> None:
-        self._tallies[verb.name].errors += 1
-        logger.warning("pool %s: %s of %d pages failed: %r", self._binding.pool, verb.name, pages, error)
+        tally = self._tallies[verb.name]
+        level = logging.WARNING if verb.vital or not tally.errors else logging.DEBUG
+        tally.errors += 1
+        logger.log(level, "pool %s: %s of %d pages failed: %r", self._binding.pool, verb.name, pages, error)
 
     def _judge(self, verb: Verb, pages: int, answer: list[Outcome] | None, started: float) -> list[Outcome]:
         """Tell breaker and counters how a call ended."""
         outcomes = answer if answer is not None else [Outcome.FAILED] * pages
         counts = verb.tally(outcomes)
-        if counts.get(Outcome.FAILED, 0) == pages:
+        if verb.vital and counts.get(Outcome.FAILED, 0) == pages:
             self._breaker.failed()
-        else:
+        elif verb.vital:
             self._breaker.succeeded(weak=not verb.moves)
         self._tallies[verb.name].answered(counts, self._port.now() - started)
         return outcomes

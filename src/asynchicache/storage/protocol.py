@@ -70,6 +70,13 @@ class PoolBinding(Protocol):
     def shard(self) -> str: ...
 
     @property
+    def stands_on(self) -> str | None:
+        """Name of the pool whose page of the same digest a page of this pool is useless without: the pool
+        that covers every page. None for that one. An engine that chooses what to evict evicts pages first
+        that lost what they stand on."""
+        ...
+
+    @property
     def header_bytes(self) -> int:
         """Bytes of a slot's header in memory and in storage, a multiple of `ALIGNMENT`."""
         ...
@@ -128,6 +135,13 @@ class PoolBinding(Protocol):
 class PoolEngine(Protocol):
     """One pool in one backend. Every coroutine may be cancelled; bytes then still may move until
     the engine's thread is done with them, so the caller keeps the slots until the call has ended.
+
+    The keys of one `get` or `put` come in the order of their path, its beginning first. An engine that evicts
+    by itself counts the first key as the most recently used, and evicts no page of a `put` to make room for
+    another page of the same call: it rejects what has no room. So a path loses its end before its beginning.
+
+    Two more attributes are optional, and looked for by name: `touch`, see `TouchableEngine`; and `full`, a
+    bool, true while the medium refuses to take more.
     """
 
     @property
@@ -156,6 +170,20 @@ class PoolEngine(Protocol):
 
     async def aclose(self) -> None:
         """Finish what was acknowledged and let go of the medium; twice is harmless."""
+        ...
+
+
+@runtime_checkable
+class TouchableEngine(Protocol):
+    """An engine that evicts by order of use, and can be told of uses that it does not see.
+
+    Optional: an engine without it, an object store say, is as good. The core looks for the attribute.
+    """
+
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """These pages were used in memory: count them as used now, in the order given, the last one most
+        recently. Keys that are not there are skipped. Moves no bytes, and is never waited for by a request.
+        """
         ...
 
 

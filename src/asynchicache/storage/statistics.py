@@ -16,14 +16,14 @@ _MOVED = frozenset({Outcome.HIT, Outcome.STORED})
 
 @dataclass(frozen=True, slots=True)
 class CallStatistics:
-    """One kind of call (`exists`, `get`, `put`, `delete`) of one pool.
+    """One kind of call (`exists`, `get`, `put`, `delete`, `touch`) of one pool.
 
     Attributes:
         calls: calls of the engine; what was refused without asking it is not one.
         pages: keys asked for, refused ones included.
-        bytes: bytes of pages that were read or stored; 0 for `exists` and `delete`.
+        bytes: bytes of pages that were read or stored; 0 for calls that move none.
         seconds: sum of the calls' latencies; of late ones up to their deadline.
-        outcomes: pages by what became of them.
+        outcomes: pages by what became of them; HIT for those that the engine was told the use of.
         latencies: how the calls' latencies are distributed.
         errors: times that the engine raised or answered nonsense, tries that were repeated included.
         late: calls whose deadline came first.
@@ -45,12 +45,13 @@ class PoolStatistics:
 
     Attributes:
         pool: its name.
-        exists, get, put, delete: by kind of call.
+        exists, get, put, delete, touch: by kind of call.
         running: calls that the engine has not ended, late ones included.
         lingering: those of them that nobody waits for any more.
         breaker: whether calls go through.
         opened: how often the breaker opened.
         known: what is known of its pages without asking.
+        full: the engine's medium refuses to take more; it is asked again after a while.
     """
 
     pool: str
@@ -58,11 +59,13 @@ class PoolStatistics:
     get: CallStatistics
     put: CallStatistics
     delete: CallStatistics
+    touch: CallStatistics
     running: int
     lingering: int
     breaker: BreakerState
     opened: int
     known: KnownStatistics
+    full: bool = False
 
 
 class Tally:

@@ -60,6 +60,10 @@ class Turns:
     async def take(self, patience: Patience, *, put: bool) -> ExitStack:
         """Wait for a turn; it ends when what is returned is closed, which may happen twice.
 
+        Args:
+            patience: how long.
+            put: nobody waits for the call, a put or a touch.
+
         Raises:
             TimeoutError: patience has come to its end first.
         """

@@ -1,4 +1,4 @@
-"""The four kinds of call that an engine takes: how to ask, what may be answered."""
+"""The five kinds of call that an engine takes: how to ask, what may be answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
-from asynchicache.storage.protocol import PoolEngine
+from asynchicache.storage.protocol import PoolEngine, TouchableEngine
 from asynchicache.types import Outcome
 
 Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[Sequence[Outcome]]]
@@ -23,6 +23,7 @@ class Verb(NamedTuple):
         refused: the outcome of pages for which the engine was not asked.
         moves: whether pages move between slots and storage.
         repeatable: asking again after a failure can do no harm.
+        vital: its failures open the breaker. Else it is only tried while the breaker is closed.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Verb(NamedTuple):
     refused: Outcome
     moves: bool
     repeatable: bool = True
+    vital: bool = True
 
     def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
         """How many pages came to which outcome."""
@@ -66,6 +68,12 @@ def _bits(answers: bytes | bytearray) -> bytes | bytearray:
     return answers
 
 
+async def _touch(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
+    if isinstance(engine, TouchableEngine):
+        await engine.touch(keys)
+    return [Outcome.HIT] * len(keys)
+
+
 EXISTS = Verb("exists", _exists, (Outcome.HIT, Outcome.MISS, Outcome.FAILED), Outcome.FAILED, moves=False)
 GET = Verb(
     "get",
@@ -89,7 +97,16 @@ DELETE = Verb(
     Outcome.FAILED,
     moves=False,
 )
-VERBS = (EXISTS, GET, PUT, DELETE)
+TOUCH = Verb(
+    "touch",
+    _touch,
+    (Outcome.HIT, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=False,
+    repeatable=False,  # the next use says it again
+    vital=False,  # an engine that cannot be told of uses can be read and written all the same
+)
+VERBS = (EXISTS, GET, PUT, DELETE, TOUCH)
 
 
 def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:

@@ -81,8 +81,10 @@ class TearingBinding(SlotBinding):
         torn: their digests; none at first.
     """
 
-    def __init__(self, memory: SlotSlab, fingerprint: bytes, shard: str = "") -> None:
-        super().__init__(memory, fingerprint, shard)
+    def __init__(
+        self, memory: SlotSlab, fingerprint: bytes, shard: str = "", *, stands_on: str | None = None
+    ) -> None:
+        super().__init__(memory, fingerprint, shard, stands_on=stands_on)
         self.torn: set[bytes] = set()
 
     def seal(self, slot: int, key: ObjectKey) -> bytes:

@@ -11,13 +11,20 @@ from itertools import pairwise
 
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
-from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend
+from asynchicache.storage.protocol import (
+    Capabilities,
+    PoolBinding,
+    PoolEngine,
+    StorageBackend,
+    TouchableEngine,
+)
 from asynchicache.types import Outcome
 
 Sleep = Callable[[float], Awaitable[object]]
 Move = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
+Touch = Callable[[Sequence[ObjectKey]], Awaitable[None]]
 
-CALLS = ("exists", "get", "put", "delete", "clear")
+CALLS = ("exists", "get", "put", "delete", "touch", "clear")
 """What may go wrong, by the engine's methods."""
 
 _REMEMBERED = 64  # pages of an engine that may turn up in place of others
@@ -56,6 +63,7 @@ class _PersistentEngine:
         self.delete = engine.delete
         self.clear = engine.clear
         self.aclose = engine.aclose
+        self.touch = touch_of(engine)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -77,6 +85,11 @@ class _PersistentEngine:
             for place, outcome in zip(failed, again, strict=True):
                 outcomes[place] = outcome
         return outcomes
+
+
+def touch_of(engine: PoolEngine) -> Touch | None:
+    """The engine's `touch`, for a wrapper to pass on; None if it has none."""
+    return engine.touch if isinstance(engine, TouchableEngine) else None
 
 
 class Latency:
@@ -114,6 +127,8 @@ class _SlowEngine:
     def __init__(self, engine: PoolEngine, wait: Callable[[int], Awaitable[None]]) -> None:
         self._engine = engine
         self._wait = wait
+        self._told = touch_of(engine)
+        self.touch = self._touch if self._told is not None else None
         self.capabilities = replace(engine.capabilities, immediate=False)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
@@ -131,6 +146,11 @@ class _SlowEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         await self._wait(len(keys))
         return await self._engine.delete(keys)
+
+    async def _touch(self, keys: Sequence[ObjectKey]) -> None:
+        await self._wait(len(keys))
+        if self._told is not None:
+            await self._told(keys)
 
     async def clear(self) -> int:
         await self._wait(0)
@@ -273,6 +293,8 @@ class _FaultyEngine:
         self._binding = binding
         self._faults = faults
         self._stored: deque[ObjectKey] = deque(maxlen=_REMEMBERED)
+        self._told = touch_of(engine)
+        self.touch = self._touch if self._told is not None else None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -321,6 +343,15 @@ class _FaultyEngine:
         outcomes = await self._engine.delete(keys)
         await self._faults.leave()
         return outcomes
+
+    async def _touch(self, keys: Sequence[ObjectKey]) -> None:
+        concerned = self._concerned("touch")
+        if concerned and not await self._faults.enter():
+            raise StorageError("made to fail; touch has no other word for it")
+        if self._told is not None:
+            await self._told(keys)
+        if concerned:
+            await self._faults.leave()
 
     async def clear(self) -> int:
         if not self._concerned("clear"):
