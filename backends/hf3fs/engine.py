@@ -77,6 +77,16 @@ class Hf3fsEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._run(partial(self._delete, keys), keys)
 
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Tell the service of uses, in this order, the last one most recent.
+
+        Raises:
+            StorageError: the metadata service does not answer, or is older and cannot be told.
+        """
+        self._check_open()
+        if keys:
+            await self._namespace.touch(_names(keys))
+
     async def clear(self) -> int:
         """Drop every page of this pool, shard and fingerprint, and of no other; how many.
 

@@ -80,6 +80,15 @@ class MooncakeEngine:
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._call(partial(self._delete, keys))
 
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Ask whether the pages are there, in this order: the master counts that as their use, and evicts those
+        first that were not asked for or read for longest.
+
+        Raises:
+            StorageError: the cluster does not answer.
+        """
+        await self.exists(keys)
+
     async def clear(self) -> int:
         """
         Raises:

@@ -140,6 +140,18 @@ class RedisEngine:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if bit else Outcome.MISS for bit in gone]
 
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Tell the server of uses, in this order. Its clock for them ticks once a second: of pages that were
+        used in one second none is more recent than another.
+
+        A server that is only read from is told too: what is used of it is not to be evicted.
+
+        Raises:
+            StorageError: the server does not answer, or refuses.
+        """
+        self._check_open()
+        await self._count(b"TOUCH", keys)
+
     async def clear(self) -> int:
         """
         Raises:

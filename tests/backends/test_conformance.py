@@ -20,12 +20,18 @@ from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBacken
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
+from storage.file_stores import capacity_for
 
 
 @pytest.mark.asyncio
 class TestMemory(BackendConformance):
+    bounded = True
+
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return memory.open_backend({}, port)
+
+    async def make_bounded(self, port: Port, tmp_path: Path, pages: int) -> StorageBackend:
+        return memory.open_backend({"capacity_bytes": pages * self.page_bytes}, port)
 
 
 @pytest.mark.asyncio
@@ -38,8 +44,13 @@ class TestMemoryUnsealed(BackendConformance):
 
 @pytest.mark.asyncio
 class TestFile(BackendConformance):
+    bounded = True
+
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return file.open_backend({"path": str(tmp_path)}, port)
+
+    async def make_bounded(self, port: Port, tmp_path: Path, pages: int) -> StorageBackend:
+        return file.open_backend({"path": tmp_path, "capacity_bytes": capacity_for(pages)}, port)
 
 
 @pytest.mark.asyncio
@@ -99,8 +110,8 @@ class BrokenBackend:
 
     name = "broken"
 
-    def __init__(self, port: Port, wrong: type[BrokenEngine]) -> None:
-        self._backend = memory.open_backend({}, port)
+    def __init__(self, port: Port, wrong: type[BrokenEngine], **options: object) -> None:
+        self._backend = memory.open_backend(options, port)
         self._wrong = wrong
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
@@ -236,6 +247,27 @@ class Hangs(BrokenEngine):
         return []
 
 
+class IgnoresUses(BrokenEngine):
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        pass
+
+
+class StoresWhatItIsToTouch(IgnoresUses):
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        await self.engine.put(keys, [63] * len(keys))
+
+
+class TurnsPathsAround(IgnoresUses):
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        return (await self.engine.put(keys[::-1], slots[::-1]))[::-1]
+
+
+class EvictsWhatItStores(IgnoresUses):
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        pairs = zip(keys, slots, strict=True)
+        return [outcome for key, slot in pairs for outcome in await self.engine.put([key], [slot])]
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("wrong", "test"),
@@ -252,14 +284,23 @@ class Hangs(BrokenEngine):
         (SaysThatItChecks, "test_a_page_that_is_not_what_was_sealed_is_no_hit"),
         (SharesWithoutHeaders, "test_a_page_comes_back_into_any_slot"),
         (Hangs, "test_a_page_comes_back_into_any_slot"),
+        (BrokenEngine, "test_what_was_touched_last_is_evicted_last"),  # it has no touch
+        (IgnoresUses, "test_what_was_touched_last_is_evicted_last"),
+        (StoresWhatItIsToTouch, "test_a_touch_changes_no_page"),
+        (TurnsPathsAround, "test_a_path_loses_its_end_first"),
+        (EvictsWhatItStores, "test_no_put_evicts_its_own_pages"),
     ],
 )
 async def test_the_tests_find_what_is_wrong(wrong: type[BrokenEngine], test: str, tmp_path: Path) -> None:
     class Suite(BackendConformance):
         seconds = 0.02 if wrong is Hangs else 300
+        bounded = True
 
         async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
             return BrokenBackend(port, wrong)
+
+        async def make_bounded(self, port: Port, tmp_path: Path, pages: int) -> StorageBackend:
+            return BrokenBackend(port, wrong, capacity_bytes=pages * self.page_bytes)
 
     with pytest.raises(AssertionError):
         await getattr(Suite(), test)(tmp_path)

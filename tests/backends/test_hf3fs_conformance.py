@@ -11,7 +11,9 @@ from uuid import uuid4
 import pytest
 
 from asynchicache.backends.hf3fs import open_backend
+from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.ports import Port
+from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance, Bench
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
@@ -30,6 +32,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Served(BackendConformance):
     """Every test has weights of its own, so that all can share one service."""
 
+    bounded = True
+
     @pytest.fixture(autouse=True)
     def _served(self, service: str) -> None:
         self.url = service
@@ -42,6 +46,10 @@ class Served(BackendConformance):
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return self.plain(port, tmp_path)
+
+    async def make_bounded(self, port: Port, tmp_path: Path, pages: int) -> StorageBackend:
+        frame_bytes = HEADER_BYTES + round_up(self.page_bytes, ALIGNMENT)
+        return self.plain(port, tmp_path, capacity_bytes=pages * frame_bytes)
 
     def plain(self, port: Port, tmp_path: Path, **more: object) -> StorageBackend:
         options = {

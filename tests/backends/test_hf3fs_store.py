@@ -110,8 +110,28 @@ def test_the_least_recently_used_page_makes_room(shelf: Shelf) -> None:
 
     shelf.put(5)
 
-    assert shelf.held(1, 2, 3, 4, 5) == [True, False, True, True, True]
+    assert shelf.held(1, 2, 3, 4, 5) == [True, True, True, False, True]  # the end of the path
     assert shelf.store.status().namespaces[0].evicted == 1
+
+
+def test_a_touch_counts_as_a_use_and_of_nothing_else(shelf: Shelf) -> None:
+    shelf.put(1, 2, 3, 4)
+    assert shelf.store.touch(shelf.number, [name(4), name(9), name(3)]) == 2
+
+    shelf.put(5)
+    shelf.put(6)
+    shelf.put(7)
+
+    assert shelf.held(1, 2, 3, 4, 9) == [False, False, True, False, False]
+
+
+def test_a_put_makes_no_room_with_its_own_pages(shelf: Shelf) -> None:
+    shelf.put(4, 1, 2, 3)
+
+    reserved = shelf.store.reserve(shelf.number, "f" * 32, [name(key) for key in (1, 2, 3, 10, 11)])
+
+    assert reserved.existed == [True, True, True, False, False]
+    assert [place is not None for place in reserved.places] == [False, False, False, True, False]
 
 
 def test_an_evicted_slot_has_another_generation(shelf: Shelf) -> None:
@@ -273,7 +293,7 @@ def test_after_a_crash_reservations_have_a_full_lease(tmp_path: Path, clock: Clo
 
 def test_what_was_used_last_is_remembered_when_closed(tmp_path: Path, clock: Clock) -> None:
     shelf = Shelf(tmp_path, clock)
-    shelf.put(1, 2, 3, 4)
+    shelf.put(4, 3, 2, 1)
     shelf.locate(1)
     shelf.store.close()
     again = Shelf(tmp_path, clock)

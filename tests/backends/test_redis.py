@@ -100,6 +100,33 @@ class TestRedisInParts(RedisConformance):
 
 
 @pytest.mark.asyncio
+async def test_uses_are_told_in_their_order(server: RedisServer, client: Any) -> None:
+    client.config_set("slowlog-log-slower-than", 0)  # so that all commands are in it
+    try:
+        async with bench_at(server.url) as bench:
+            await bench.put(bench.keys(1, 2, 3), range(3))
+            await bench.engine.touch(bench.keys(3, 9, 1, 2))
+            names = [key.text().encode() for key in bench.keys(3, 9, 1, 2)]
+    finally:
+        commands = [entry["command"] for entry in client.slowlog_get(64)][::-1]
+        client.config_set("slowlog-log-slower-than", 10_000)
+        client.slowlog_reset()
+
+    touched = [command.partition(b":")[2] for command in commands if command.startswith(b"TOUCH ")]
+    assert touched == names
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_is_only_read_is_told_too(server: RedisServer, client: Any) -> None:
+    async with bench_at(server.url) as bench:
+        await bench.put(bench.keys(1), [0])
+    async with bench_at(server.url, read_only=True) as bench:
+        before = client.info("commandstats").get("cmdstat_touch", {}).get("calls", 0)
+        await bench.engine.touch(bench.keys(1))
+        assert client.info("commandstats")["cmdstat_touch"]["calls"] == before + 1
+
+
+@pytest.mark.asyncio
 async def test_faults_over_a_real_server_never_give_other_bytes(server: RedisServer) -> None:
     async with backend_at(server.url, namespace="faults") as backend:
         faults = Faulty(backend, FaultRates(partial=0.3, fail=0.1), Random(1))

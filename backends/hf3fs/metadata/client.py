@@ -183,6 +183,10 @@ class Namespace:
         )
         return _one_each(dropped.dropped, keys)
 
+    async def touch(self, keys: Sequence[str]) -> None:
+        """Count pages as used now, the last one most recently; repeating it changes nothing that matters."""
+        await self._client.call(f"{self._path}/touch", m.Ask(list(keys), self._ended_reads()), m.Counted)
+
     async def clear(self) -> int:
         """Drop every page of this namespace; how many."""
         return (await self._client.call(f"{self._path}/clear", m.Clear(), m.Counted, repeat=False)).count

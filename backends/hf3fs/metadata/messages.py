@@ -70,7 +70,8 @@ class Opened(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """`exists`, `locate` and `delete` of keys. `finished` are reads that have ended since the last call."""
+    """`exists`, `locate`, `delete` and `touch` of keys. `finished` are reads that have ended since the last
+    call."""
 
     keys: Keys
     finished: Leases = []

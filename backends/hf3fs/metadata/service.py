@@ -2,7 +2,7 @@
 
     GET  /v1/status                 what is held
     POST /v1/open                   a namespace's handle
-    POST /v1/namespaces/HANDLE/VERB exists, locate, reserve, confirm, release, forget, delete, clear
+    POST /v1/namespaces/HANDLE/VERB exists, locate, reserve, confirm, release, forget, delete, touch, clear
 
 Whoever can reach it can drop every page: it has no passwords and belongs on a loopback or a trusted network.
 """
@@ -73,6 +73,11 @@ def _delete(store: MetadataStore, namespace: int, ask: m.Ask) -> m.Message:
     return m.Dropped(store.delete(namespace, ask.keys))
 
 
+def _touch(store: MetadataStore, namespace: int, ask: m.Ask) -> m.Message:
+    store.end_reads(ask.finished)
+    return m.Counted(store.touch(namespace, ask.keys))
+
+
 def _clear(store: MetadataStore, namespace: int, ask: m.Clear) -> m.Message:
     return m.Counted(store.clear(namespace))
 
@@ -85,6 +90,7 @@ VERBS = {
     "release": Verb(m.Release, _release),
     "forget": Verb(m.Forget, _forget),
     "delete": Verb(m.Ask, _delete),
+    "touch": Verb(m.Ask, _touch),
     "clear": Verb(m.Clear, _clear),
 }
 

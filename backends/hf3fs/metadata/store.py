@@ -108,21 +108,26 @@ class MetadataStore:
         return [key in held for key in keys]
 
     def locate(self, namespace: int, keys: Sequence[str]) -> Located:
-        """Where pages are. They are the most recently used then, and keep their slots under a lease."""
+        """Where pages are. They are the most recently used then, the first one most of all, and keep their
+        slots under a lease."""
         held = self._held(namespace, keys)
+        self._use(namespace, held, reversed(keys))
         slots = [Slot(namespace, place.slot) for place in held.values()]
-        self._touch(slots)
-        if len(self._touched) > _MOST_TOUCHES:
-            with transaction(self._database):
-                self._write_touches()
         return Located(self._leases.read(slots) if slots else 0, [held.get(key) for key in keys])
+
+    def touch(self, namespace: int, keys: Sequence[str]) -> int:
+        """Count pages as used now, the last one most recently; how many are there."""
+        held = self._held(namespace, keys)
+        self._use(namespace, held, keys)
+        return len(held)
 
     def end_reads(self, leases: Iterable[int]) -> None:
         self._leases.end_reads(leases)
 
     def reserve(self, namespace: int, token: str, keys: Sequence[str]) -> Reserved:
         """Slots for pages that are not there: free ones, then new ones, then those of the pages that
-        were not used for longest and that nobody reads. Asked again with the same token, the same slots.
+        were not used for longest, that nobody reads, and that `keys` does not name. Where there are too few,
+        the last of `keys` get none. Asked again with the same token, the same slots.
 
         Raises:
             UsageError: a key is given twice; its pages would be written to one slot.
@@ -132,11 +137,12 @@ class MetadataStore:
         with transaction(self._database):
             expired = self._reclaim(namespace)
             held = self._held(namespace, keys)
-            self._touch(Slot(namespace, place.slot) for place in held.values())
+            self._touch(self._slots(namespace, held, reversed(keys)))
             self._write_touches()
             places = self._reserved(namespace, token)
             wanted = [key for key in keys if key not in held and key not in places]
-            places |= self._assign(namespace, token, wanted)
+            own = {place.slot for place in held.values()}
+            places |= self._assign(namespace, token, wanted, own)
         self._leases.end_writes(expired)
         self._leases.write(Slot(namespace, place.slot) for place in places.values())
         return Reserved(
@@ -147,7 +153,8 @@ class MetadataStore:
     def confirm(self, namespace: int, claims: Sequence[Claim]) -> list[Verdict]:
         """Show pages that were written. Said twice, it is answered alike."""
         with transaction(self._database):
-            verdicts = [self._confirm(namespace, claim) for claim in claims]
+            # The first page of a path is the most recently used.
+            verdicts = [self._confirm(namespace, claim) for claim in reversed(claims)][::-1]
         self._leases.end_writes(
             Slot(namespace, claim.slot)
             for claim, verdict in zip(claims, verdicts, strict=True)
@@ -216,6 +223,17 @@ class MetadataStore:
         )
         return {key: Place(slot, generation) for key, slot, generation in rows}
 
+    def _slots(self, namespace: int, held: dict[str, Place], keys: Iterable[str]) -> list[Slot]:
+        """Of those of the pages that are held, in the order of `keys`."""
+        return [Slot(namespace, held[key].slot) for key in keys if key in held]
+
+    def _use(self, namespace: int, held: dict[str, Place], keys: Iterable[str]) -> None:
+        """Count pages as used, the last one most recently; written down once there are many."""
+        self._touch(self._slots(namespace, held, keys))
+        if len(self._touched) > _MOST_TOUCHES:
+            with transaction(self._database):
+                self._write_touches()
+
     def _touch(self, slots: Iterable[Slot]) -> None:
         """These are the most recently used; written down with the next change, not now."""
         for slot in slots:
@@ -239,9 +257,9 @@ class MetadataStore:
         )
         return [Slot(namespace, slot) for slot in expired]
 
-    def _assign(self, namespace: int, token: str, keys: Sequence[str]) -> dict[str, Place]:
+    def _assign(self, namespace: int, token: str, keys: Sequence[str], keep: set[int]) -> dict[str, Place]:
         """Reserve a slot for each key, as far as there are slots; each gets a generation of its own."""
-        slots = self._take(namespace, len(keys))
+        slots = self._take(namespace, len(keys), keep)
         last = self._one("UPDATE store SET generation = generation + ? RETURNING generation", len(slots))
         places = [Place(slot, last - len(slots) + 1 + index) for index, slot in enumerate(slots)]
         assigned = dict(zip(keys, places, strict=False))
@@ -252,22 +270,23 @@ class MetadataStore:
         )
         return assigned
 
-    def _take(self, namespace: int, count: int) -> list[int]:
-        """Up to `count` slots, ascending, so that pages that are written together lie in one run."""
-        slots = self._oldest(namespace, _FREE, count)
+    def _take(self, namespace: int, count: int, keep: set[int]) -> list[int]:
+        """Up to `count` slots, none of `keep`, ascending, so that pages that are written together lie in one
+        run."""
+        slots = self._oldest(namespace, _FREE, count, keep)
         known = self._one("SELECT coalesce(max(slot) + 1, 0) FROM slots WHERE namespace = ?", namespace)
         limit = self._one("SELECT slots FROM namespaces WHERE number = ?", namespace)
         slots += range(known, min(limit, known + count - len(slots)))
-        evicted = self._oldest(namespace, _HELD, count - len(slots))
+        evicted = self._oldest(namespace, _HELD, count - len(slots), keep)
         self._database.execute(
             "UPDATE namespaces SET evicted = evicted + ? WHERE number = ?", (len(evicted), namespace)
         )
         return sorted(slots + evicted)
 
-    def _oldest(self, namespace: int, state: int, count: int) -> list[int]:
+    def _oldest(self, namespace: int, state: int, count: int, keep: set[int]) -> list[int]:
         if count < 1:
             return []
-        busy = self._leases.being_read(namespace)
+        busy = keep | self._leases.being_read(namespace)
         rows = self._database.execute(
             "SELECT slot FROM slots WHERE namespace = ? AND state = ? ORDER BY used, slot LIMIT ?",
             (namespace, state, count + len(busy)),

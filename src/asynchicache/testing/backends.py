@@ -24,7 +24,7 @@ from asynchicache.layouts import SlotLayout
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
-from asynchicache.storage.protocol import PoolEngine, StorageBackend
+from asynchicache.storage.protocol import PoolEngine, StorageBackend, TouchableEngine
 from asynchicache.storage.strangers import at_once
 from asynchicache.types import Outcome
 
@@ -148,7 +148,7 @@ class Bench:
 
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
-CORRUPT = Outcome.CORRUPT
+CORRUPT, REJECTED = Outcome.CORRUPT, Outcome.REJECTED
 
 
 class BackendConformance:
@@ -163,27 +163,37 @@ class BackendConformance:
         page_bytes: of the pages that are stored; not a multiple of 4,096, to have padding.
         slots: host slots of a pool.
         sealed: False for an engine that trusts its medium, memory of this process say, and seals nothing.
+        bounded: True for a backend that evicts by order of use, whose `make_bounded` is written.
         seconds: how long one test may take.
     """
 
     page_bytes = 5000
     slots = 64
     sealed = True
+    bounded = False
     seconds = 300.0
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         """Open the backend; the same folder again finds the same pages, if they are durable."""
         raise TypeError(f"{type(self).__name__} must say how its backend is opened: make_backend")
 
+    async def make_bounded(self, port: Port, tmp_path: Path, pages: int) -> StorageBackend:
+        """Open the backend with room for exactly so many pages of one pool, in a folder of its own."""
+        raise TypeError(f"{type(self).__name__} is `bounded`, and must say how: make_bounded")
+
     @asynccontextmanager
-    async def backend(self, tmp_path: Path) -> AsyncIterator[StorageBackend]:
-        """The backend, open; closed in the end, with the threads that it used."""
+    async def backend(self, tmp_path: Path, pages: int | None = None) -> AsyncIterator[StorageBackend]:
+        """The backend, open, by `make_bounded` if `pages` is given; closed in the end, with the threads that
+        it used."""
         limit = asyncio.timeout(self.seconds)
         try:
             async with limit, AsyncExitStack() as stack:
                 port = AsyncioPort(threads=4, seed=0)
                 stack.push_async_callback(port.aclose)
-                backend = await self.make_backend(port, tmp_path)
+                if pages is None:
+                    backend = await self.make_backend(port, tmp_path)
+                else:
+                    backend = await self.make_bounded(port, tmp_path, pages)
                 stack.push_async_callback(backend.aclose)
                 yield backend
         except TimeoutError:
@@ -326,6 +336,65 @@ class BackendConformance:
             assert at_once(bench.engine.exists(keys)) == b"\1"
             assert at_once(bench.engine.get(keys, [1])) == [HIT]
             assert at_once(bench.engine.delete(keys)) == [HIT]
+
+    async def test_a_touch_changes_no_page(self, tmp_path: Path) -> None:
+        """An engine that has `touch` takes any keys, and brings none of them into being."""
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(1, 2), [0, 1])
+            if not isinstance(bench.engine, TouchableEngine):
+                return
+
+            for keys in (bench.keys(2, 9, 1, 1), [], bench.keys(*range(1000))):
+                await bench.engine.touch(keys)
+
+            assert await bench.engine.exists(bench.keys(1, 2, 9)) == bytes([1, 1, 0])
+            assert await bench.get(bench.keys(2, 9, 1), [2, 3, 4]) == [HIT, MISS, HIT]
+
+    async def test_what_was_touched_last_is_evicted_last(self, tmp_path: Path) -> None:
+        if not self.bounded:
+            return
+        async with self.backend(tmp_path, pages=8) as backend:
+            bench = await self.open(backend)
+            assert isinstance(bench.engine, TouchableEngine), "`bounded`, but the engine has no touch"
+            for number in range(8):
+                await bench.put(bench.keys(number), [0])
+            await bench.engine.touch(bench.keys(5, 4, 3, 2, 1, 0))
+
+            assert await self._left(bench, range(8), new=range(20, 22)) == [0, 1, 2, 3, 4, 5]
+            assert await self._left(bench, range(8), new=range(22, 27)) == [0]
+
+    async def test_a_path_loses_its_end_first(self, tmp_path: Path) -> None:
+        """The first key of a put, and of a get, is the beginning of a path, and counts as the last used."""
+        if not self.bounded:
+            return
+        async with self.backend(tmp_path, pages=8) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(*range(4)), range(4))
+            await bench.put(bench.keys(*range(10, 14)), range(4))
+            await bench.get(bench.keys(*range(4)), range(4))
+
+            assert await self._left(bench, range(10, 14), new=range(20, 23)) == [10]
+            assert await self._left(bench, range(4), new=range(23, 26)) == [0, 1]
+
+    async def test_no_put_evicts_its_own_pages(self, tmp_path: Path) -> None:
+        if not self.bounded:
+            return
+        async with self.backend(tmp_path, pages=8) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(100, 0, 1, 2), range(4))
+
+            outcomes = await bench.put(bench.keys(*range(12)), range(12))
+
+            assert outcomes == [EXISTS] * 3 + [STORED] * 5 + [REJECTED] * 4
+            assert await bench.get(bench.keys(*range(12)), range(12)) == [HIT] * 8 + [MISS] * 4
+
+    async def _left(self, bench: Bench, numbers: Sequence[int], *, new: Sequence[int]) -> list[int]:
+        """Which of the pages are there once the new ones were stored, one by one."""
+        for number in new:
+            assert await bench.put(bench.keys(number), [0]) == [STORED]
+        found = await bench.engine.exists(bench.keys(*numbers))
+        return [number for number, there in zip(numbers, found, strict=True) if there]
 
     async def test_pools_shards_and_weights_are_apart(self, tmp_path: Path) -> None:
         async with self.backend(tmp_path) as backend:
