@@ -181,6 +181,11 @@ class MemoryEngine:
         pages = max(1, min(_BATCH_PAGES, _BATCH_BYTES // max(1, self._page_bytes)))
         self.capabilities = Capabilities(durable=False, checks=True, batch_pages=pages, immediate=True)
 
+    @property
+    def evicts(self) -> bool:
+        """Whether it has a bound, and makes room."""
+        return self._store.capacity_bytes is not None
+
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         self._check_open()
         return self._store.present(keys)

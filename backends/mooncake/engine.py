@@ -81,8 +81,8 @@ class MooncakeEngine:
         return await self._call(partial(self._delete, keys))
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Ask whether the pages are there, in this order: the master counts that as their use, and evicts those
-        first that were not asked for or read for longest.
+        """Ask whether the pages are there, in this order: the master counts that as their use, and evicts
+        those first that were not asked for or read for longest.
 
         Raises:
             StorageError: the cluster does not answer.

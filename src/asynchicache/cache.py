@@ -111,6 +111,7 @@ class HybridCache:
         try:
             async with asyncio.timeout(self.config.close_seconds):
                 await self._controller.idle()
+                await self._controller.storer.tell_uses()
         except TimeoutError:
             _log.warning("closed with work under way after %s s", self.config.close_seconds)
         finally:

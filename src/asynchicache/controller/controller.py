@@ -83,6 +83,7 @@ class HybridCacheController:
             questions,
             prefetch,
             carry_out=self.carry_out,
+            mend=self._mend,
             spawn=self._spawn,
             spawn_late=self._spawn_late,
         )
@@ -133,6 +134,7 @@ class HybridCacheController:
             copies = self.planner.loader.load(sequence)
         else:
             copies = self.planner.loader.start_cold(sequence)
+        self.storer.use(sequence.lease.node)
         if counted:
             self._count_served(sequence)
         ticket = self.carry_out(copies)
@@ -370,6 +372,15 @@ class HybridCacheController:
         else:
             self.carry_out(self.planner.writer.backup(node, period=copy.period))
 
+    def _mend(self, node: Node) -> None:
+        """Have what storage lost of the path to `node` written anew."""
+        self._spawn(self._write_anew(node))
+
+    async def _write_anew(self, node: Node) -> None:
+        if await self.storer.confirm(node) is False and not self._stopped:
+            self.carry_out(self.planner.writer.backup(node))
+            self.storer.store(node)
+
     def _ended(self, period: int | None) -> None:
         """Work of a period ended that others wait for."""
         assert period is not None, "it was counted when it began"
@@ -388,8 +399,9 @@ class HybridCacheController:
     def _moved(self) -> None:
         """Something may have been given back that somebody waits for."""
         self._progress.set()
-        if self.planner.writer.owed and self.failure is None and not self._stopped:
-            self.carry_out(self.planner.writer.retry())
+        writer = self.planner.writer
+        if (writer.owed or writer.urgent) and self.failure is None and not self._stopped:
+            self.carry_out(writer.retry())
 
     def _spawn(self, work: Coroutine[object, object, None], period: int | None = None) -> None:
         period = self._activity.begin(period)
@@ -438,6 +450,7 @@ class HybridCacheController:
     def stop(self) -> None:
         """Let nothing follow on what is still under way; who waits for it is told."""
         self._stopped = True
+        self.storer.stop()
         self._progress.set()
         self.events.close()
 
@@ -475,19 +488,34 @@ class HybridCacheController:
         It waits for what is in flight for the request's own path. Storage is asked before the answer is
         True; what it has lost, or what was not written for want of room, is written once more.
         """
-        node, tried, lost = sequence.lease.node, False, False
+        node, writer, tried, lost = sequence.lease.node, self.planner.writer, False, False
         while self._stored and not (sequence.unpublished or self._stopped):
-            if self.storer.clearing or self.planner.writer.in_flight(node):
+            if self.storer.clearing or writer.in_flight(node):
                 await self._next_change()
-            elif self.planner.writer.is_stored(node):
+            elif writer.is_stored(node):
                 there = await self.storer.confirm(node)
                 if there or there is None or lost:
                     return bool(there)
                 tried, lost = False, True
-            elif tried or self.failure is not None or self.closing:
+            elif self.failure is not None or self.closing:
+                return False
+            elif writer.lacks_room(node) and self._activity.running():
+                await self._back_up_first(node)
+            elif tried:
                 return False
             else:
                 tried = True
-                self.carry_out(self.planner.writer.backup(node))
+                self.carry_out(writer.backup(node))
                 self.storer.store(node, wait=True)
         return False
+
+    async def _back_up_first(self, node: Node) -> None:
+        """Give a path the next host slots that are given back, until something of it is in flight."""
+        writer = self.planner.writer
+        writer.urgent.append(node)
+        try:
+            self.carry_out(writer.backup(node))
+            if not writer.in_flight(node):
+                await self._next_change()
+        finally:
+            writer.urgent.remove(node)

@@ -18,7 +18,7 @@ from asynchicache.controller.stored import StoredPools, linger
 from asynchicache.errors import ConfigError
 from asynchicache.histograms import Histogram
 from asynchicache.storage.limits import Batch
-from asynchicache.tree.node import FULL
+from asynchicache.tree.node import FULL, Node
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
 
 _log = logging.getLogger(__name__)
@@ -95,16 +95,28 @@ class Fetcher:
         options: PrefetchOptions,
         *,
         carry_out: Callable[[list[Copy]], object],
+        mend: Callable[[Node], object],
         spawn: Callable[[Coroutine[object, object, None]], None],
         spawn_late: Callable[[Coroutine[object, object, None]], None],
     ) -> None:
-        """`spawn` runs a read; `spawn_late` waits for calls that have outlived theirs."""
+        """
+        Args:
+            planner: decides what is read.
+            stored: where it comes from.
+            questions: asks storage what it has.
+            options: how long requests wait.
+            carry_out: carries out copies.
+            mend: told of the end of a path that storage has lost, though it is marked as stored.
+            spawn: runs a read.
+            spawn_late: waits for calls that have outlived theirs.
+        """
         self._planner = planner
         self._reader = planner.reader
         self._stored = stored
         self._questions = questions
         self._options = options
         self._carry_out = carry_out
+        self._mend = mend
         self._spawn = spawn
         self._spawn_late = spawn_late
         self._commits: dict[Read, asyncio.Future[Gained]] = {}
@@ -221,7 +233,10 @@ class Fetcher:
         if query is None:
             return MissReason.NONE
         try:
-            reason = await self._ask(known, FULL, digests, range(query.here, query.pages))
+            end = self._reader.stored_end(query)
+            reason = await self._ask(known, FULL, digests, range(query.here - (end is not None), query.pages))
+            if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.here - 1]:
+                self._mend(end)
             reach = known.reach(query.here)
             for number in range(1, len(self._planner.books.names)):
                 if self._reader.asks(number):

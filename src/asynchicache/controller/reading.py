@@ -217,6 +217,15 @@ class Reader:
         """Let go of what a query keeps; `deliver` does it by itself."""
         self._books.drop(query.pins)
 
+    def stored_end(self, query: Query) -> Node | None:
+        """The node that the last page here lies in, if it is on the host and storage is said to have it: to
+        ask for that page along with the others shows whether storage still has what it had."""
+        if not query.here:
+            return None
+        match = self._tree.match(query.tokens, query.seed, limit=query.pages)
+        node = self._tip(query.tokens, match.node, match.full_pages)
+        return node if node.stored >> FULL & 1 and match.full_pages == query.here else None
+
     def first_page(self, query: Query, number: int) -> int:
         """The first page of a component that any prefix longer than what is here may need."""
         pages = self._books.spec.owners[number].coverage.pages or 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from operator import and_
 from typing import NamedTuple, Self
 
@@ -33,6 +33,10 @@ _REASONS = {
     Outcome.FAILED: MissReason.STORAGE_FAILED,
     Outcome.REJECTED: MissReason.STORAGE_FAILED,
 }
+
+
+_TOUCHES_A_TURN = 2048
+"""Keys of uses that are made in one turn of the loop."""
 
 
 class Presence(NamedTuple):
@@ -195,6 +199,25 @@ class StoredPools:
         except ClosedError:  # it was detached meanwhile
             pass
         return Batch([Outcome.FAILED] * len(digests))
+
+    @property
+    def touchable(self) -> bool:
+        """Whether an engine wants to be told of uses."""
+        return any(pool.guard.touchable for pool in self._pools.values())
+
+    async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
+        """Tell engines of pages that were used in memory, by component, the last one most recently."""
+        for number, digests in uses.items():
+            for name in self._books.sharing(number):
+                for start in range(0, len(digests), _TOUCHES_A_TURN):
+                    await self._touch(name, digests[start : start + _TOUCHES_A_TURN])
+
+    async def _touch(self, name: str, digests: Sequence[bytes]) -> None:
+        pool = self._pools.get(name)
+        if pool is not None and pool.guard.touchable:
+            with suppress(ClosedError):
+                await pool.guard.touch(_keys(pool, digests))
+                await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def put(self, work: Store) -> list[Batch]:
         return await _gather(self._put(name, *pages) for name, pages in work.pages.items())

@@ -26,6 +26,12 @@ _SHED = {
     Outcome.TIMEOUT: ShedReason.TIMEOUT,
 }
 
+_LEAST_PAUSE = 1.0
+"""Seconds between two times that storage is told of uses, besides before each write."""
+
+_USES_A_SECOND = 20_000
+"""Pages whose uses storage is told of: a percent of a processor's time."""
+
 
 @dataclass(slots=True, eq=True)
 class Traffic:
@@ -89,6 +95,37 @@ class Storer:
         self._spawn_late = spawn_late
         self._moved = moved
         self._detaching = False
+        self._used: dict[Node, None] = {}  # ends of paths, the one that was used last comes last
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause = _LEAST_PAUSE
+
+    def use(self, node: Node) -> None:
+        """The path to `node` was used in memory: storage is told soon, and before it must make room."""
+        if node.parent is None or not self._stored.touchable:
+            return
+        self._used.pop(node, None)
+        self._used[node] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._tell_later)
+
+    def _tell_later(self) -> None:
+        self._timer = None
+        self._spawn(self.tell_uses(), None)
+
+    async def tell_uses(self) -> None:
+        """Tell storage which paths were used since it was told last."""
+        if not self._used:
+            return
+        used, self._used = self._used, {}
+        uses = self._writer.uses(used)
+        self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
+        await self._stored.touch(uses)
+
+    def stop(self) -> None:
+        """Tell nobody any more."""
+        self._used.clear()
+        if self._timer is not None:
+            self._timer.cancel()
 
     @property
     def storing_bytes(self) -> int:
@@ -139,8 +176,10 @@ class Storer:
                 await self._budget.wait(size)
                 begun = True
             span = self.tracer.storing(work) if self.tracer is not None else None
+            await self.tell_uses()
             batches = await self._stored.put(work)
             stored = self._count(batches)
+            self.use(work.marks[-1].node)  # what these pages stand on is to stay longer than they
             late = any(batch.lingering is not None for batch in batches)
             left = _late_bytes(batches, page_sizes)
         finally:
@@ -215,6 +254,7 @@ class Storer:
 
     async def detach(self) -> bool:
         """Have none from now on; requests go on, with misses for what was in it. False if there was none."""
+        await self.tell_uses()
         attachment = self._stored.detach()
         if attachment is None:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from asynchicache.controller.actions import Copy, Mark, Store
 from asynchicache.controller.activity import Activity
@@ -40,6 +40,8 @@ class Writer:
             `Activity`; tried again as writes to storage end, for as long as the device still has it. Only
             that and not its whole path: states of one path that do not fit together would take each
             other's slots for ever.
+        urgent: ends of paths that somebody waits for and that found no host slots, first come, first served.
+            While there are any, nothing else is given host slots for a backup.
         forgotten: how often all that was known of storage was forgotten.
     """
 
@@ -49,6 +51,7 @@ class Writer:
         self._tree = books.tree
         self._activity = activity
         self.owed: dict[Wanted, int] = {}
+        self.urgent: list[Node] = []
         self.forgotten = 0
         self._under_way: set[Store] = set()
         self._states = {aux.number for aux in books.tree.components if not aux.paged}
@@ -68,12 +71,24 @@ class Writer:
             node: where the path ends.
             period: of the work that this follows from (`Activity`). Default: the current one.
         """
+        period = self._activity.period if period is None else period
+        wanted = self._missing(node)
+        if self.urgent and node not in self.urgent:
+            self._owe(wanted, period)
+            return []
+        return self._copy(node, wanted, period)
+
+    def _missing(self, node: Node) -> list[Wanted]:
+        """What of the path to `node` is not on the host, and may be."""
         free = self._books.free
         if not free[FULL_HOST].capacity:
             return []  # nothing else may be there without full pages
         missing = copies.missing_on_host(self._tree, node)
-        wanted = [want for want in missing if free[place(want.component, Tier.HOST)].capacity]
-        return self._copy(node, wanted, self._activity.period if period is None else period)
+        return [want for want in missing if free[place(want.component, Tier.HOST)].capacity]
+
+    def lacks_room(self, node: Node) -> bool:
+        """Whether the path to `node` has something on the device that could be on the host and is not."""
+        return bool(self._missing(node))
 
     def _copy(self, node: Node, wanted: list[Wanted], period: int) -> list[Copy]:
         """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
@@ -106,6 +121,8 @@ class Writer:
 
     def retry(self) -> list[Copy]:
         """Back up what was owed, now that something may have been given back."""
+        if self.urgent:
+            return [copy for node in self.urgent for copy in self.backup(node)]
         owed, self.owed = self.owed, {}
         return [copy for want, period in owed.items() for copy in self._again(want, period)]
 
@@ -261,6 +278,32 @@ class Writer:
             node = node.parent
         return not node.pages  # else it was evicted meanwhile, and who knows
 
+    def uses(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
+        """What storage has of paths that were used, in the order in which an engine is to count it as used.
+
+        Args:
+            ends: where the paths end, the one that was used last comes last.
+
+        Returns:
+            By component, digests, the least recently used first: of a path the end comes before its
+            beginning, so that an engine that evicts what is used least keeps beginnings.
+        """
+        seen: set[tuple[Node, int]] = set()
+        newest: dict[int, list[bytes]] = {}
+        for end in reversed(list(ends)):
+            parts = {FULL: _path(end)}
+            for aux in self._tree.components:
+                parts[aux.number] = list(aux.needs(end)) if end.parent is not None else []
+            for number, nodes in parts.items():
+                fresh = [n for n in nodes if n.stored >> number & 1 and (n, number) not in seen]
+                seen.update((node, number) for node in fresh)
+                found = newest.setdefault(number, [])
+                for node in reversed(fresh):
+                    found += self._tree.digests(node)[-(1 if number in self._states else node.pages) :]
+        for digests in newest.values():
+            digests.reverse()
+        return {number: digests for number, digests in newest.items() if digests}
+
     def claims(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
         """What the marks say that storage has of the path to `node`, of what is in memory.
 
@@ -325,3 +368,12 @@ class Writer:
     def finish(self, work: Store) -> None:
         """No engine reads the write's slots any more."""
         self._books.drop(work.pins)
+
+
+def _path(node: Node) -> list[Node]:
+    """The nodes from `node` up to the root, which is left out."""
+    found = []
+    while node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found

@@ -77,8 +77,8 @@ class GuardedPool:
         self._port = port
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
-        self.touchable = isinstance(engine, TouchableEngine)
-        """Whether the engine can be told of uses."""
+        self.touchable = isinstance(engine, TouchableEngine) and bool(getattr(engine, "evicts", True))
+        """Whether the engine wants to be told of uses."""
         self._checks = Checks(binding, self._capabilities, port)
         self._families = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)

@@ -140,8 +140,9 @@ class PoolEngine(Protocol):
     by itself counts the first key as the most recently used, and evicts no page of a `put` to make room for
     another page of the same call: it rejects what has no room. So a path loses its end before its beginning.
 
-    Two more attributes are optional, and looked for by name: `touch`, see `TouchableEngine`; and `full`, a
-    bool, true while the medium refuses to take more.
+    Three more attributes are optional, and looked for by name: `touch`, see `TouchableEngine`; `evicts`, a
+    bool, False where it never evicts and need not be told of uses; and `full`, a bool, true while the medium
+    refuses to take more.
     """
 
     @property

@@ -1,0 +1,176 @@
+"""What `durable` promises: storage was asked, it has the pages, and it keeps what is used longest."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asynchicache import HybridCache, ModelSpec
+from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.memory import MemoryBackend, MemoryStore, forget_store
+from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.types import Outcome
+from cache.engine import SPEC, Engine, config
+
+PAGES_ONLY = synthetic_spec(4, ("kv",))
+ROOMY = {"device_slots": {"kv": 256, "mamba": 64}, "host_slots": {"kv": 256, "mamba": 64}}
+PLAIN = {"device_slots": {"kv": 256}, "host_slots": {"kv": 256}}
+HEAD = list(range(32))
+PROMPT = list(range(100, 140))
+
+
+def conversation(number: int) -> list[int]:
+    """Eight pages that all share, and eight of its own."""
+    return [*HEAD, *range(1000 * number, 1000 * number + 32)]
+
+
+async def published(cache: HybridCache, tokens: list[int]) -> bool:
+    """Compute a prompt; whether it is durable."""
+    engine = Engine(cache)
+    async with cache.request(tokens) as request:
+        await request.prefetch()
+        await request.load()
+        await engine.compute(request, len(tokens))
+        return await request.durable()
+
+
+async def restored(cache: HybridCache, tokens: list[int]) -> int:
+    async with cache.request([*tokens, 7]) as request:
+        await request.prefetch()
+        await request.load()
+        Engine(cache).check(request)
+        return request.hit.tokens
+
+
+async def newest_are_back(**options: object) -> list[int]:
+    """Twenty conversations, one after the other; what a restart finds of each, the newest first."""
+    options = {**PLAIN, **options}
+    async with HybridCache.open(PAGES_ONLY, config(**options)) as cache:
+        assert all([await published(cache, conversation(number)) for number in range(1, 21)])
+    async with HybridCache.open(PAGES_ONLY, config(**options)) as cache:
+        return [await restored(cache, conversation(number)) for number in range(20, 0, -1)]
+
+
+@pytest.mark.asyncio
+async def test_the_newest_conversations_that_fit_are_back_after_a_restart_in_memory() -> None:
+    """Sixty-four pages are eight shared ones, and seven conversations' own."""
+    bound = {"name": "promises", "capacity_bytes": 64 * _page_bytes(PAGES_ONLY)}
+    try:
+        found = await newest_are_back(storage="memory", storage_options=bound)
+    finally:
+        forget_store("promises")
+    assert found == [64] * 7 + [32] * 13
+
+
+@pytest.mark.asyncio
+async def test_the_newest_conversations_that_fit_are_back_after_a_restart_on_files(tmp_path: Path) -> None:
+    bound = {"kv": SegmentShape.of(4096).pool_bytes(64)}
+    options = {"path": str(tmp_path / "store"), "capacity_bytes": bound}
+    found = await newest_are_back(storage="file", storage_options=options)
+    assert found == [64] * 7 + [32] * 13
+
+
+def _page_bytes(spec: ModelSpec) -> int:
+    return SlotLayout.of(spec.pools[0], spec.page_size, HostLayout.PAGE_FIRST_DIRECT).page_bytes
+
+
+def test_what_storage_lost_is_written_anew_before_it_is_called_durable() -> None:
+    """FLUSHALL, a lifecycle rule, a restart without persistence: the marks in memory are void."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        backend = Latency(MemoryBackend(store), 1e-3, sleep=world.sleep)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=backend) as cache:
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                await Engine(cache).compute(request, len(PROMPT))
+                assert await request.durable()
+                before = set(store)
+                for lost in (list(store), list(store)[:1], list(store)[-3:]):
+                    for key in lost:
+                        store.drop(key)
+                    assert await request.durable()
+                    assert set(store) == before
+            assert cache.verify() == []
+
+    for seed in range(10):
+        run_seeded(seed, main)
+
+
+def test_a_storage_that_does_not_say_has_promised_nothing() -> None:
+    async def main(world: SeededWorld) -> None:
+        faults = Faulty(MemoryBackend(MemoryStore()), FaultRates(), world.random)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=faults) as cache:
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                await Engine(cache).compute(request, len(PROMPT))
+                assert await request.durable()
+                faults.rates = FaultRates(fail=1.0, calls=("exists",))
+                assert not await request.durable()
+                faults.rates = FaultRates()
+                assert await request.durable()
+
+    run_seeded(0, main)
+
+
+def test_a_gap_that_a_question_finds_is_closed() -> None:
+    """Storage lost what is in memory still. A longer prompt asks for what follows, and the end of it is not
+    there: it is written again without anybody waiting for it."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        async with world.open_cache(PAGES_ONLY, config(**PLAIN), storage=MemoryBackend(store)) as cache:
+            await Engine(cache).serve(PROMPT)
+            before = set(store)
+            for key in list(store):
+                store.drop(key)
+            await restored(cache, [*PROMPT, *range(500, 540)])
+            await cache.drain()
+            assert set(store) == before
+            assert cache.statistics().storage["kv"].put.outcomes[Outcome.STORED] == 2 * len(before)
+
+    run_seeded(0, main)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_hot_in_memory_stays_in_a_bounded_store(seed: int) -> None:
+    """One conversation is served from memory again and again, while others pass through the store."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore(64 * _page_bytes(PAGES_ONLY))
+        backend = Latency(MemoryBackend(store), 1e-3, sleep=world.sleep)
+        async with world.open_cache(PAGES_ONLY, config(**PLAIN), storage=backend) as cache:
+            await published(cache, PROMPT)
+            for number in range(1, 12):
+                assert await restored(cache, PROMPT) == 40
+                await published(cache, list(range(1000 * number, 1000 * number + 64)))
+        async with world.open_cache(PAGES_ONLY, config(**PLAIN), storage=backend) as cache:
+            assert await restored(cache, PROMPT) == 40
+
+    run_seeded(seed, main)
+
+
+def test_uses_are_told_in_batches_without_a_write() -> None:
+    """Others fill a shared store, this cache only reads its memory: its pages are used all the same."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore(1 << 30)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=MemoryBackend(store)) as cache:
+            await published(cache, PROMPT)
+            await asyncio.sleep(10)
+            calls = cache.statistics().storage["kv"].touch.calls
+            for _ in range(100):
+                await restored(cache, PROMPT)
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(10)
+            assert 1 <= cache.statistics().storage["kv"].touch.calls - calls <= 3
+            assert [key.digest for key in store if key.pool == "kv"] == Engine(cache).digests(
+                cache.request(PROMPT), None
+            )[::-1], "the first page was used last"
+
+    run_seeded(0, main)
