@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
-import httpx
 import pytest
 
 from asynchicache.integrations.serve import protocol
 from integrations.serve.checkpoints import tiny_loaded
-from integrations.serve.serving import Running, body, held, running, until
+from integrations.serve.peers import connected
+from integrations.serve.serving import body, held, running, until
 
 LOADED = tiny_loaded()
-
-
-class Peer:
-    """A client by hand, over a connection that is kept."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def closed(self) -> bool:
-        """Waits until it is; whether nothing was said before."""
-        try:
-            return not await self._reader.read()
-        except ConnectionError:
-            return True
-
-    async def ask(self, path: str, request: dict[str, Any] | None = None) -> httpx.Response:
-        content = json.dumps(request).encode()
-        head = f"{'POST' if request else 'GET'} {path} HTTP/1.1\r\nhost: here\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        self.send(head.encode() + content)
-        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-        headers = dict(line.lower().split(": ", 1) for line in lines if line)
-        text = await self._reader.readexactly(int(headers["content-length"]))
-        return httpx.Response(int(status.split()[1]), headers=headers, content=text)
-
-
-@asynccontextmanager
-async def connected(server: Running, count: int) -> AsyncIterator[list[Peer]]:
-    """Connections that the server has all taken, in this order."""
-    port = int(server.url.rpartition(":")[2])
-    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
-    try:
-        yield [Peer(*stream) for stream in streams]
-    finally:
-        for _, writer in streams:
-            writer.close()
 
 
 @pytest.mark.asyncio
@@ -100,7 +57,7 @@ async def test_connections_far_beyond_the_limit_are_closed_at_once(monkeypatch: 
 @pytest.mark.asyncio
 async def test_who_sends_no_request_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(LOADED) as server:
-        monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.05)
+        monkeypatch.setattr(protocol, "_OWED_SECONDS", 0.05)
         async with connected(server, 1) as (new,):
             new.send(said)
             assert await new.closed()
@@ -111,9 +68,24 @@ async def test_who_sends_no_request_is_closed(said: bytes, monkeypatch: pytest.M
 async def test_the_second_request_too_must_not_stop_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(LOADED) as server, connected(server, 1) as (known,):
         assert (await known.ask("/health")).status_code == 200
-        monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.05)
+        monkeypatch.setattr(protocol, "_OWED_SECONDS", 0.05)
         known.send(b"GET /health HTTP/1.1\r\nhost: ")
         assert await known.closed()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.asyncio
+async def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte would else begin the minute anew for which a connection may be idle."""
+    async with running(LOADED) as server, connected(server, 1) as (slow,):
+        slow.announce("/nowhere", 1 << 30)
+        slow.send(b" ")
+        assert (await slow.answer()).status_code == 404
+        monkeypatch.setattr(protocol, "_OWED_SECONDS", 0.05)
+        while not slow.gone():
+            slow.send(b" ")
+            await asyncio.sleep(0)
+        await until(lambda: not server.server.server_state.connections)
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from asynchicache.errors import CacheError
 from asynchicache.integrations.serve.api import Api, unknown_model
-from asynchicache.integrations.serve.connections import BodyRoom, read_body, while_connected
+from asynchicache.integrations.serve.bodies import BodyRoom, read_body
+from asynchicache.integrations.serve.connections import while_connected
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -27,19 +28,26 @@ from asynchicache.integrations.serve.protocol import CROWDED
 from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
 
 
-def build_app(api: Api, *, max_body_bytes: int, max_bodies_bytes: int) -> Starlette:
+def build_app(
+    api: Api, *, max_body_bytes: int, max_bodies_bytes: int, max_connections: int = 4096
+) -> Starlette:
     """The application.
 
     Args:
         api: what answers; stays the caller's.
         max_body_bytes: longer bodies are refused.
         max_bodies_bytes: of all that are read and answered at a time; more are refused.
+        max_connections: each may always have a share of that.
+
+    Returns:
+        the application; its `state.bodies` is the `BodyRoom`.
     """
     pages = Pages(api)
-    bodies = Bodies(max_body_bytes, BodyRoom(max_bodies_bytes))
+    room = BodyRoom(max_bodies_bytes, largest=max_body_bytes, connections=max_connections)
+    bodies = Bodies(max_body_bytes, room)
     completions = GenerationEndpoint(api, CompletionRequest, CompletionReply, bodies)
     chat = GenerationEndpoint(api, ChatRequest, ChatReply, bodies)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -54,6 +62,8 @@ def build_app(api: Api, *, max_body_bytes: int, max_bodies_bytes: int) -> Starle
             Exception: pages.failed,
         },
     )
+    app.state.bodies = room
+    return app
 
 
 class Bodies(NamedTuple):
@@ -79,8 +89,8 @@ class GenerationEndpoint:
         if CROWDED in scope.get("state", {}):
             raise crowded(scope["state"][CROWDED])
         parent = arrived.headers.get("traceparent")
-        with self._bodies.room.share() as take:
-            body = await read_body(arrived, self._bodies.most, take)
+        with self._bodies.room.memory() as memory:
+            body = await read_body(arrived, self._bodies.most, memory)
             request = decode_request(body, self._kind, context=self._api.served.context)
             work = self._api.answer(request, self._reply_type, send, traceparent=parent)
             await while_connected(receive, work)

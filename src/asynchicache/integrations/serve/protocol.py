@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 CROWDED = "crowded"
 """Key of a request's state: the most connections, where its own is one too many."""
 
-_HEAD_SECONDS = 10.0
+_OWED_SECONDS = 10.0
 _SPARE = 64
 
 
@@ -22,10 +22,11 @@ class Connection(H11Protocol):
     uvicorn's `limit_concurrency` refuses the requests of all connections while one is too many, and leaves
     those open that never send a request. Here it is the number of connections that are served. One more is
     marked as `CROWDED` and closed after its first answer, so that it can be told so, and a probe be answered;
-    `_SPARE` more are closed at once. Any that owes the head of a request for too long is closed.
+    `_SPARE` more are closed at once. Any that owes the head of a request, or the rest of a body that was
+    answered before it had come, for too long is closed.
 
     Attributes:
-        deadline: for the head of a request, while one is owed: from the beginning, and since a part has come.
+        deadline: while one of these is owed: from the beginning, and since a part has come.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -43,25 +44,26 @@ class Connection(H11Protocol):
         if excess > 0:
             self.app_state = {**self.app_state, CROWDED: self._most}
             self.app = _closing(self.app)
-        self._expect_head()
+        self._set_deadline()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self._expect_head()
+        answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        if answered or self.conn.their_state is h11.IDLE:
+            self._set_deadline()
         else:
-            self._forget_head()
+            self._clear_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_head()
+        self._clear_deadline()
         super().connection_lost(exc)
 
-    def _expect_head(self) -> None:
-        """The rest of it, too: a byte now and then is no reason to wait for longer."""
+    def _set_deadline(self) -> None:
+        """A byte now and then is no reason to wait for longer."""
         if self.deadline is None and not self.transport.is_closing():
-            self.deadline = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+            self.deadline = self.loop.call_later(_OWED_SECONDS, self.transport.close)
 
-    def _forget_head(self) -> None:
+    def _clear_deadline(self) -> None:
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None

@@ -120,7 +120,10 @@ async def serve(
     """
     async with open_api(loaded, settings) as api:
         app = build_app(
-            api, max_body_bytes=settings.max_body_bytes, max_bodies_bytes=settings.max_bodies_bytes
+            api,
+            max_body_bytes=settings.max_body_bytes,
+            max_bodies_bytes=settings.max_bodies_bytes,
+            max_connections=settings.max_connections,
         )
         config = uvicorn.Config(
             app,
