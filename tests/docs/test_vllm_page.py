@@ -12,7 +12,7 @@ from asynchicache.integrations.vllm.options import TierOptions
 from asynchicache.integrations.vllm.words import OffloadingCounterMetadata
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/vllm.md").read_text("utf-8")
-ROWS = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", PAGE, re.MULTILINE))
+ROWS = dict(re.findall(r"^\| `([\w:-]+)` \| (.*) \|$", PAGE, re.MULTILINE))
 
 
 def test_every_option_is_on_the_page() -> None:
@@ -27,7 +27,7 @@ def test_every_metric_is_on_the_page_with_its_labels() -> None:
     shown = {
         name: tuple(re.findall(r"`(\w+)`", row.split("|")[0]))
         for name, row in ROWS.items()
-        if name.startswith("asynchicache_tier_")
+        if name.startswith("vllm:asynchicache_tier_")
     }
 
     assert shown == {

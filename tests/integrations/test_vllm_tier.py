@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from asynchicache.config import open_backend
 from asynchicache.errors import CacheError, ConfigError
@@ -345,13 +346,26 @@ def test_metrics_count_by_group_and_come_as_differences(open_tier: Open) -> None
     tier.submit_store(job(0, key("a"), key("b", 1)))
     tier.drain_jobs()
 
-    chunks = tier.get_stats().data["data"]["asynchicache_tier_chunks"]
+    chunks = tier.get_stats().data["data"]["vllm:asynchicache_tier_chunks"]
 
     assert chunks["memory", "group0", "put", "stored"] == 1
     assert chunks["memory", "group1", "put", "stored"] == 1
-    assert "asynchicache_tier_chunks" not in tier.get_stats().data["data"]
+    assert "vllm:asynchicache_tier_chunks" not in tier.get_stats().data["data"]
     declared = AsynchicacheTier.build_metric_definitions({})
     assert set(tier.get_stats().data["data"]) <= set(declared)
+
+
+def test_the_next_engine_of_a_process_declares_its_metrics_anew() -> None:
+    """vLLM unregisters what begins with `vllm:` before (vllm/v1/metrics/prometheus.py), and nothing else."""
+    registry = CollectorRegistry()
+    kinds = {words.OffloadingCounterMetadata: Counter, words.OffloadingGaugeMetadata: Gauge}
+    for _ in range(2):
+        for collector in list(registry._collector_to_names):
+            if collector._name.startswith("vllm:"):
+                registry.unregister(collector)
+        for name, metric in AsynchicacheTier.build_metric_definitions({}).items():
+            kinds[type(metric)](name, metric.documentation, metric.labelnames, registry=registry)
+    assert len(registry._collector_to_names) == len(AsynchicacheTier.build_metric_definitions({}))
 
 
 @pytest.mark.parametrize(

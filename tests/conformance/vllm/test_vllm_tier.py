@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from rig import CHUNK_BYTES, FULL, KEYS, MAMBA, WINDOW, Open, Rig, key
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.utils.hashing import sha256_cbor
@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from asynchicache.errors import ConfigError
 from storage.redis_servers import RedisServer
@@ -170,7 +171,7 @@ def test_a_hint_has_chunks_looked_up_before_they_are_asked_for(open_rig: Open) -
     rig.tier.drain_jobs()
 
     assert rig.ask(KEYS[:3], context) == ["HIT_PENDING", "HIT_PENDING", "MISS"]
-    counted = rig.manager.get_stats().data["data"]["asynchicache_tier_hints"]
+    counted = rig.manager.get_stats().data["data"]["vllm:asynchicache_tier_hints"]
     assert counted == {("file", "taken"): 1, ("file", "ignored"): 1}
 
 
@@ -201,8 +202,8 @@ def test_more_than_may_be_under_way_is_shed(open_rig: Open) -> None:
     rig.settle()
 
     found = rig.manager.get_stats().data["data"]
-    shed = sum(found.get("asynchicache_tier_shed_bytes", {}).values())
-    stored = sum(value for labels, value in found["asynchicache_tier_bytes"].items() if labels[-1] == "put")
+    shed = sum(found.get("vllm:asynchicache_tier_shed_bytes", {}).values())
+    stored = sum(value for labels, value in found["vllm:asynchicache_tier_bytes"].items() if labels[-1] == "put")
     assert stored + shed == 4 * CHUNK_BYTES
     assert not rig.manager.has_pending_work()
 
@@ -218,12 +219,12 @@ def test_metrics_are_those_that_were_declared(open_rig: Open) -> None:
     assert set(found) <= set(declared)
     for name, values in found.items():
         assert all(len(labels) == len(declared[name].labelnames) for labels in values), name
-    chunks = found["asynchicache_tier_chunks"]
+    chunks = found["vllm:asynchicache_tier_chunks"]
     assert chunks["file", "group0", "put", "stored"] == len(KEYS)
     assert chunks["file", "group0", "get", "hit"] == len(KEYS)
-    assert found["asynchicache_tier_bytes"]["file", "group0", "get"] == len(KEYS) * CHUNK_BYTES
+    assert found["vllm:asynchicache_tier_bytes"]["file", "group0", "get"] == len(KEYS) * CHUNK_BYTES
     again = rig.manager.get_stats()
-    assert again is None or "asynchicache_tier_chunks" not in again.data["data"]  # differences, not sums
+    assert again is None or "vllm:asynchicache_tier_chunks" not in again.data["data"]  # differences, not sums
     assert "asynchicache_storage" in type(rig.spec).config_info_keys(rig.spec.extra_config)
 
 
@@ -242,10 +243,21 @@ def test_metrics_reach_prometheus_through_vllm(open_rig: Open) -> None:
 
     labels = {"model_name": "org/tiny", "engine": "0", "storage": "file", "pool": "group0"}
     found = registry.get_sample_value(
-        "asynchicache_tier_chunks_total", {**labels, "op": "put", "outcome": "stored"}
+        "vllm:asynchicache_tier_chunks_total", {**labels, "op": "put", "outcome": "stored"}
     )
     assert found == len(KEYS)
-    assert registry.get_sample_value("asynchicache_tier_breaker_open", labels) == 0
+    assert registry.get_sample_value("vllm:asynchicache_tier_breaker_open", labels) == 0
+
+
+def test_the_next_engine_of_a_process_registers_its_metrics_anew(open_rig: Open) -> None:
+    extra = dict(open_rig().spec.extra_config)
+    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    for _ in range(2):
+        unregister_vllm_metrics()  # as each engine's `PrometheusStatLogger` begins
+        kinds = {kind: kind for kind in (Gauge, Counter, Histogram)}
+        OffloadPromMetrics(vllm_config, kinds, ["model_name", "engine"], {0: ["org/tiny", "0"]})
+    unregister_vllm_metrics()
+    assert not [name for name in REGISTRY._names_to_collectors if "asynchicache" in name]
 
 
 def test_the_configuration_of_the_page_turns_it_on(tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ async def read_body(request: Request, most: int, memory: BodyMemory) -> bytes:
         memory: where it counts.
 
     Raises:
-        ApiError: it is said to be something else, is longer than `most` bytes, does not come in time, or there
-            is no room for it.
+        ApiError: it is said to be something else, is longer than `most` bytes, does not come in time, or
+            there is no room for it.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -180,7 +180,7 @@ async def _read(request: Request, body: bytearray, most: int, memory: BodyMemory
 
 
 def seconds_for(nbytes: int, most: int) -> float:
-    """How long a body may take in all of which `nbytes` of at most `most` have come: more, the more has come."""
+    """How long a body may take in all, of which `nbytes` of at most `most` have come."""
     return _FIRST_SECONDS + (_LAST_SECONDS - _FIRST_SECONDS) * nbytes / most
 
 

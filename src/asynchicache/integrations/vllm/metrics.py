@@ -1,4 +1,8 @@
-"""What the tier counts, declared and reported the way vLLM asks of tiers: differences, once a step."""
+"""What the tier counts, declared and reported the way vLLM asks of tiers: differences, once a step.
+
+Names begin with `vllm:`, because vLLM unregisters those, and no others, before the next engine of a process
+registers its own.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from asynchicache.integrations.vllm.seam import (
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.statistics import CallStatistics
 
-PAGES = "asynchicache_tier_chunks"
-BYTES = "asynchicache_tier_bytes"
-SECONDS = "asynchicache_tier_call_seconds"
-CALLS = "asynchicache_tier_calls"
-SHED = "asynchicache_tier_shed_bytes"
-HINTS = "asynchicache_tier_hints"
-BREAKER = "asynchicache_tier_breaker_open"
-RUNNING = "asynchicache_tier_running_calls"
+PAGES = "vllm:asynchicache_tier_chunks"
+BYTES = "vllm:asynchicache_tier_bytes"
+SECONDS = "vllm:asynchicache_tier_call_seconds"
+CALLS = "vllm:asynchicache_tier_calls"
+SHED = "vllm:asynchicache_tier_shed_bytes"
+HINTS = "vllm:asynchicache_tier_hints"
+BREAKER = "vllm:asynchicache_tier_breaker_open"
+RUNNING = "vllm:asynchicache_tier_running_calls"
 
 _POOL = ("storage", "pool")
 _CALL = (*_POOL, "op")
