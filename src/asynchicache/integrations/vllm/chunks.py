@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 from asynchicache.errors import CacheError
-from asynchicache.integrations.page_memory import PageMemory
+from asynchicache.integrations.page_memory import PageMemory, PagePart
 from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
 from asynchicache.integrations.page_store import PageStore
 from asynchicache.integrations.vllm.hints import GROUP_BYTES
 from asynchicache.integrations.vllm.options import TierOptions, group_identity, group_pool
+from asynchicache.integrations.vllm.rows import GroupRuns, Run, chunk_runs, merged
 from asynchicache.types import Outcome
 
 T = TypeVar("T")
@@ -52,33 +53,42 @@ class ChunkStore:
     def __init__(self, store: PageStore, pools: Mapping[int, PagePool]) -> None:
         self._store: PageStore | None = store
         self._pools = pools
+        self._chunk_bytes = {group: pool.memory.page_bytes for group, pool in pools.items()}
         self.statistics: dict[str, PagePoolStatistics] = store.statistics()
 
     @classmethod
-    async def open(cls, options: TierOptions, config: Any, rows: memoryview) -> Self:
+    async def open(
+        cls, options: TierOptions, config: Any, rows: memoryview, known: GroupRuns | None = None
+    ) -> Self:
         """
         Args:
             options: the tier's.
             config: vLLM's `OffloadingConfig`.
             rows: `[chunks, bytes]` of the primary tier.
+            known: which bytes of a row belong to a chunk, by group, as far as that is known.
 
         Raises:
-            ConfigError: there is no such backend, or its options do not fit.
+            ConfigError: there is no such backend, its options do not fit, or bytes of other chunks would be
+                stored.
             StorageError: it cannot be used.
         """
+        stored = chunk_runs(config, known, whole_rows=options.whole_rows)
         store = await PageStore.open(options)
         try:
-            memory = PageMemory.of_view(rows)
-            pools = {
-                group.group_id: await store.open_pool(
-                    group_pool(group.group_id), memory, group_identity(config, group, options)
-                )
-                for group in config.groups
-            }
+            pools = {}
+            for group in config.groups:
+                runs = stored[group.group_id]
+                identity = group_identity(config, group, options, runs)
+                memory = _memory(rows, runs)
+                pools[group.group_id] = await store.open_pool(group_pool(group.group_id), memory, identity)
         except BaseException:
             await store.aclose()
             raise
         return cls(store, pools)
+
+    def nbytes(self, keys: Iterable[bytes]) -> int:
+        """What these chunks have in storage, together."""
+        return sum(self._chunk_bytes.get(group_of(key), 0) for key in keys)
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each chunk is there; what cannot be found out is not."""
@@ -154,6 +164,15 @@ class ChunkStore:
                 for place, value in zip(found, answer, strict=True):
                     result[place] = value
         return result
+
+
+def _memory(rows: memoryview, runs: Sequence[Run] | None) -> PageMemory:
+    """The bytes of a group's chunks in the rows."""
+    if runs is None:
+        return PageMemory.of_view(rows)
+    stride = rows.nbytes // len(rows)
+    parts = [PagePart(rows.cast("B"), run.offset, stride, run.nbytes) for run in merged(runs)]
+    return PageMemory(parts, len(rows))
 
 
 def is_there(outcome: Outcome) -> bool:

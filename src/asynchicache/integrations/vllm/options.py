@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageIdentity, PageStoreConfig
+from asynchicache.integrations.vllm.rows import Run
 from asynchicache.integrations.vllm.seam import Locality
 
 _REPLICA = "{replica}"
@@ -23,6 +24,7 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
         store_bytes: chunks on their way to storage; more is shed. Default: 1 GiB.
         enable_kv_events: tell of chunks stored and lost, where vLLM publishes KV events. Default: False.
         close_seconds: how long shutting down waits for what is under way. Default: 10.
+        whole_rows: store rows of the primary tier whole, bytes of other chunks included. Default: False.
 
     In texts of `storage_options`, `{replica}` stands for the number of the data-parallel replica: each is a
     process of its own, and two cannot write to one folder.
@@ -34,6 +36,7 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
     store_bytes: int = 1 << 30
     enable_kv_events: bool = False
     close_seconds: float = 10.0
+    whole_rows: bool = False
 
     def __post_init__(self) -> None:
         PageStoreConfig.__post_init__(self)
@@ -63,7 +66,9 @@ def group_pool(group_id: int) -> str:
     return f"group{group_id}"
 
 
-def group_identity(config: Any, group: Any, options: TierOptions) -> PageIdentity:
+def group_identity(
+    config: Any, group: Any, options: TierOptions, runs: Sequence[Run] | None = None
+) -> PageIdentity:
     """Whose chunks these are.
 
     A row of the primary tier holds a chunk of all workers, so it depends on how the model is split,
@@ -73,6 +78,7 @@ def group_identity(config: Any, group: Any, options: TierOptions) -> PageIdentit
         config: vLLM's `OffloadingConfig`.
         group: one of its groups.
         options: the tier's.
+        runs: which bytes of a row are stored, None for all. Only their sizes matter, not where they lie.
     """
     parallel = config.parallel
     split = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
@@ -86,6 +92,8 @@ def group_identity(config: Any, group: Any, options: TierOptions) -> PageIdentit
         "replicated": config.replicated_layout,
         "canonical": config.kv_cache_layout if config.canonical_layout else None,
     }
+    if runs is not None:
+        layout["runs"] = [run.nbytes for run in runs]
     return PageIdentity(
         engine="vllm",
         model=config.model.name,

@@ -19,6 +19,7 @@ from asynchicache.integrations.vllm.words import (
     RequestOffloadingContext,
     ScheduleEndContext,
     SecondaryTierManager,
+    TieringOffloadingSpec,
     TransferJob,
 )
 
@@ -48,6 +49,7 @@ if not TYPE_CHECKING:
                 ScheduleEndContext,
             )
             from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+            from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
         except ImportError as error:
             raise ConfigError(
                 f"vLLM {getattr(vllm, '__version__', '(no version)')} lacks what the tier plugs into "
@@ -68,5 +70,6 @@ __all__ = [
     "RequestOffloadingContext",
     "ScheduleEndContext",
     "SecondaryTierManager",
+    "TieringOffloadingSpec",
     "TransferJob",
 ]

@@ -76,14 +76,16 @@ class AsynchicacheTier(SecondaryTierManager):
     ) -> None:
         """
         Args:
-            offloading_spec: vLLM's; its `config` says of which model and groups the chunks are.
+            offloading_spec: vLLM's; its `config` says of which model and groups the chunks are. An
+                `AsynchicacheTieringSpec` knows which bytes of a row are theirs as well.
             primary_kv_view: rows of the primary tier, `[chunks, bytes]`.
             tier_type: the tier's name in metrics.
             backpressure_detector: vLLM's, which is told how stores fare; or None.
             options: see `TierOptions`.
 
         Raises:
-            ConfigError: an option is unknown, missing, or does not fit; names it.
+            ConfigError: an option is unknown, missing, or does not fit; names it. Or bytes of other chunks
+                would be stored.
             StorageError: the storage cannot be used.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -92,7 +94,6 @@ class AsynchicacheTier(SecondaryTierManager):
         self.locality = Locality[chosen.locality] if chosen.locality is not None else None
         self._options = chosen
         self._groups = frozenset(group.group_id for group in config.groups)
-        self._row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
         self._lookups = Lookups()
         self._counters = TierCounters(chosen.storage)
         self._events: list[OffloadingEvent] | None = (
@@ -102,7 +103,8 @@ class AsynchicacheTier(SecondaryTierManager):
         self._news = True  # the bridge has not been asked in this step
         self._bridge = LoopBridge(name="asynchicache-vllm", max_bytes=chosen.store_bytes)
         try:
-            self._chunks = self._bridge.call(ChunkStore.open(chosen, config, primary_kv_view))
+            told = getattr(offloading_spec, "group_runs", lambda: None)
+            self._chunks = self._bridge.call(ChunkStore.open(chosen, config, primary_kv_view, told()))
         except BaseException:
             self._bridge.close(0)
             raise
@@ -171,7 +173,7 @@ class AsynchicacheTier(SecondaryTierManager):
             return
         rows = job_metadata.chunk_ids.tolist()
         work = _Work(_Kind.SAVE, keys, job_metadata.job_id)
-        self._submit(work, self._chunks.save(keys, rows), nbytes=len(keys) * self._row_bytes)
+        self._submit(work, self._chunks.save(keys, rows), nbytes=self._chunks.nbytes(keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Loads and stores that have ended since the last call."""
@@ -230,7 +232,7 @@ class AsynchicacheTier(SecondaryTierManager):
                 success=whole,
                 successful_keys=None if whole or not arrived else arrived,
                 transfer_time=moved.seconds,
-                transfer_bytes=len(arrived) * self._row_bytes,
+                transfer_bytes=self._chunks.nbytes(arrived),
             )
         )
 
@@ -245,7 +247,7 @@ class AsynchicacheTier(SecondaryTierManager):
                 work.job_id,
                 success=len(there) == len(by_key),
                 transfer_time=moved.seconds,
-                transfer_bytes=len(stored) * self._row_bytes,
+                transfer_bytes=self._chunks.nbytes(stored),
             )
         )
 

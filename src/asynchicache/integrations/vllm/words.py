@@ -176,3 +176,17 @@ class SecondaryTierManager:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return ()
+
+
+class TieringOffloadingSpec:
+    """What vLLM makes of its configuration, once in each worker and once in the scheduler."""
+
+    replicated_layout: bool = False
+    cpu_page_size_per_worker: int = 0
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """A worker's half: what copies its blocks to rows and back."""
+        return None

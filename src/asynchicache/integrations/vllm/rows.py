@@ -1,0 +1,213 @@
+"""Which bytes of a row of vLLM's primary tier belong to a chunk.
+
+A row holds one chunk of any KV cache group. Every worker has an area in it, where its tensors lie one
+behind the other; layers of several groups share a tensor, and fill more or less of it. The rest of a row is
+what was there before: bytes of other chunks, perhaps of another tenant.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from asynchicache.errors import ConfigError
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - beside vLLM's own rows, which workers and scheduler share
+SPEC = '"spec_name": "AsynchicacheTieringSpec", "spec_module_path": "asynchicache.integrations.vllm.spec"'
+
+_OR_WHOLE = "or store such bytes, with whole_rows set to true in the tier's options"
+
+
+class Run(NamedTuple):
+    """Bytes of a row."""
+
+    offset: int
+    nbytes: int
+
+
+GroupRuns: TypeAlias = dict[int, tuple[Run, ...]]
+"""By number of the group, in the order in which they are stored."""
+
+
+def worker_runs(caches: Any, groups: Sequence[Any], area: int, blocks_per_chunk: int) -> GroupRuns | None:
+    """Where one worker copies the blocks of a chunk to: vLLM's `create_next_worker_view`, tensor by tensor.
+
+    Args:
+        caches: vLLM's `CanonicalKVCaches`.
+        groups: `OffloadingConfig.groups`, in the same order.
+        area: where the worker's area begins in a row.
+        blocks_per_chunk: of vLLM's cache.
+
+    Returns:
+        None if blocks are moved whole, whatever is in them: vLLM packs layers into blocks (DeepSeek-V4) then.
+    """
+    sizes = [tensor.page_size_bytes for tensor in caches.tensors]
+    return _group_runs(caches, groups, area, sizes, blocks_per_chunk, lambda ref: int(ref.page_size_bytes))
+
+
+def canonical_runs(caches: Any, groups: Sequence[Any], blocks_per_chunk: int) -> GroupRuns | None:
+    """The same for vLLM's `canonical_layout`, where all workers fill one area; see `worker_runs`."""
+    refs = [ref for found in caches.group_data_refs for ref in found]
+    if any(ref.mapping is None for ref in refs):
+        return None
+    sizes = [
+        max(
+            (ref.mapping.canonical_page_size_bytes for ref in refs if ref.tensor_idx == index),
+            default=tensor.page_size_bytes,
+        )
+        for index, tensor in enumerate(caches.tensors)
+    ]
+    return _group_runs(
+        caches, groups, 0, sizes, blocks_per_chunk, lambda ref: int(ref.mapping.canonical_page_size_bytes)
+    )
+
+
+def _group_runs(
+    caches: Any, groups: Sequence[Any], area: int, sizes: Sequence[int], blocks: int, used: Any
+) -> GroupRuns | None:
+    starts = list(accumulate((size * blocks for size in sizes), initial=area))
+    runs: GroupRuns = {}
+    for group, refs in zip(groups, caches.group_data_refs, strict=True):
+        if len(refs) != len(group.layer_names):
+            return None
+        runs[group.group_id] = tuple(
+            dict.fromkeys(
+                Run(starts[ref.tensor_idx] + block * sizes[ref.tensor_idx], used(ref))
+                for ref in refs
+                for block in range(blocks)
+            )
+        )
+    return runs
+
+
+def join(workers: Iterable[GroupRuns | None]) -> GroupRuns | None:
+    """What all workers fill, in the order of their ranks; None if one of them does not know."""
+    joined: dict[int, list[Run]] = {}
+    for runs in workers:
+        if runs is None:
+            return None
+        for group, found in runs.items():
+            joined.setdefault(group, []).extend(found)
+    return {group: tuple(dict.fromkeys(found)) for group, found in joined.items()}
+
+
+def chunk_runs(
+    config: Any, known: GroupRuns | None, *, whole_rows: bool
+) -> Mapping[int, tuple[Run, ...] | None]:
+    """What is stored of each group's chunks; None stands for the whole row.
+
+    A row is stored whole where nobody else writes to the rest of it: that needs no copy.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+        known: what its workers told.
+        whole_rows: store rows whole, whatever is in them.
+
+    Raises:
+        ConfigError: rows hold bytes of other chunks, and nobody knows where; says what helps.
+    """
+    whole: dict[int, tuple[Run, ...] | None] = {group.group_id: None for group in config.groups}
+    if whole_rows:
+        return whole
+    _check_blocks(config)
+    if len(whole) == 1:
+        return whole
+    if known is None:
+        raise ConfigError(
+            f"{len(whole)} KV cache groups share the rows of the primary tier, so bytes of other chunks "
+            f"would be stored with each. Give {SPEC} beside cpu_bytes_to_use: it tells them apart. If that "
+            f"is there, vLLM moves packed blocks, and nobody can: leave the tier out, {_OR_WHOLE}"
+        )
+    used = _covered(run for runs in known.values() for run in runs)
+    return {group: None if _covered(known[group]) == used else known[group] for group in whole}
+
+
+def _check_blocks(config: Any) -> None:
+    blocks = config.cache.blocks_per_chunk
+    windowed = [
+        group.group_id
+        for group in config.groups
+        if getattr(group, "sliding_window_size_in_chunks", None) is not None
+    ]
+    if blocks > 1 and windowed:
+        raise ConfigError(
+            f"a chunk has {blocks} blocks, and groups {windowed} have windows or states: vLLM leaves out "
+            "blocks that they do not need, and bytes of other chunks would be stored in their place. Remove "
+            f"blocks_per_chunk and block_size, {_OR_WHOLE}"
+        )
+
+
+def _covered(runs: Iterable[Run]) -> list[tuple[int, int]]:
+    """The runs' bytes as ranges that do not touch."""
+    ranges: list[tuple[int, int]] = []
+    for start, nbytes in sorted(runs):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], start + nbytes)
+        else:
+            ranges.append((start, start + nbytes))
+    return ranges
+
+
+def merged(runs: Sequence[Run]) -> list[Run]:
+    """The same bytes in the same order, in as few runs as possible."""
+    few: list[Run] = []
+    for run in runs:
+        if few and few[-1].offset + few[-1].nbytes == run.offset:
+            few[-1] = Run(few[-1].offset, few[-1].nbytes + run.nbytes)
+        else:
+            few.append(run)
+    return few
+
+
+def tell(engine: str, rank: int, runs: GroupRuns | None) -> None:
+    """For the scheduler of the same engine, which asks once the workers have their caches.
+
+    They are processes of one machine; vLLM calls both, and hands nothing from one to the other.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = msgspec.json.encode(runs)
+    descriptor, draft = tempfile.mkstemp(dir=FOLDER, prefix="asynchicache-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        Path(draft).replace(_place(engine, rank))
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def ask(engine: str, rank: int) -> GroupRuns | None:
+    """What that worker told; once.
+
+    Raises:
+        ConfigError: it told nothing, or somebody else did.
+    """
+    place = _place(engine, rank)
+    try:
+        with place.open("rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            content = file.read()
+        if owner != os.geteuid():
+            raise ConfigError(f"{place} belongs to user {owner}: another engine has the same engine_id")
+        place.unlink()
+        found = msgspec.json.decode(content, type=dict[int, list[tuple[int, int]]] | None)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"worker {rank} of engine {engine!r} did not tell how it lays out rows ({error}): all workers "
+            "must run on the scheduler's machine"
+        ) from error
+    if found is None:
+        return None
+    return {group: tuple(Run(*run) for run in runs) for group, runs in found.items()}
+
+
+def _place(engine: str, rank: int) -> Path:
+    return FOLDER / f"asynchicache-{engine}-{rank}.json"
