@@ -290,13 +290,14 @@ def test_workers_tell_the_scheduler_and_leave_nothing_behind(folder: Path) -> No
     for rank in (0, 1):
         spec_of(rank).get_worker(NEXT)
     scheduler = spec_of(0)
+    scheduler.get_manager()
+    assert list(folder.iterdir()) == []
 
     runs = scheduler.group_runs()
 
     assert runs is not None
     assert runs[0] == (*RUNS[0], Run(2 * PAGE, STATE), Run(3 * PAGE, STATE))
     assert scheduler.group_runs() is runs  # each tier asks
-    assert list(folder.iterdir()) == []
 
 
 def test_the_last_word_counts_and_what_is_not_known_is_told(folder: Path) -> None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import gc
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import shake_128
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -20,7 +30,9 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from asynchicache.integrations.vllm.spec import AsynchicacheTieringSpec
 from asynchicache.integrations.vllm.tier import AsynchicacheTier
 
 CHUNK_BYTES = 8192
@@ -61,7 +73,8 @@ def offloading_config(
         worker_kv_bytes_per_block=CHUNK_BYTES // tp_size,
         enable_kv_cache_events=events,
         extra_config={
-            "spec_name": "TieringOffloadingSpec",
+            "spec_name": "RigSpec",
+            "spec_module_path": "rig",
             "cpu_bytes_to_use": chunks * CHUNK_BYTES,
             "secondary_tiers": [dict(tier)],
             **extra,
@@ -73,16 +86,47 @@ def offloading_config(
     )
 
 
+class HostSpec(TieringOffloadingSpec):
+    """Of a worker that copies nothing: vLLM's own wants a GPU."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> None:
+        pass
+
+
+class RigSpec(AsynchicacheTieringSpec, HostSpec):
+    """Ours, with that worker."""
+
+
+def kv_caches(pages: Sequence[int], *groups: Sequence[tuple[int, int]]) -> CanonicalKVCaches:
+    """A worker's caches.
+
+    Args:
+        pages: bytes of a block of each tensor, padded.
+        groups: of each group, the tensors of its layers and the bytes that a block of each fills.
+    """
+    tensors = [CanonicalKVCacheTensor(torch.zeros((1, nbytes), dtype=torch.int8), nbytes) for nbytes in pages]
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(*ref) for ref in refs] for refs in groups])
+
+
 class Rig:
     """A manager, and what a scheduler and its workers do with one.
 
     Args:
         tier: the entry of `secondary_tiers`, without what all tests share.
+        caches: of each worker; by default every layer fills all of a row.
         options: of `offloading_config`.
     """
 
-    def __init__(self, tier: Mapping[str, Any], **options: Any) -> None:
-        self.spec = OffloadingSpecFactory.create_spec(offloading_config({**TIER, **tier}, **options))
+    def __init__(
+        self, tier: Mapping[str, Any], *, caches: CanonicalKVCaches | None = None, **options: Any
+    ) -> None:
+        config = offloading_config({**TIER, **tier}, **options)
+        self.spec = OffloadingSpecFactory.create_spec(config)
+        area = config.worker_kv_bytes_per_block
+        filled = [[(0, area)] * len(group.layer_names) for group in config.groups]
+        for rank in range(config.parallel.world_size):
+            worker = replace(config, parallel=replace(config.parallel, rank=rank))
+            RigSpec(worker).get_worker(caches or kv_caches([area], *filled))
         manager = self.spec.get_manager()
         assert isinstance(manager, TieringOffloadingManager)
         self.manager = manager
@@ -108,9 +152,17 @@ class Rig:
         assert prepared is not None, "the primary tier is full"
         assert isinstance(prepared.store_spec, CPULoadStoreSpec)
         for stored, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
-            self.rows[row] = content(stored)
+            self.write(stored, row)
         self.manager.complete_store(prepared.keys_to_store, context)
         return context
+
+    def write(self, key: OffloadKey, row: int) -> None:
+        """A worker copies a chunk into a row."""
+        self.rows[row] = content(key)
+
+    def holds(self, key: OffloadKey, row: int) -> bool:
+        """Whether a worker would find it there."""
+        return np.array_equal(self.rows[row], content(key))
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
@@ -142,7 +194,7 @@ class Rig:
             spec = self.manager.prepare_load(hits, context)
             assert isinstance(spec, CPULoadStoreSpec)
             for one, row in zip(hits, spec.chunk_ids, strict=True):
-                assert np.array_equal(self.rows[row], content(one)), f"wrong bytes in row {row}"
+                assert self.holds(one, row), f"wrong bytes in row {row}"
             self.manager.complete_load(hits, context)
         self.finish(context)
         return answers

@@ -19,9 +19,11 @@ from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.vllm.spec import AsynchicacheTieringSpec
 from storage.redis_servers import RedisServer
 
 
@@ -203,7 +205,9 @@ def test_more_than_may_be_under_way_is_shed(open_rig: Open) -> None:
 
     found = rig.manager.get_stats().data["data"]
     shed = sum(found.get("vllm:asynchicache_tier_shed_bytes", {}).values())
-    stored = sum(value for labels, value in found["vllm:asynchicache_tier_bytes"].items() if labels[-1] == "put")
+    stored = sum(
+        value for labels, value in found["vllm:asynchicache_tier_bytes"].items() if labels[-1] == "put"
+    )
     assert stored + shed == 4 * CHUNK_BYTES
     assert not rig.manager.has_pending_work()
 
@@ -266,7 +270,8 @@ def test_the_configuration_of_the_page_turns_it_on(tmp_path: Path) -> None:
     extra = json.loads(block)["kv_connector_extra_config"]
     (tier,) = extra.pop("secondary_tiers")
     tier["storage_options"] = {"path": f"{tmp_path}/{{replica}}", "capacity_bytes": 1 << 22}
-    assert extra == {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10 << 30}
+    assert OffloadingSpecFactory.get_spec_cls(extra) is AsynchicacheTieringSpec
+    assert set(extra) == {"spec_name", "spec_module_path", "cpu_bytes_to_use"}
 
     rigs = [Rig(tier, replica=replica) for replica in (0, 1)]  # side by side
 

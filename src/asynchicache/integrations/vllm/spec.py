@@ -29,6 +29,11 @@ class AsynchicacheTieringSpec(TieringOffloadingSpec):
         rows.tell(self.config.engine_id, self.config.parallel.rank, runs)
         return super().get_worker(kv_caches)
 
+    def get_manager(self) -> Any:
+        """vLLM's manager."""
+        self.group_runs()  # now, so that nothing is left behind if a tier refuses to start
+        return super().get_manager()
+
     def group_runs(self) -> GroupRuns | None:
         """For the scheduler's tiers: what all workers fill of a row, by group.
 

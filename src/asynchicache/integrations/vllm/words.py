@@ -190,3 +190,7 @@ class TieringOffloadingSpec:
     def get_worker(self, kv_caches: Any) -> Any:
         """A worker's half: what copies its blocks to rows and back."""
         return None
+
+    def get_manager(self) -> Any:
+        """The scheduler's half, with its tiers."""
+        return None
