@@ -38,6 +38,13 @@ _OWN_BACKENDS = {
 }
 """Found without installed metadata too: a source tree on the path has none."""
 
+_EXTRAS = {
+    "hf3fs": "asynchicache[hf3fs]",
+    "object": "asynchicache[object]",
+    "redis": "asynchicache[redis]",
+}
+"""What brings a backend's packages; the package itself where it is not here. `mooncake` says it itself."""
+
 
 _KINDS: Mapping[str, type] = {
     "device": str,
@@ -321,7 +328,8 @@ def load_factory(name: str, value: str) -> OpenBackend:
         try:
             found = resolve_name(value)
         except ImportError as error:
-            advice = f"; pip install 'asynchicache[{name}]'" if name in _OWN_BACKENDS else ""
+            package = _EXTRAS.get(name, "asynchicache")
+            advice = f"; pip install '{package}'" if name in _OWN_BACKENDS else ""
             raise ConfigError(f"storage {name!r} cannot be imported: {error}{advice}") from error
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"storage {name!r}: entry point {value!r} names nothing: {error}") from error

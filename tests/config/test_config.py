@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.config import CacheConfig, PrefetchOptions, open_backend
+from asynchicache.config import CacheConfig, PrefetchOptions, load_factory, open_backend
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.ports import AsyncioPort
@@ -174,6 +174,12 @@ async def test_a_backend_whose_package_is_missing_says_which(monkeypatch: pytest
             open_backend("object", {"url": "memory:///"}, port)
     finally:
         await port.aclose()
+
+
+@pytest.mark.parametrize("name", ["file", "memory", "mooncake"])
+def test_what_is_no_extra_is_not_advised(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be imported: .*; pip install 'asynchicache'$"):
+        load_factory(name, "asynchicache.backends.no_such_module:open_backend")
 
 
 def test_storage_and_a_layout_that_cuts_pages_are_refused_together() -> None:

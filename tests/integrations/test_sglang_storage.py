@@ -419,6 +419,19 @@ def test_a_layout_that_cannot_be_addressed_is_refused_by_name(tmp_path: Path) ->
                 backend.register_mem_pool_host(kind("mha-page_first"))
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_head", "page_first_kv_split"])
+def test_states_in_a_layout_that_sglang_has_none_in_are_refused_by_name(layout: str, tmp_path: Path) -> None:
+    pool = RecordedPool("mamba-page_first_direct")
+    pool.layout = layout
+    with attached(options(tmp_path)) as backend:
+        with pytest.raises(
+            ConfigError, match=f"no states in layout '{layout}'.*--hicache-mem-layout page_first_direct"
+        ):
+            backend.register_mem_host_pool_v2(pool, "mamba")
+        pool.layout = "page_first"
+        backend.register_mem_host_pool_v2(pool, "mamba")
+
+
 def test_options_have_the_defaults_that_are_documented(tmp_path: Path) -> None:
     read = SGLangOptions.of(options(tmp_path, interface_v1=True))
     assert (read.interface_v1, read.storage_limits.deadline, read.max_bytes) == (1, 3.0, 1 << 30)

@@ -209,8 +209,8 @@ async def _signals(cache: HybridCache, settings: ServeSettings) -> AsyncIterator
                 options = KvEventsConfig.from_json(settings.kv_events)
                 await stack.enter_async_context(KvEventPublisher.open(cache, options))
         except ModuleNotFoundError as error:
-            extra = "kv-events" if error.name == "zmq" else "otel"
-            raise ConfigError(f"{error.name} is missing: pip install 'asynchicache[{extra}]'") from error
+            package = "asynchicache[kv-events]" if error.name == "zmq" else "asynchicache[otel]"
+            raise ConfigError(f"{error.name} is missing: pip install '{package}'") from error
         yield
 
 

@@ -10,6 +10,8 @@ import torch
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_memory import PageMemory
 
+_STATES = "mamba"
+_LAYOUTS_OF_STATES = ("page_first", "page_first_direct")
 _FIX = "start SGLang with --hicache-mem-layout page_first_direct and --hicache-io-backend direct"
 
 
@@ -18,7 +20,8 @@ def host_pages(name: str, pool: Any) -> PageMemory:
 
     The pool is asked, by `get_page_buffer_meta`, for the addresses of its first two pages and of its
     last one; the others lie at the same distances. So every layout that SGLang can address works:
-    page_first, page_first_direct, page_head and layer_first, of whichever kind of pool.
+    page_first, page_first_direct, page_head and layer_first, of whichever kind of pool; but for states,
+    which SGLang keeps in the first two only.
 
     Args:
         name: of the pool.
@@ -28,6 +31,8 @@ def host_pages(name: str, pool: Any) -> PageMemory:
         ConfigError: the pool cannot tell where its pages lie, or they lie at uneven distances; says
             which flag helps.
     """
+    if name == _STATES and pool.layout not in _LAYOUTS_OF_STATES:
+        raise ConfigError(f"pool {name!r}: SGLang has no states in layout {pool.layout!r}; {_FIX}")
     count = int(pool.page_num)
     wanted = sorted({0, min(1, count - 1), count - 1})
     pointers, sizes = _buffers(name, pool, wanted)
