@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"src": "*.py", "backends": "*.py", "kernels": "*.py", "scripts": "*", "docs": "*"}
+FOLDERS = {"src": "*.py", "backends": "*.py", "kernels": "*.py", "scripts": "*.py", "docs": "*.*"}
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
 EXTRAS = frozenset(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
@@ -24,7 +24,7 @@ def strange(text: str) -> list[str]:
 def texts() -> Iterator[tuple[Path, str]]:
     found = [path for folder, kind in FOLDERS.items() for path in sorted((ROOT / folder).rglob(kind))]
     for path in [*found, *(ROOT / page for page in PAGES)]:
-        if path.is_file() and path.suffix in {".py", ".md", ".toml", ".txt", ".sh", ""}:
+        if path.suffix in {".py", ".md", ".toml", ".txt"} or path.name == "Makefile":
             yield path, path.read_text("utf-8")
 
 
