@@ -36,7 +36,14 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.engine("mooncake")]
 
 @pytest.fixture
 def mortal() -> Iterator[Cluster]:
-    """A cluster of the test's own, whose master forgets a dead node after 2 seconds."""
+    """A cluster of the test's own, whose master never forgets a node that is silent."""
+    with own_network(), cluster(master_flags=("--client_ttl=3600",)) as made:
+        yield made
+
+
+@pytest.fixture
+def forgetful() -> Iterator[Cluster]:
+    """As `mortal`, but the master forgets a node that was silent for 2 seconds."""
     with own_network(), cluster(master_flags=("--client_ttl=2",)) as made:
         yield made
 
@@ -49,7 +56,8 @@ async def watched_bench(made: Cluster) -> AsyncIterator[tuple[Bench, Watched]]:
     try:
         async with backend_of(made, watched) as backend:
             bench = await open_bench(backend)
-            assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
+            while not set(await bench.put(bench.keys(1, 2), [0, 1])) <= {STORED, Outcome.EXISTS}:
+                pass  # the master may have forgotten a node that was slow
             yield bench, watched
     finally:
         store.close()
@@ -77,19 +85,26 @@ async def test_a_killed_master_costs_misses_and_comes_back_without_a_restart_of_
         assert await bench.get(keys, [2, 3]) == [HIT] * 2
 
 
-async def test_a_killed_node_makes_exists_stale_until_the_master_notices(mortal: Cluster) -> None:
+async def test_a_killed_node_makes_exists_stale(mortal: Cluster) -> None:
     async with watched_bench(mortal) as (bench, _):
         keys = bench.keys(1, 2)
         mortal.node.kill()
 
         assert await bench.engine.exists(keys) == bytes([1, 1])
         assert await bench.get(keys, [2, 3]) == [FAILED] * 2
+
+
+async def test_a_killed_node_costs_misses_once_the_master_notices(forgetful: Cluster) -> None:
+    async with watched_bench(forgetful) as (bench, _):
+        keys = bench.keys(1, 2)
+        forgetful.node.kill()
+
         while await bench.engine.exists(keys) != bytes(2):
-            assert await bench.get(keys, [2, 3]) in ([FAILED] * 2, [MISS] * 2)
+            assert set(await bench.get(keys, [2, 3])) <= {FAILED, MISS}
 
         assert await bench.get(keys, [2, 3]) == [MISS] * 2
         assert await bench.put(keys, [0, 1]) == [Outcome.REJECTED] * 2  # nobody lends memory now
-        mortal.node.start()
+        forgetful.node.start()
         assert await bench.put(keys, [0, 1]) == [STORED] * 2
         assert await bench.get(keys, [2, 3]) == [HIT] * 2
 

@@ -185,7 +185,7 @@ def local(**config: str) -> dict[str, object]:
     """S3 at a port where nobody is, credentials included, so that no request leaves this machine."""
     nowhere = "http://127.0.0.1:1"
     settings = {"region": "us-east-1", "endpoint": nowhere, "metadata_endpoint": nowhere, **config}
-    return {"url": "s3://bucket/prefix", "config": settings, "retries": 0, "timeout_seconds": 2}
+    return {"url": "s3://bucket/prefix", "config": settings, "retries": 0, "timeout_seconds": 60}
 
 
 @pytest.mark.asyncio

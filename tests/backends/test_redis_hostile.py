@@ -16,7 +16,7 @@ from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.testing.backends import Bench
 from asynchicache.types import Outcome
 from storage.hostile_redis import MARKER, HostileServer, bulk, hostile_server
-from storage.redis_servers import FRAME_BYTES, backend_at, bench_at, open_bench
+from storage.redis_servers import FRAME_BYTES, backend_at, bench_at, impatient, open_bench
 
 STORED, HIT, MISS = Outcome.STORED, Outcome.HIT, Outcome.MISS
 CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
@@ -215,17 +215,18 @@ async def test_counts_that_mean_nothing(answer: bytes) -> None:
 
 @pytest.mark.asyncio
 async def test_a_server_that_never_answers_costs_the_deadline() -> None:
-    async with scene(connections=2, timeout_seconds=0.2) as (server, bench):
+    async with scene(connections=2) as (server, bench):
         for verb in (b"GET", b"SET", b"EXISTS", b"UNLINK"):
             server.say(verb, b"")
         keys = bench.keys(*range(4))
 
-        assert await bench.get(keys, range(5, 9)) == [FAILED] * 4
-        with pytest.raises(StorageError, match="no answer in time"):
-            await bench.engine.exists(keys)
-        del server.lies[b"EXISTS"]
-        for count in (FEW, MANY):
-            assert await bench.put(bench.keys(*range(10, 10 + count)), range(count)) == [FAILED] * count
+        with impatient(bench, 0.2):
+            assert await bench.get(keys, range(5, 9)) == [FAILED] * 4
+            with pytest.raises(StorageError, match="no answer in time"):
+                await bench.engine.exists(keys)
+            del server.lies[b"EXISTS"]
+            for count in (FEW, MANY):
+                assert await bench.put(bench.keys(*range(10, 10 + count)), range(count)) == [FAILED] * count
 
         await recovers(server, bench)
 
@@ -234,7 +235,7 @@ async def test_a_server_that_never_answers_costs_the_deadline() -> None:
 async def test_a_server_that_stops_reading_costs_the_deadline_of_a_put() -> None:
     async with (
         hostile_server() as server,
-        bench_at(server.url, connections=1, timeout_seconds=0.5, page_bytes=16 << 20, slots=2) as bench,
+        bench_at(server.url, connections=1, page_bytes=16 << 20, slots=2) as bench,
     ):
 
         async def answer_and_stop(words: list[bytes], writer: asyncio.StreamWriter) -> None:
@@ -243,7 +244,8 @@ async def test_a_server_that_stops_reading_costs_the_deadline_of_a_put() -> None
 
         server.lies[b"EXISTS"] = answer_and_stop
         keys = bench.keys(1, 2)
-        assert await bench.engine.put(keys, [0, 1]) == [FAILED] * 2  # more than the kernel keeps
+        with impatient(bench, 0.5):
+            assert await bench.engine.put(keys, [0, 1]) == [FAILED] * 2  # more than the kernel keeps
 
         server.lies.clear()
         assert await bench.get(keys, [0, 1]) == [MISS] * 2
@@ -322,7 +324,7 @@ async def test_a_cancelled_put_stores_nothing_and_harms_nobody(count: int, first
 async def test_opening_says_what_is_wrong(verb: bytes, answer: bytes, message: str) -> None:
     async with hostile_server() as server:
         server.say(verb, answer)
-        async with backend_at(server.url, timeout_seconds=0.2) as backend:
+        async with backend_at(server.url, timeout_seconds=60 if answer else 0.2) as backend:
             with pytest.raises(StorageError, match=message) as caught:
                 await open_bench(backend)
             assert isinstance(caught.value, StorageFormatError) == ("format" in message or "else" in message)
@@ -371,12 +373,13 @@ async def test_calls_send_pages_by_turns_and_a_cancelled_one_gives_its_turn_away
 )
 def test_whatever_a_server_says(answer: bytes, close: bool) -> None:
     async def play() -> None:
-        async with scene(connections=1, timeout_seconds=0.2) as (server, bench):
+        async with scene(connections=1) as (server, bench):
             for verb in (b"GET", b"SET", b"UNLINK"):
                 server.say(verb, answer, close=close)
 
-            assert set(await bench.get(bench.keys(0, 1), [5, 6])) <= {MISS, CORRUPT, FAILED}
-            assert set(await bench.put(bench.keys(9), [5])) <= {STORED, REJECTED, FAILED}
+            with impatient(bench, 0.2):
+                assert set(await bench.get(bench.keys(0, 1), [5, 6])) <= {MISS, CORRUPT, FAILED}
+                assert set(await bench.put(bench.keys(9), [5])) <= {STORED, REJECTED, FAILED}
 
             await recovers(server, bench)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hmac
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from email.utils import formatdate
 from hashlib import sha256
 from http.client import HTTPConnection
@@ -16,6 +17,8 @@ import obstore
 from obstore.store import ObjectStore, from_url
 
 from asynchicache.backends.object import ObjectBackend, open_backend
+from asynchicache.backends.object.engine import ObjectEngine
+from asynchicache.backends.object.stores import make_store
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
@@ -65,8 +68,9 @@ class ObjectServer(Server):
         assert answer.status < 300, f"{method} {path}: {answer.status} {content!r}"
 
     def options(self, prefix: str, **more: object) -> dict[str, object]:
-        """The engine's options for a prefix of the bucket."""
-        return {"url": f"{self.scheme}://{BUCKET}/{prefix}", "config": self.config, **more}
+        """The engine's options for a prefix of the bucket; with them a request may take a minute."""
+        url = f"{self.scheme}://{BUCKET}/{prefix}"
+        return {"url": url, "config": self.config, "timeout_seconds": 60, **more}
 
     def store(self, prefix: str) -> ObjectStore:
         """The prefix as others see it, without our engine."""
@@ -175,3 +179,17 @@ async def bench_at(
     """One pool of the object backend of a place; closed in the end."""
     async with backend_at(options) as backend:
         yield await open_bench(backend, page_bytes=page_bytes, slots=slots)
+
+
+@contextmanager
+def impatient(bench: Bench, seconds: float) -> Iterator[None]:
+    """Give the engine's requests this deadline within the block only: what comes before and after it may take
+    as long as the machine needs."""
+    engine = bench.engine
+    assert isinstance(engine, ObjectEngine)
+    patient = engine._store
+    engine._store = make_store(replace(engine._options, timeout_seconds=seconds))
+    try:
+        yield
+    finally:
+        engine._store = patient

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from asynchicache.backends.redis import RedisBackend, open_backend
+from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
@@ -39,11 +41,11 @@ class RedisServer(Server):
 
 @asynccontextmanager
 async def backend_at(url: str, **options: object) -> AsyncIterator[RedisBackend]:
-    """The redis backend of a server; closed in the end."""
+    """The redis backend of a server; closed in the end. Calls may take a minute, unless told otherwise."""
     async with AsyncExitStack() as stack:
         port = AsyncioPort(threads=2, seed=0)
         stack.push_async_callback(port.aclose)
-        backend = open_backend({"url": url, **options}, port)
+        backend = open_backend({"url": url, "timeout_seconds": 60, **options}, port)
         stack.push_async_callback(backend.aclose)
         yield backend
 
@@ -68,3 +70,17 @@ async def bench_at(
     """One pool of the redis backend of a server; closed in the end."""
     async with backend_at(url, **options) as backend:
         yield await open_bench(backend, page_bytes=page_bytes, slots=slots)
+
+
+@contextmanager
+def impatient(bench: Bench, seconds: float) -> Iterator[None]:
+    """Give the engine's calls this deadline within the block only: what comes before and after it may take
+    as long as the machine needs."""
+    engine = bench.engine
+    assert isinstance(engine, RedisEngine)
+    before = engine._options
+    engine._options = replace(before, timeout_seconds=seconds)
+    try:
+        yield
+    finally:
+        engine._options = before
