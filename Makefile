@@ -69,7 +69,7 @@ wheel: $(STAMP)
 	done
 
 soak: $(STAMP)  ## the long tests, with fresh random seeds
-	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3500 $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3900 $(ARGS)
 
 # No setup: a GPU machine has its own torch and triton, unless `make setup` ran there. requirements-gpu.txt is all else.
 gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there is none

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+REASONS_SHOWN = 6
 ENGINES_REQUIRED = os.environ.get("ASYNCHICACHE_REQUIRE_ENGINES") == "1"
 
 
@@ -52,8 +54,29 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many suspensions were interrupted; see `tests/cache/test_interruptions.py`."""
+    """Count what was skipped, and the suspensions that `cache/test_interruptions.py` interrupted."""
+    for line in skip_lines(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)
     passed = terminalreporter.stats.get("passed", [])
     found = [value for report in passed for name, value in report.user_properties if name == "suspensions"]
     if found:
         terminalreporter.write_line(f"interrupted at {sum(found):,} suspensions of public coroutines")
+
+
+def skip_lines(reports: Sequence[pytest.TestReport | pytest.CollectReport]) -> list[str]:
+    """Count skips by reason, the most frequent first; a line for each test would hide the failures."""
+    counts = Counter(skip_reason(report) for report in reports)
+    shown = counts.most_common(REASONS_SHOWN)
+    lines = [f"skipped {count}: {reason}" for reason, count in shown]
+    if others := counts.total() - sum(count for _, count in shown):
+        lines.append(f"skipped {others}: for {len(counts) - len(shown)} other reasons (-rs names them)")
+    return lines
+
+
+def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test was skipped, or a module as a whole."""
+    match report.longrepr:
+        case (_, _, str(reason)):
+            return reason.removeprefix("Skipped: ")
+        case reason:
+            return str(reason)

@@ -31,8 +31,6 @@ _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 _ELLIPSIS = "..."
 
-pytestmark = pytest.mark.timeout(300)  # a page may wait for examples that another process runs
-
 Output: TypeAlias = Callable[[Path], str]
 
 

@@ -239,7 +239,6 @@ def test_a_read_that_never_ends_keeps_the_rows_from_being_unmapped(
         tier.shutdown()
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_storage_that_does_not_close_is_left_behind(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stubborn: bool
@@ -300,7 +299,6 @@ def test_a_shutdown_that_is_interrupted_keeps_no_thread(
     assert not loop_of_the_tier.is_alive()
 
 
-@pytest.mark.timeout(30)
 def test_no_call_of_the_scheduler_waits_for_storage(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage answers nothing, for longer than the test may take."""
     monkeypatch.setattr(page_store, "open_backend", silent_backend)

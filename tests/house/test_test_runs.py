@@ -1,0 +1,81 @@
+"""What a run of the tests shows and survives: see `tests/conftest.py` and `pyproject.toml`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(40))
+def test_of_one_reason(number):
+    pytest.skip("there is no such device")
+
+@pytest.mark.parametrize("number", range(20))
+def test_of_many_reasons(number):
+    pytest.skip(f"reason {number}")
+
+def test_fails():
+    assert False
+"""
+
+HANGS = """
+import asyncio, threading
+import pytest
+
+@pytest.mark.timeout(0.5)
+@pytest.mark.asyncio
+async def test_waits_for_ever():
+    await asyncio.Event().wait()
+
+@pytest.mark.timeout(0.5)
+def test_blocks_for_ever():
+    threading.Event().wait()
+
+def test_passes(): ...
+"""
+
+STUCK = """
+import signal
+
+def test_hears_no_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    signal.pause()
+"""
+
+
+def run(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest on a file of tests, with the project's own options."""
+    shutil.copy(ROOT / "tests" / "conftest.py", folder)
+    (folder / "test_sample.py").write_text(tests)
+    ours = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", *ours, folder]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_skips_are_counted_by_reason_and_failures_come_last(tmp_path: Path) -> None:
+    lines = run(tmp_path, SKIPS).stdout.splitlines()
+
+    skips = [line for line in lines if line.lower().startswith("skipped")]
+    assert len(skips) == 7
+    assert skips[0] == "skipped 40: there is no such device"
+    assert skips[-1] == "skipped 15: for 15 other reasons (-rs names them)"
+    assert lines[-2].startswith("FAILED")
+    assert "1 failed, 60 skipped" in lines[-1]
+
+
+def test_a_test_that_hangs_fails_and_the_run_goes_on(tmp_path: Path) -> None:
+    assert "2 failed, 1 passed" in run(tmp_path, HANGS).stdout
+
+
+def test_a_test_that_no_signal_reaches_ends_the_process(tmp_path: Path) -> None:
+    ended = run(tmp_path, STUCK, "--timeout=0.2", "-o", "faulthandler_timeout=1")
+
+    assert ended.returncode == 1
+    assert "in test_hears_no_signal" in ended.stderr
+    assert "1 failed" not in ended.stdout
