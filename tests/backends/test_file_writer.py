@@ -83,7 +83,7 @@ class Pool:
         page = Stored(bytes([slot]) * 32, slot, bytes(8))
         load = Load(move or self._move, seal or (lambda: {slot: page}), [run], naming=self.commits.name(1))
         ended = self._threads.submit(self.writer.write, load)
-        assert self.crank.submitted.acquire(timeout=10)
+        assert self.crank.submitted.acquire()
         return ended
 
     def held(self) -> bytes:
@@ -139,13 +139,13 @@ def test_what_has_queued_up_shares_a_barrier_and_neighbours_a_write(pool: Pool) 
 
     pool.crank.turn()
     for call in calls:
-        call.result(timeout=10)
+        call.result()
     assert pool.log == [(1, 2), (4, 1), "barrier"]
     assert pool.held() == b"\1\2\4"
 
     last = pool.put(3)
     pool.run_dry()  # three of the calls find nothing to do, or the last page
-    last.result(timeout=10)
+    last.result()
     assert pool.log == [(1, 2), (4, 1), "barrier", (3, 1), "barrier"]
     assert pool.held() == b"\1\2\3\4"
 
@@ -160,7 +160,7 @@ def test_one_turn_takes_what_fits_and_one_call_at_least(
         pool.crank.turn()
         assert pool.log == [step for group in groups[: number + 1] for step in (group, "barrier")]
     for call in calls:
-        call.result(timeout=10)
+        call.result()
     pool.run_dry()
     assert pool.held() == b"\1\2\3"
 
@@ -178,7 +178,7 @@ def test_entries_of_neighbours_are_one_write_whichever_call_they_are_of(
     calls = [pool.put(slot) for slot in (2, 4, 1)]
     pool.run_dry()
     for call in calls:
-        call.result(timeout=10)
+        call.result()
     assert written == [(1, 2), (4, 1)]
 
 
@@ -197,7 +197,7 @@ def test_neighbours_that_do_not_go_together_go_one_by_one(pool: Pool, most: int 
     calls = [pool.put(slot) for slot in (1, 2)]
     pool.run_dry()
     for call in calls:
-        call.result(timeout=10)
+        call.result()
     assert pool.log == [(1, 2), (1, 1), (2, 1), "barrier"]
     assert pool.held() == b"\1\2"
 
@@ -206,7 +206,7 @@ def test_a_page_that_was_not_written_is_not_named(pool: Pool) -> None:
     calls = [pool.put(1, lambda run: []), pool.put(3)]
     pool.run_dry()
     for call in calls:
-        call.result(timeout=10)
+        call.result()
     assert pool.held() == b"\3"
 
 
@@ -217,9 +217,9 @@ def test_a_call_that_raises_fails_alone(pool: Pool) -> None:
     calls = [pool.put(1), pool.put(3, fail), pool.put(5)]
     pool.run_dry()
     with pytest.raises(ZeroDivisionError):
-        calls[1].result(timeout=10)
+        calls[1].result()
     for call in (calls[0], calls[2]):
-        call.result(timeout=10)
+        call.result()
     assert pool.log == [(1, 1), (5, 1), "barrier"]
     assert pool.held() == b"\1\5"
 
@@ -234,10 +234,10 @@ def test_calls_end_whatever_becomes_of_the_thread(pool: Pool, monkeypatch: pytes
         pool.crank.turn()
     for call in calls:
         with pytest.raises(ZeroDivisionError):
-            call.result(timeout=10)
+            call.result()
     last = pool.put(3)
     pool.run_dry()
-    last.result(timeout=10)
+    last.result()
     assert pool.held() == b"\3"
 
 
@@ -252,10 +252,10 @@ def test_a_call_that_no_thread_was_told_of_is_not_written(
         broken.setattr(pool.crank, "submit", refuse)
         refused = pool.put(1)
     with pytest.raises(RuntimeError, match="new thread"):
-        refused.result(timeout=10)
+        refused.result()
     call = pool.put(2)
     pool.run_dry()
-    call.result(timeout=10)
+    call.result()
     assert pool.log == [(2, 1), "barrier"]
 
 
@@ -273,7 +273,7 @@ def test_a_barrier_that_fails_fails_all_of_its_calls_and_those_after(
     pool.run_dry()
     for call in calls:
         with pytest.raises(OSError, match=r"lost|failed before"):
-            call.result(timeout=10)
+            call.result()
     assert pool.commits.broken
 
 
@@ -282,17 +282,17 @@ def test_pages_are_written_before_they_are_sealed_and_named_after(pool: Pool) ->
 
     def seal() -> dict[int, Stored]:
         sealing.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return {1: Stored(b"1" * 32, 1, bytes(8))}
 
     call = pool.put(1, seal=seal)
     turning = pool.turn_in_a_thread()
-    assert sealing.wait(10)
-    assert pool.written.wait(10)
+    sealing.wait()
+    pool.written.wait()
     assert pool.log == [(1, 1)]
     go_on.set()
     for one in (call, turning):
-        one.result(timeout=10)
+        one.result()
     assert pool.log == [(1, 1), "barrier"]
     assert pool.held() == b"\1"
 
@@ -307,8 +307,8 @@ def test_a_call_whose_pages_cannot_be_sealed_fails_alone_and_names_nothing(
     calls = [pool.put(1, seal=fail), pool.put(2)]
     pool.run_dry()
     with pytest.raises(error):
-        calls[0].result(timeout=10)
-    calls[1].result(timeout=10)
+        calls[0].result()
+    calls[1].result()
     assert pool.held() == b"\2"
 
 

@@ -179,7 +179,7 @@ async def test_iteration_waits_and_ends_with_the_cache():
 
         listening = asyncio.create_task(listen())
         await Engine(cache).serve(PROMPT)
-    await asyncio.wait_for(listening, 5)
+    await listening
     assert any(isinstance(event, PagesStored) for event in heard)
     assert sum(event.count for event in heard if isinstance(event, EventsDropped)) == events.dropped
     with pytest.raises(ClosedError):

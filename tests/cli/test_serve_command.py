@@ -22,7 +22,7 @@ from integrations.serve.checkpoints import save_checkpoint
 
 def server(*arguments: str | Path) -> Server:
     command = [executable("asynchicache"), "serve", "--port", "0", "--threads", "1"]
-    return Server([*command, *arguments], ready="listening on http", timeout=100)
+    return Server([*command, *arguments], ready="listening on http")
 
 
 def client(one: Server) -> OpenAI:

@@ -100,7 +100,7 @@ def ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([descriptor], [], [], 10.0)[0])
+        return bool(select.select([descriptor], [], [])[0])
     finally:
         os.close(descriptor)
 
