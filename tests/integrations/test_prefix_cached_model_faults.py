@@ -24,6 +24,7 @@ from integrations.zoo import MAIN, PAGE, random_tokens, tiny_model, tiny_spec
 pytestmark = pytest.mark.asyncio
 
 IMPATIENT = PoolLimits(deadline=0.3, cooldown=0.1)
+PATIENT = PoolLimits(deadline=600)
 
 
 async def converse(
@@ -74,7 +75,8 @@ async def test_what_was_evicted_comes_back_from_storage() -> None:
 async def test_storage_that_breaks_in_the_middle(fault: str) -> None:
     storage = Faulty(MemoryBackend(MemoryStore()), FaultRates(), random.Random(0))
     prompts = [random_tokens(40 + number, seed=number) for number in range(4)]
-    async with serving("llama", storage=storage, storage_limits=IMPATIENT) as served:
+    limits = IMPATIENT if fault == "hang" else PATIENT
+    async with serving("llama", storage=storage, storage_limits=limits) as served:
         assert await answers(served, prompts, 4) == [uncached("llama", p, 4) for p in prompts]
         await served.drain()
         await served.cache.flush()

@@ -68,7 +68,10 @@ class LateBackend(MemoryBackend):
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_comes_during_the_grace_is_closed(port: AsyncioPort):
+async def test_an_engine_that_comes_during_the_grace_is_closed(
+    port: AsyncioPort, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(strangers, "GRACE_SECONDS", 60.0)
     backend = LateBackend()
     backend.cancelled = backend.go.set
     with pytest.raises(StorageError, match="took longer than"):
