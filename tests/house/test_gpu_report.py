@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -84,8 +85,19 @@ def test_every_test_of_a_gpu_is_in_a_suite(report: ModuleType) -> None:
 def test_a_step_that_hangs_or_comes_too_late_is_named(
     report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_KILL_SECONDS", 0.5)
-    (tmp_path / "test_hangs.py").write_text("import time\ndef test_one(): print('here'); time.sleep(600)\n")
+    begun, wait = tmp_path / "begun", report._wait
+    os.mkfifo(begun)
+    hangs = (
+        f"import time\ndef test_one(): print('here'); open({str(begun)!r}, 'w').close(); time.sleep(600)\n"
+    )
+    (tmp_path / "test_hangs.py").write_text(hangs)
+
+    def wait_once_begun(run: subprocess.Popen[bytes], seconds: float) -> int:
+        begun.read_text()
+        return wait(run, 0.1)
+
+    monkeypatch.setattr(report, "_KILL_SECONDS", 60)
+    monkeypatch.setattr(report, "_wait", wait_once_begun)
     step = report.run_suite(
         "sample", str(tmp_path / "test_hangs.py"), tmp_path / "log", marks="not gpu", seconds=5
     )
