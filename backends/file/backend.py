@@ -172,6 +172,7 @@ class FileBackend:
                 limit=options.limit_of(manifest.pool),
                 read_only=options.read_only,
                 direct=options.direct,
+                now=self._port.now,
             )
         except StorageError:
             raise

@@ -76,6 +76,8 @@ class Budget:
     def __init__(self, limit: int | None) -> None:
         self.lock = threading.Lock()
         """Held by a pool that grows, from asking until it has grown."""
+        self.freed = 0
+        """Bytes that pools have given back, since the start: where it has grown, a full disk may have room."""
         self._limit = limit
         self._open: list[Holder] = []
         self._dormant: dict[Path, DormantPool] = {}
@@ -113,7 +115,7 @@ class Budget:
                 return
             free += self._from_the_dormant(-free)
             if free < 0:
-                holder.give_back(-free)
+                self.freed += holder.give_back(-free)
 
     def join(self, folder: Path, holder: Holder) -> None:
         """A pool was opened."""
@@ -165,11 +167,13 @@ class Budget:
     def _take_back(self, folder: Path, dormant: DormantPool, nbytes: int) -> int:
         """About so many bytes of a pool that is not open; 0 if its files are another user's, say."""
         try:
-            return dormant.give_back(nbytes)
+            freed = dormant.give_back(nbytes)
         except OSError as error:
             logger.warning("%s takes room and cannot be removed: %s", folder, error)
             self._kept.add(folder)
             return 0
+        self.freed += freed
+        return freed
 
     def _from_the_richest(self, holder: Holder, share: int, missing: int, least: int) -> int:
         others = [other for other in self._open if other is not holder]
@@ -177,4 +181,6 @@ class Budget:
             return 0
         richest = max(others, key=lambda other: other.nbytes)
         taken = min(missing, richest.nbytes - share)
-        return richest.give_back(taken) if taken >= max(least, 1) else 0
+        freed = richest.give_back(taken) if taken >= max(least, 1) else 0
+        self.freed += freed
+        return freed

@@ -102,6 +102,11 @@ class FileEngine:
         self._hops: set[asyncio.Task[object]] = set()
         self._closing: asyncio.Future[None] | None = None
 
+    @property
+    def full(self) -> bool:
+        """The disk refuses to let the pool grow; it is asked again after a while."""
+        return self._store.full
+
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         self._check_open()
         index = self._store.index  # a look into a dictionary needs no lock, and the loop waits for none

@@ -9,6 +9,7 @@ checksum was known.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +26,8 @@ _LONG_READS = 2
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
 _MOST_MISSING = 64  # files that were lost, not a name that a stranger chose
+ASK_AGAIN_SECONDS = 30.0
+"""How long a disk that has refused to let a pool grow is not asked again, unless something was given back."""
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -43,6 +46,7 @@ class Segments:
         identity: whose pages these are; entries of any other are damaged.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
+        now: seconds on a clock that never goes back.
 
     Raises:
         StorageFormatError: the name of a file stands far behind all others.
@@ -50,7 +54,14 @@ class Segments:
     """
 
     def __init__(
-        self, folder: Path, slot_bytes: int, identity: bytes, *, read_only: bool, direct: bool
+        self,
+        folder: Path,
+        slot_bytes: int,
+        identity: bytes,
+        *,
+        read_only: bool,
+        direct: bool,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shape = SegmentShape.of(slot_bytes)
         self.identity = identity
@@ -58,7 +69,8 @@ class Segments:
         self._folder = folder
         self._read_only = read_only
         self._direct = direct
-        self._full = False
+        self._now = now
+        self._refused_at: float | None = None
         self._files: list[Segment] = []
         self._read_turns = threading.Semaphore(_LONG_READS)
         try:
@@ -75,6 +87,20 @@ class Segments:
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self._files)
+
+    @property
+    def refused(self) -> bool:
+        """The disk has refused to let the pool grow, and is not asked again yet."""
+        return self._refused_at is not None and self._now() - self._refused_at < ASK_AGAIN_SECONDS
+
+    @property
+    def full(self) -> bool:
+        """The disk refused when it was asked last."""
+        return self._refused_at is not None
+
+    def ask_again(self) -> None:
+        """Something was given back to the disk: it may be asked at once."""
+        self._refused_at = None
 
     def holds(self, slot: int) -> bool:
         """Whether the slot lies within its file, which may have been cut."""
@@ -168,8 +194,8 @@ class Segments:
     def grow(self, wanted: int, allowed: int) -> int:
         """Preallocate `wanted` more slots, and some ahead, as far as the disk lets us.
 
-        The pool grows by half of itself, so that there are few extents and few calls. Once the disk
-        has refused, it is not asked again until the pool is reopened: what there is, is reused.
+        The pool grows by half of itself, so that there are few extents and few calls. A disk that has
+        refused is not asked again for a while: what there is, is reused.
 
         Args:
             wanted: slots.
@@ -178,17 +204,21 @@ class Segments:
         Returns:
             How many slots there are more.
         """
+        if self.refused:
+            return 0
         ahead = min(max(self.nbytes // 2, _FIRST_BYTES), _LARGEST_BYTES) // self.shape.slot_bytes
         gained = 0
         for count in (max(wanted, ahead), wanted, 1):
-            while not self._full and gained < min(count, allowed):
+            while gained < min(count, allowed):
                 more = self._extend(min(count, allowed) - gained)
                 if not more:
                     break
                 gained += more
             if gained:
+                self._refused_at = None
                 return gained
-        self._full = self._full or allowed > 0
+        if allowed > 0:
+            self._refused_at = self._now()
         return gained
 
     def shrink(self, slots: int) -> None:
@@ -197,7 +227,7 @@ class Segments:
         Raises:
             OSError: a file cannot be cut; `self.slots` are there still.
         """
-        self._full = False
+        self.ask_again()
         keep = -(-slots // self.shape.slots)
         for number in reversed(range(keep, len(self._files))):
             segment_path(self._folder, number).unlink(missing_ok=True)

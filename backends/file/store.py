@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
@@ -41,6 +42,7 @@ class PageStore:
         limit: most bytes of this pool's files; None for no limit of its own.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
+        now: seconds on a clock that never goes back.
 
     Raises:
         StorageFormatError: the files cannot be those of a pool.
@@ -58,6 +60,7 @@ class PageStore:
         limit: int | None = None,
         read_only: bool = False,
         direct: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = manifest.pool
         self.stands_on = stands_on
@@ -69,11 +72,12 @@ class PageStore:
         self._standing = standing or Standing()
         self._limit = limit
         self._full = False
+        self._freed = budget.freed
         self._lock = threading.Lock()
         self.index = PageIndex()
         with budget.opening(folder):
             self.segments = Segments(
-                folder, manifest.slot_bytes, manifest.identity, read_only=read_only, direct=direct
+                folder, manifest.slot_bytes, manifest.identity, read_only=read_only, direct=direct, now=now
             )
             try:
                 self._load(PageReader(self.segments, manifest))
@@ -93,6 +97,11 @@ class PageStore:
     def broken(self) -> bool:
         """Nothing is written any more until it is reopened."""
         return self._commits.broken
+
+    @property
+    def full(self) -> bool:
+        """The disk refuses to let it grow; what there is, is reused."""
+        return self.segments.full
 
     # Reading.
 
@@ -301,10 +310,19 @@ class PageStore:
 
     def _grow(self, wanted: int) -> None:
         with self._budget.lock:
+            self._note_freed()
+            if self.segments.refused:  # or others would give way for nothing
+                return
             allowed = self._allowed(wanted)
             gained = self.segments.grow(min(wanted, allowed), allowed) if allowed else 0
             with self._lock:
                 self.index.grow(gained)
+
+    def _note_freed(self) -> None:
+        """A pool has given back something since this one looked: the disk is asked at once."""
+        if self._freed != self._budget.freed:
+            self._freed = self._budget.freed
+            self.segments.ask_again()
 
     def _allowed(self, wanted: int) -> int:
         """Slots that the pool may have more."""

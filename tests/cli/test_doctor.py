@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -13,7 +15,17 @@ from rich.console import Console
 from asynchicache.cli import doctor
 from asynchicache.config import BACKEND_GROUP
 
-NAMES = ["torch", "triton", "device", "pinning", "copy paths", "O_DIRECT", "memory limits", "engines"]
+NAMES = [
+    "torch",
+    "triton",
+    "device",
+    "pinning",
+    "copy paths",
+    "O_DIRECT",
+    "disk space",
+    "memory limits",
+    "engines",
+]
 
 
 def engine(name: str, value: str) -> EntryPoint:
@@ -71,6 +83,26 @@ def test_direct_io_is_tried_in_the_folder(tmp_path: Path) -> None:
         supported = True
 
     assert doctor.check_o_direct(tmp_path).ok == supported
+
+
+def test_a_full_disk_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_disk_space(tmp_path).ok == (shutil.disk_usage(tmp_path).free >= doctor.LEAST_DISK)
+    assert not doctor.check_disk_space(tmp_path / "absent").ok
+    with monkeypatch.context() as little:
+        little.setattr(doctor, "LEAST_DISK", 1 << 60)
+        check = doctor.check_disk_space(tmp_path)
+        assert (check.ok, "GiB free" in check.detail) == (False, True)
+
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert doctor.check_disk_space(tmp_path) == (
+        "disk space",
+        False,
+        f"{tmp_path}: Disk quota exceeded",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_words_in_brackets_are_shown_as_they_are() -> None:

@@ -7,6 +7,7 @@ is no fault: copies are then emulated on the CPU.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -31,8 +32,11 @@ from asynchicache.transfer.plan import Direction
 OLDEST_TORCH = (2, 5)
 LEAST_MEMORY = 1 << 30
 """Bytes below which a model beside its host pools has no room worth speaking of."""
+LEAST_DISK = 1 << 30
+"""Free bytes below which a file store does little but evict."""
 OWN_ENGINES = {"memory", "file"}
 """Engines that need nothing but this package, so that they must always work."""
+_GROWTH_BYTES = 1 << 20  # what a store's first pages take
 CLIENTS = {"mooncake": "mooncake.store", "object": "obstore", "hf3fs": "httpx"}
 """What our engines import only when they are opened."""
 
@@ -55,7 +59,7 @@ def checks(folder: Path = Path()) -> list[Check]:
     """Everything there is to look at.
 
     Args:
-        folder: where storage would lie; tried for O_DIRECT. By default the current one.
+        folder: where storage would lie; tried for O_DIRECT and for room. By default the current one.
     """
     return [
         check_torch(),
@@ -64,6 +68,7 @@ def checks(folder: Path = Path()) -> list[Check]:
         check_pinning(),
         check_copy_paths(),
         check_o_direct(folder),
+        check_disk_space(folder),
         check_memory_limits(),
         check_engines(entry_points(group=BACKEND_GROUP)),
     ]
@@ -154,6 +159,18 @@ def _direct_round_trip(name: str) -> bool:
     finally:
         os.close(descriptor)
     return written.memory == read.memory
+
+
+def check_disk_space(folder: Path) -> Check:
+    """Whether a file store could grow in `folder`: what is free there, and whether this user is given some of
+    it. A store that was refused rejects writes, or evicts, until it is given more."""
+    try:
+        free = shutil.disk_usage(folder).free
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".asynchicache-doctor-") as file:
+            os.posix_fallocate(file.fileno(), 0, _GROWTH_BYTES)
+    except OSError as error:
+        return Check("disk space", False, f"{folder.absolute()}: {error.strerror or error}")
+    return Check("disk space", free >= LEAST_DISK, f"{folder.absolute()}: {_gib(free)} free")
 
 
 def check_memory_limits(root: Path = Path("/")) -> Check:

@@ -12,7 +12,7 @@ from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBacken
 from asynchicache.testing.chaos.faults import SLOWER, Luck
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.script import StorageFaults
-from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.faults import FaultRates, Faulty, Latency, touch_of
 from asynchicache.testing.oracle import HostOracle
 from asynchicache.types import Outcome
 
@@ -104,6 +104,7 @@ class _CutOffEngine:
         self.exists = engine.exists
         self.delete = engine.delete
         self.clear = engine.clear
+        self.touch = touch_of(engine)
         self.aclose = engine.aclose
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -159,6 +160,7 @@ class _WatchedEngine:
         self.get = engine.get
         self.delete = engine.delete
         self.clear = engine.clear
+        self.touch = touch_of(engine)
         self.aclose = engine.aclose
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
