@@ -11,10 +11,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from asynchicache.backends.file.folder import check_file
+from asynchicache.backends.reads import read_on
 from asynchicache.errors import StorageError
+from asynchicache.layouts import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,9 @@ class BlockFile:
         return os.fstat(self._fileno).st_size
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fill `views` from `offset` on; how many bytes there were, fewer at the file's end."""
-        return self._direct_or_not(os.preadv, views, offset)
+        """Fill `views` from `offset` on; how many bytes there were, fewer only at the file's end."""
+        block = ALIGNMENT if self.direct else 1
+        return read_on(partial(self._direct_or_not, os.preadv), views, offset, lambda: self.size, block)
 
     def write(self, views: Sequence[memoryview], offset: int) -> int:
         """Write `views` to `offset` and on; how many bytes were written. Durable after `sync`."""

@@ -77,7 +77,7 @@ class Budget:
         self.lock = threading.Lock()
         """Held by a pool that grows, from asking until it has grown."""
         self.freed = 0
-        """Bytes that pools have given back, since the start: where it has grown, a full disk may have room."""
+        """Bytes that pools have given back: where it has grown, a full disk may have room."""
         self._limit = limit
         self._open: list[Holder] = []
         self._dormant: dict[Path, DormantPool] = {}

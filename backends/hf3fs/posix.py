@@ -7,8 +7,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from asynchicache.backends.hf3fs.datafile import DataFile, Frame
+from asynchicache.backends.reads import read_on
+from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
 
@@ -38,7 +41,7 @@ class PosixPath:
         self._syncs_begun = self._synced_up_to = 0
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
-        return self._move(os.preadv, frames, whole=Outcome.HIT, short=Outcome.MISS)
+        return self._move(self._preadv, frames, whole=Outcome.HIT, short=Outcome.MISS)
 
     def write(self, frames: Sequence[Frame]) -> list[Outcome]:
         if self._broken:
@@ -76,6 +79,13 @@ class PosixPath:
         except OSError as error:
             logger.warning("%s: %d pages from slot %d: %s", self._file.path, len(run), run[0].slot, error)
             return 0, Outcome.REJECTED if error.errno in _FULL else Outcome.FAILED
+
+    def _preadv(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        """How many bytes there were; fewer than the views have only where the file ends."""
+        block = ALIGNMENT if self._file.direct else 1
+        return read_on(
+            partial(os.preadv, descriptor), views, offset, lambda: os.fstat(descriptor).st_size, block
+        )
 
     def _views(self, frame: Frame) -> tuple[memoryview, memoryview]:
         return self._binding.header(frame.memory), self._binding.page(frame.memory)

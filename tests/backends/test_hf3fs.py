@@ -36,6 +36,7 @@ from storage.hf3fs_services import (
     service_here,
     service_process,
 )
+from storage.short_reads import Cuts
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
@@ -342,6 +343,34 @@ async def test_o_direct_is_refused_to_two_threads_at_once(
         monkeypatch.setattr(os, "preadv", picky)
         answers = await asyncio.gather(bench.get(keys[:1], [2]), bench.get(keys[1:], [3]))
         assert answers == [[HIT], [HIT]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("most", [4096, FRAME_BYTES - 4096])
+async def test_a_read_that_is_cut_short_is_read_on(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    async with bench_at(tmp_path / "pages", url, weights=f"{tmp_path}") as bench:
+        keys = bench.keys(*range(4))
+        await bench.put(keys, range(4))
+        with monkeypatch.context() as cutting:
+            cuts = Cuts(most)
+            cutting.setattr(os, "preadv", cuts)
+            assert await bench.get(keys, range(4, 8)) == [HIT] * 4
+        assert cuts.cut > 0
+        assert await bench.get(keys, range(4, 8)) == [HIT] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_does_not_come_is_not_forgotten(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench_at(tmp_path / "pages", url, weights=str(tmp_path)) as bench:
+        await bench.put(bench.keys(1), [0])
+        with monkeypatch.context() as cutting:
+            cutting.setattr(os, "preadv", Cuts(0))
+            assert await bench.get(bench.keys(1), [1]) == [FAILED]
+        assert await bench.get(bench.keys(1), [1]) == [HIT]
 
 
 def _no_space(write: Callable[..., int], *given: object) -> int:
