@@ -1,4 +1,4 @@
-"""Reads to the end: the kernel may bring fewer bytes than it was asked for, which says nothing of the file."""
+"""Reads to the end: the kernel may bring fewer bytes than it was asked for, and that alone means nothing."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     LOCK                                   flock: one writer, or any number of readers
     <pool>[-<shard>]-<fingerprint>/        one pool: pool.json, 00000.pages, ...
 
-Anything else that lies there is left alone.
+Anything else that lies there is left alone. A folder without FORMAT is begun afresh if nothing is in it but
+empty folders of pools, as somebody leaves it who removes the files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
 _VERSION = 4
+_MOST_FORMAT_BYTES = 4096
 _MOST_DIGITS = 9  # of a version; Python refuses to read numbers of thousands
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"
@@ -119,16 +121,17 @@ class StoreFolder:
         for name in sorted(_OURS):
             check_file(self.path / name)
         try:
-            text = (self.path / _FORMAT).read_text("utf-8")
+            text = read_small(self.path / _FORMAT, _MOST_FORMAT_BYTES).decode()
         except FileNotFoundError:
             self._check_empty()
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, OverflowError):
             raise StorageFormatError(self._foreign()) from None
         else:
             self._check_version(text)
 
     def _check_empty(self) -> None:
-        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in _OURS)
+        entries = [entry for entry in self.path.iterdir() if entry.name not in _OURS]
+        others = sorted(entry.name for entry in entries if not _is_empty_pool(entry))
         if others:
             raise StorageFormatError(f"{self._foreign()}; it holds {others[0]!r}")
         if self.read_only:
@@ -193,6 +196,20 @@ def check_file(path: Path) -> None:
         raise StorageError(f"{path} cannot be opened: it is no file")
 
 
+def read_small(path: Path, most: int) -> bytes:
+    """What is in a file of ours that is small.
+
+    Raises:
+        OverflowError: it has more than `most` bytes, so it is not ours.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OverflowError(f"it has more than {most} bytes")
+    return content
+
+
 def pages_files(folder: Path) -> list[Path]:
     """The files of pages in a pool's folder, in their order; whatever else lies there is somebody's."""
     named = (path for path in folder.iterdir() if _PAGES.fullmatch(path.name))
@@ -201,9 +218,16 @@ def pages_files(folder: Path) -> list[Path]:
 
 def _is_pool(folder: Path) -> bool:
     """By its name, too: nothing is removed from a folder that somebody else has put there, or linked."""
-    if not _POOL_FOLDER.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
-        return False
-    return (folder / MANIFEST).is_file() or bool(pages_files(folder))
+    return _may_be_pool(folder) and ((folder / MANIFEST).is_file() or bool(pages_files(folder)))
+
+
+def _is_empty_pool(folder: Path) -> bool:
+    """Whether this is what is left of a pool's folder when its files are removed."""
+    return _may_be_pool(folder) and not any(folder.iterdir())
+
+
+def _may_be_pool(folder: Path) -> bool:
+    return bool(_POOL_FOLDER.fullmatch(folder.name)) and not folder.is_symlink() and folder.is_dir()
 
 
 def sync_folder(path: Path) -> None:

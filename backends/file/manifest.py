@@ -10,12 +10,19 @@ import msgspec
 from aiofiles.os import replace, wrap
 from xxhash import xxh3_64_hexdigest
 
-from asynchicache.backends.file.folder import MANIFEST, MANIFEST_DRAFT, check_file, sync_folder
+from asynchicache.backends.file.folder import (
+    MANIFEST,
+    MANIFEST_DRAFT,
+    check_file,
+    read_small,
+    sync_folder,
+)
 from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.storage.protocol import PoolBinding
 
 _FINGERPRINT_BYTES = 32
+_MOST_BYTES = 1 << 16
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +87,10 @@ def read(path: Path) -> Manifest:
         OSError: it cannot be read.
     """
     check_file(path)
-    return parse(path.read_bytes(), path)
+    try:
+        return parse(read_small(path, _MOST_BYTES), path)
+    except OverflowError as error:
+        raise _damaged(path, str(error)) from error
 
 
 async def settle(folder: Path, wanted: Manifest, *, read_only: bool) -> None:
@@ -92,8 +102,7 @@ async def settle(folder: Path, wanted: Manifest, *, read_only: bool) -> None:
     """
     path = folder / MANIFEST
     try:
-        async with aiofiles.open(path, "rb") as file:
-            found = parse(await file.read(), path)
+        found = await wrap(read)(path)
     except FileNotFoundError:
         if not read_only:
             await _write(folder, wanted)

@@ -13,7 +13,7 @@ from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.verify import verify_store
 from asynchicache.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 from asynchicache.types import Outcome
-from storage.file_stores import backend_at, bench_at, other_process, pages_file
+from storage.file_stores import backend_at, bench_at, open_bench, other_process, pages_file
 
 HOLD = """
 import asyncio, sys
@@ -50,6 +50,12 @@ asyncio.run(main())
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def remove_files(folder: Path) -> None:
+    """As `find FOLDER -type f -delete` does it."""
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        file.unlink()
 
 
 @pytest.mark.asyncio
@@ -165,6 +171,80 @@ async def test_a_crash_between_lock_and_format_does_no_harm(tmp_path: Path) -> N
         pass
 
     assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 4\n"
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_was_cleaned_is_begun_afresh(tmp_path: Path) -> None:
+    """Somebody removed all files, and left our folders."""
+    async with backend_at(tmp_path) as backend:
+        for pool in ("kv", "mamba"):
+            bench = await open_bench(backend, pool)
+            await bench.put(bench.keys(1), [0])
+    remove_files(tmp_path)
+    with pytest.raises(StorageFormatError, match="no file store yet"):
+        async with backend_at(tmp_path, read_only=True):
+            pass
+    with pytest.raises(StorageFormatError, match="holds no file store"):
+        clear_store(tmp_path)
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(1), [0]) == [Outcome.MISS]
+        assert await bench.put(bench.keys(1), [0]) == [Outcome.STORED]
+    async with bench_at(tmp_path) as bench:
+        assert await bench.get(bench.keys(1), [0]) == [Outcome.HIT]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("left", ["00000.pages", "pool.json", "notes", "sub/"])
+async def test_a_cleaned_folder_in_which_something_is_left_is_refused(tmp_path: Path, left: str) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1), [0])
+    (tmp_path / "FORMAT").unlink()
+    folder = pages_file(tmp_path).parent
+    for file in folder.iterdir():
+        file.unlink()
+    if left == "sub/":
+        (folder / left).mkdir()
+    else:
+        (folder / left).write_text("mine")
+    with pytest.raises(StorageFormatError, match=f"holds no file store.*it holds '{folder.name}'"):
+        async with backend_at(tmp_path):
+            pass
+    assert (folder / left).exists()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["folder", "link"])
+async def test_an_empty_folder_that_is_not_ours_is_somebodys(tmp_path: Path, kind: str) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    store.mkdir()
+    elsewhere.mkdir()
+    if kind == "folder":
+        (store / "letters").mkdir()
+    else:
+        (store / f"kv-{'0' * 32}").symlink_to(elsewhere)
+    with pytest.raises(StorageFormatError, match="holds no file store"):
+        async with backend_at(store):
+            pass
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["FORMAT", "pool.json"])
+async def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path, name: str) -> None:
+    """They have some hundred bytes; 64 GiB of zeros, in a file with holes, would fill the memory."""
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1), [0])
+    path = tmp_path / name if name == "FORMAT" else pages_file(tmp_path).parent / name
+    os.truncate(path, 64 << 30)
+    with pytest.raises(StorageFormatError, match="holds no file store" if name == "FORMAT" else "is damaged"):
+        async with bench_at(tmp_path):
+            pass
+    if name == "FORMAT":
+        with pytest.raises(StorageFormatError, match="holds no file store"):
+            verify_store(tmp_path)
+    else:
+        assert verify_store(tmp_path).corrupt == 1
+        with pytest.raises(StorageFormatError, match="is damaged"):
+            clear_store(tmp_path, "kv")
 
 
 @pytest.mark.asyncio
