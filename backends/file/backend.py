@@ -110,7 +110,9 @@ class FileBackend:
             StorageError: the pool is open with another binding, its files cannot be used, or its bound has no
                 room for a page.
             ClosedError: the backend is closed.
+            UsageError: this process was forked from the one that opened the backend.
         """
+        self._folder.check_process()
         if self._closed:
             raise ClosedError(f"file store {self._options.path} is closed")
         path = self._folder.pool_path(binding.pool, binding.shard, binding.fingerprint)
@@ -123,15 +125,20 @@ class FileBackend:
             How many pages there were.
 
         Raises:
-            UsageError: the store is read-only.
+            UsageError: the store is read-only, or its parent process's.
             OSError: the disk refuses.
         """
+        self._folder.check_process()
         return sum([await engine.clear() for engine in self._engines.usable()])
 
     async def aclose(self) -> None:
         """Twice is harmless. The folder stays locked until the last write has ended, also if the caller, who
         may have had a deadline, is gone by then."""
         self._closed = True
+        if self._folder.forked:
+            for engine in self._engines.usable():
+                await engine.aclose()
+            return
         self._closing = self._closing or asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
@@ -145,7 +152,7 @@ class FileBackend:
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
         store = await self._port.run_blocking(partial(self._store, path, manifest, binding.stands_on))
-        return FileEngine(binding, self._port, store, self._turns)
+        return FileEngine(binding, self._port, self._folder, store, self._turns)
 
     def _check_room(self, manifest: Manifest) -> None:
         """A pool that can never store a page is a mistake, and not a full store."""

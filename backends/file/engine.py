@@ -12,6 +12,7 @@ from typing import NamedTuple, Self, TypeVar
 
 from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.file.calls import PathCall
+from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.index import Stored
 from asynchicache.backends.file.runs import Move, Run, neighbours
 from asynchicache.backends.file.store import PageStore
@@ -85,18 +86,22 @@ class FileEngine:
     Args:
         binding: the pool's slots in host memory.
         port: threads.
+        folder: that the files lie in.
         store: the pool's files.
         turns: of all engines of the backend.
     """
 
     capabilities = Capabilities(durable=True, checks=True, batch_keys=4096, concurrency=5)
 
-    def __init__(self, binding: PoolBinding, port: Port, store: PageStore, turns: Turns) -> None:
+    def __init__(
+        self, binding: PoolBinding, port: Port, folder: StoreFolder, store: PageStore, turns: Turns
+    ) -> None:
         self.closed = False
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
         self._port = port
+        self._folder = folder
         self._store = store
         self._turns = turns
         self._hops: set[asyncio.Task[object]] = set()
@@ -142,13 +147,18 @@ class FileEngine:
             OSError: the disk refuses; the pages may come back when the pool is reopened.
             UsageError: the store is read-only.
         """
+        self._check_open()
         if self._store.read_only:
             raise UsageError(f"pool {self._binding.pool!r} is open for reading only; it cannot be cleared")
         return await self._hop(self._store.clear)
 
     async def aclose(self) -> None:
-        """Twice is harmless, and waits too. A cancelled caller does not hinder it."""
+        """Twice is harmless, and waits too. A cancelled caller does not hinder it. A process that was forked
+        meanwhile lets go of the files only: what is under way in its parent goes on."""
         self.closed = True
+        if self._folder.forked:
+            self._store.segments.close()
+            return
         self._closing = self._closing or asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
@@ -158,6 +168,7 @@ class FileEngine:
         await off_the_loop(self._port, self._store.close, self._store.close)  # better on it than never
 
     def _check_open(self) -> None:
+        self._folder.check_process()
         if self.closed:
             raise ClosedError(f"file engine of pool {self._binding.pool!r} is closed")
 

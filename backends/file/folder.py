@@ -10,13 +10,12 @@ empty folders of pools, as somebody leaves it who removes the files.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 from pathlib import Path
 
-from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+from asynchicache.backends.file.lock import FolderLock
+from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
@@ -35,7 +34,6 @@ _POOL = re.compile(r"[a-z0-9_]+")
 _SHARD = re.compile(r"[0-9a-z/-]*")
 _POOL_FOLDER = re.compile(r"[a-z0-9_]+(-[0-9a-z_-]+)?-[0-9a-f]{32}")
 _PAGES = re.compile(r"\d{5}\.pages", re.ASCII)
-_BLOCKED = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 
 
 class StoreFolder:
@@ -56,8 +54,7 @@ class StoreFolder:
         self.path = path
         self.read_only = read_only
         self._new = new
-        self._process = os.getpid()
-        self._lock: int | None = None
+        self._lock = FolderLock(path)
         try:
             self._open()
         except StorageError:
@@ -99,20 +96,27 @@ class StoreFolder:
         """The folders of pools that are there, also where a repair has taken a damaged manifest away."""
         return sorted(filter(_is_pool, self.path.iterdir()))
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that opened the folder."""
+        return self._lock.forked
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            UsageError: this process is a child of the one that opened the folder.
+        """
+        self._lock.check()
+
     def close(self) -> None:
         """Unlock; twice is harmless."""
-        lock, self._lock = self._lock, None
-        if lock is None:
-            return
-        if os.getpid() == self._process:  # children that were forked meanwhile hold the same lock
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
+        self._lock.close()
 
     def _open(self) -> None:
         if not self.read_only:
             self.path.mkdir(parents=True, exist_ok=True)
         self._check_content()  # before a lock file is put into a stranger's folder
-        self._take_lock()
+        self._lock.take(self.path / _LOCK, shared=self.read_only)
         self._check_content()  # another writer may have come first
         if not self.read_only and not (self.path / _FORMAT).exists():
             self._write_format()
@@ -152,21 +156,6 @@ class StoreFolder:
 
     def _foreign(self) -> str:
         return f"{self.path} is not empty and holds no file store: give an empty or new folder"
-
-    def _take_lock(self) -> None:
-        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
-        try:
-            self._lock = os.open(self.path / _LOCK, flags | os.O_CLOEXEC, 0o666)
-            fcntl.flock(self._lock, (fcntl.LOCK_SH if self.read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return  # only a reader: nobody has ever locked this folder, or it is a copy on read-only media
-        except OSError as error:
-            if self._lock is None or error.errno not in _BLOCKED:
-                raise
-            raise StorageLockedError(
-                f"{self.path} is open already, here or in another process: close that one, "
-                "or give each its own folder"
-            ) from None
 
     def _write_format(self) -> None:
         draft = self.path / _FORMAT_DRAFT

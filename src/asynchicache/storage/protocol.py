@@ -7,7 +7,7 @@ limits and retries are the core's; an engine moves bytes between its medium and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -186,6 +186,11 @@ class TouchableEngine(Protocol):
         recently. Keys that are not there are skipped. Moves no bytes, and is never waited for by a request.
         """
         ...
+
+
+def touch_of(engine: PoolEngine) -> Callable[[Sequence[ObjectKey]], Awaitable[None]] | None:
+    """The engine's `touch`, for a wrapper to pass on; None if it has none."""
+    return engine.touch if isinstance(engine, TouchableEngine) else None
 
 
 @runtime_checkable

@@ -16,13 +16,12 @@ from asynchicache.storage.protocol import (
     PoolBinding,
     PoolEngine,
     StorageBackend,
-    TouchableEngine,
+    touch_of,
 )
 from asynchicache.types import Outcome
 
 Sleep = Callable[[float], Awaitable[object]]
 Move = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
-Touch = Callable[[Sequence[ObjectKey]], Awaitable[None]]
 
 CALLS = ("exists", "get", "put", "delete", "touch", "clear")
 """What may go wrong, by the engine's methods."""
@@ -85,11 +84,6 @@ class _PersistentEngine:
             for place, outcome in zip(failed, again, strict=True):
                 outcomes[place] = outcome
         return outcomes
-
-
-def touch_of(engine: PoolEngine) -> Touch | None:
-    """The engine's `touch`, for a wrapper to pass on; None if it has none."""
-    return engine.touch if isinstance(engine, TouchableEngine) else None
 
 
 class Latency:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.hashing import ObjectKey
-from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, touch_of
 from asynchicache.testing.chaos.faults import SLOWER, Luck
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.script import StorageFaults
-from asynchicache.testing.faults import FaultRates, Faulty, Latency, touch_of
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.oracle import HostOracle
 from asynchicache.types import Outcome
 
