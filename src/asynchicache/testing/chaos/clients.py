@@ -16,6 +16,7 @@ from asynchicache.errors import CapacityError, ClosedError, DeviceError, Transfe
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.streams.base import Stream
 from asynchicache.testing.chaos.faults import ChaosDevice, Luck
+from asynchicache.testing.chaos.hits import Case, HitOracle
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.script import Client, Pace, Turn
 from asynchicache.testing.oracle import ByteOracle
@@ -53,6 +54,7 @@ class Engine:
         luck: Luck,
         ledger: Ledger,
         stored: Callable[[bytes], bool],
+        hits: Callable[[Engine], HitOracle],
     ) -> None:
         self.cache = cache
         self.ledger = ledger
@@ -65,6 +67,7 @@ class Engine:
         self._oracle = oracle
         self._luck = luck
         self._stored = stored
+        self.hits = hits(self)
 
     def did(self, operation: str) -> None:
         self.ledger.operations[operation] += 1
@@ -131,18 +134,21 @@ class Engine:
         self.did("open")
         request = self.cache.request(turn.prompt, namespace=turn.tenant)
         async with request:
+            case = self.hits.opened(request, turn.tenant)
             if turn.patience != 0:
-                await self._prefetch(request, turn.patience)
+                await self._prefetch(request, case, turn.patience)
             if turn.rest is not None:
                 self.did("rest")
                 request.rest()
                 await asyncio.sleep(turn.rest)
                 request.rematch()
+                self.hits.matched(request, case)
             if turn.admit:
                 self.did("admit")
                 await request.admit()
             self.did("load")
-            ticket = request.load()
+            with self.hits.loading(request, case):
+                ticket = request.load()
             await ticket.submitted()
             self._count(request)
             forwards = Forwards(self, request, turn, ticket)
@@ -159,12 +165,13 @@ class Engine:
         served["nowhere"] += len(request.tokens) - hit.tokens
         served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
 
-    async def _prefetch(self, request: Request, patience: float | None) -> None:
+    async def _prefetch(self, request: Request, case: Case, patience: float | None) -> None:
         """Prefetch, or begin to and lose patience."""
         self.did("prefetch")
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                await request.prefetch()
+                with self.hits.prefetching(request, case, patient=patience is None):
+                    await request.prefetch()
 
 
 class _Aborted(Exception):

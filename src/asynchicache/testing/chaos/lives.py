@@ -6,22 +6,34 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 
-from asynchicache.backends.memory import MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.errors import CapacityError, StorageError, UsageError
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.chaos.clients import FOREVER, Engine
 from asynchicache.testing.chaos.faults import ChaosDevice, Luck, refusing_memory, refusing_room
+from asynchicache.testing.chaos.hits import HitOracle
 from asynchicache.testing.chaos.inside import Inside
 from asynchicache.testing.chaos.ledger import Ledger, error_text
 from asynchicache.testing.chaos.script import Client, Event, Life, Model, Script, Turn
 from asynchicache.testing.chaos.storage import ChaosStorage
+from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.oracle import ByteOracle, HostOracle
 from asynchicache.testing.seeded import SeededWorld
 
-_LIMITS = PoolLimits(deadline=0.01, cooldown=0.01, closing=0.005, clearing=0.005)
 _CLOSE_SECONDS = 0.5
+
+
+def life_limits(life: Life) -> PoolLimits:
+    """Patience with storage: many slow questions in a row are no fault."""
+    deadline = 0.01 + 20 * life.storage.exists
+    return PoolLimits(deadline=deadline, cooldown=0.01, closing=0.005, clearing=0.005)
+
+
+def life_prefetch(life: Life) -> PrefetchOptions:
+    """How long requests wait for storage."""
+    seconds = life.patience + 40 * life.storage.exists
+    return PrefetchOptions(policy=life.prefetch, base_seconds=seconds, max_seconds=4 * seconds)
 
 
 def life_config(life: Life) -> CacheConfig:
@@ -33,8 +45,8 @@ def life_config(life: Life) -> CacheConfig:
         write_policy=life.write_policy,
         eviction=life.eviction,
         checkpoints=life.checkpoints,
-        prefetch=PrefetchOptions(policy=life.prefetch, base_seconds=0.005, max_seconds=0.02),
-        storage_limits=_LIMITS,
+        prefetch=life_prefetch(life),
+        storage_limits=life_limits(life),
         store_bytes=life.store_bytes,
         weight_version=life.weights,
         salt=life.salt,
@@ -61,7 +73,7 @@ def page_identity(life: Life, model: Model) -> Callable[[str], str]:
 
 async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     """Run a script to its end; what is wrong goes to `ledger`."""
-    store = MemoryStore()
+    store = ChaosStore(script.capacity)
     lives = [_Run(world, script, life, store, ledger) for life in script.lives]
     if script.together:
         async with asyncio.TaskGroup() as group:
@@ -78,7 +90,7 @@ class _Run:
     """One life."""
 
     def __init__(
-        self, world: SeededWorld, script: Script, life: Life, store: MemoryStore, ledger: Ledger
+        self, world: SeededWorld, script: Script, life: Life, store: ChaosStore, ledger: Ledger
     ) -> None:
         self._world = world
         self._life = life
@@ -88,7 +100,7 @@ class _Run:
         self._luck = Luck(world.random, ledger.faults)
         self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._luck)
         host = HostOracle(self._spec, life.layout, self._identity)
-        self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger)
+        self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger, life_limits(life))
         self._restarts: set[asyncio.Task[None]] = set()
         # Else what the cache was told is there may not be, through no fault of its own.
         self._honest = not script.together and not any(map(_dishonest, script.lives))
@@ -107,15 +119,25 @@ class _Run:
             inside.copy_in_groups(self._life.group_bytes)
             self._device.memory = inside.memory
             stored = self._storage.holds if self._honest else _always
-            engine = Engine(cache, self._device, oracle, self._luck, self._ledger, stored)
-            with inside.watching_failed_copies(), refusing_room(inside.books, self._luck, self._life.refuse):
-                tasks = await self._live(engine)
-            self._ledger.violations += inside.violations
-            if engine.closing:
-                inside.stop_poisoning()
-            else:
-                await self._settle(engine, inside)
+            engine = Engine(cache, self._device, oracle, self._luck, self._ledger, stored, self._hit_oracle)
+            with engine.hits.watching():
+                with (
+                    inside.watching_failed_copies(),
+                    refusing_room(inside.books, self._luck, self._life.refuse),
+                ):
+                    tasks = await self._live(engine)
+                self._ledger.violations += inside.violations
+                if engine.closing:
+                    inside.stop_poisoning()
+                else:
+                    await self._settle(engine, inside)
         await self._end(tasks)
+
+    def _hit_oracle(self, engine: Engine) -> HitOracle:
+        options = life_prefetch(self._life)
+        return HitOracle(
+            engine.cache, self._storage, options, self._luck, self._ledger, lambda: engine.excused
+        )
 
     def _open(self) -> AbstractAsyncContextManager[HybridCache]:
         storage = self._storage.backend if self._life.weights is not None else None
@@ -212,7 +234,7 @@ class _Run:
         call had not ended, or after a jump of the clock not begun, when it was closed."""
         counted = self._ledger.faults
         not_begun = counted["storage.detach"] and counted["clock.jump"]
-        return bool(self._device.error or self._device.lied or self._storage.backend.calls or not_begun)
+        return bool(self._device.error or self._device.lied or self._storage.calls.given_up or not_begun)
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """The cache is closed: whoever still wants something of it is told, and nobody stays."""

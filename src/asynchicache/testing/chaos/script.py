@@ -131,15 +131,34 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         what: `attach`, `detach`, `clear`, `flush`, `drain`, `look` (statistics), `release` (calls that
-            hang go on), `restart` (storage is away for a while), `lose` (and comes back empty), `jump`
-            (the clock).
+            hang go on), `restart` (storage is away for a while), `lose` (and comes back empty), `forget`
+            (storage loses some pages), `jump` (the clock).
         wait: seconds since the event before.
         seconds: that storage is away, or that the clock jumps.
+        share: of the pages of storage, those that it loses.
     """
 
     what: str
     wait: float = 0.0
     seconds: float = 0.0
+    share: float = 0.0
+
+
+class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Traffic that goes on until all the calls made beside it have ended.
+
+    Attributes:
+        prompts: each of so many clients begins with one of them again and again, and goes on with pages of its
+            own.
+        pages: how many those are.
+        calls: `flush`, `drain`, `durable`, `reserve`, `detach`, one after the other.
+        large: pages that the request of `durable` and `reserve` takes.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    pages: int = 2
+    calls: tuple[str, ...] = ()
+    large: int = 1
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -154,6 +173,7 @@ class StorageFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     Attributes:
         stall: a call takes a hundred times as long.
+        exists: seconds that every question takes beside; no fault.
     """
 
     fail: float = 0.0
@@ -165,6 +185,7 @@ class StorageFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     swap: float = 0.0
     drop: float = 0.0
     stall: float = 0.0
+    exists: float = 0.0
 
 
 class DeviceFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -202,6 +223,10 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         refuse: how often there is no room, though there would be.
         group_bytes: what makes a group of a load's layers worth a copy of its own.
         poor: the piece of memory that the system refuses when the cache is opened first; None: none.
+        audit: the share of pages that is fingerprinted.
+        patience: seconds that the policy `timeout` waits for storage, about.
+        steady: traffic after the clients are done, and what is called beside it.
+        crash: nothing of what is under way in the end gets to storage any more.
     """
 
     sizes: dict[str, Sizes]
@@ -217,13 +242,16 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eviction: str = "lru"
     checkpoints: str = "prompt+output+branch"
     store_bytes: int = 1 << 20
-    audit: bool = False
+    audit: bool | float = False
+    patience: float = 0.005
     group_bytes: int = GROUP_BYTES
     close: float | None = None
     storage: StorageFaults = StorageFaults()
     device: DeviceFaults = DeviceFaults()
     refuse: float = 0.0
     poor: int | None = None
+    steady: Steady | None = None
+    crash: bool = False
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -234,12 +262,14 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: what is served.
         lives: caches over the same stores.
         together: all at once; else one after the other.
+        capacity: bytes of the store that they share; None: no limit.
     """
 
     seed: int
     model: Model
     lives: tuple[Life, ...]
     together: bool = False
+    capacity: int | None = None
 
     @property
     def requests(self) -> int:

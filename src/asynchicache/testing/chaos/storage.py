@@ -1,17 +1,23 @@
-"""Storage that outlives caches, goes wrong by a script, and is watched: what is stored must be right."""
+"""Storage that outlives caches, goes wrong by a script, and is watched: what is stored must be right, and when
+nothing went wrong is known."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine
+from asynchicache.controller.controller import HybridCacheController
 from asynchicache.hashing import ObjectKey
+from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, touch_of
+from asynchicache.testing.chaos.calls import Call, Calls
 from asynchicache.testing.chaos.faults import SLOWER, Luck
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.script import StorageFaults
+from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.oracle import HostOracle
 from asynchicache.types import Outcome
@@ -19,38 +25,101 @@ from asynchicache.types import Outcome
 CALL_SECONDS = 5e-4
 """The mean time that a storage call takes."""
 
+_TROUBLE = ("storage.stall", "storage.restart", "storage.lose", "storage.detach", "storage.clear", "clock.jump")
+"""What goes wrong with storage beside what `Faulty` counts."""
+
+
+_SPEEDS = ("stall", "exists")
+"""What a script says of storage that is no fault rate."""
+
 
 class ChaosStorage:
     """One cache's way to a store, through all that may go wrong.
 
     Attributes:
+        store: see above.
+        calls: what the cache asks of it.
         backend: what the cache is given.
     """
 
     def __init__(
-        self, store: MemoryStore, faults: StorageFaults, oracle: HostOracle, luck: Luck, ledger: Ledger
+        self,
+        store: ChaosStore,
+        faults: StorageFaults,
+        oracle: HostOracle,
+        luck: Luck,
+        ledger: Ledger,
+        limits: PoolLimits,
     ) -> None:
-        self._store = store
+        self.store = store
+        self.calls = Calls(asyncio.get_running_loop().time)
         self._luck = luck
+        self._limits = limits
         self._stall = faults.stall
+        self._exists = faults.exists
         self._rates = FaultRates(
-            **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name != "stall"}
+            **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
         )
         self._witness = Witness(MemoryBackend(store), oracle, ledger)
         self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.03)
-        self.backend = CutOffs(Latency(self._faulty, CALL_SECONDS, sleep=self._sleep))
+        slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
+        self.backend = Watched(slow, self.calls, self._look, self._question)
+        self._seen = 0
+        self._troubled = -1.0
 
     async def _sleep(self, mean_seconds: float) -> None:
         slower = SLOWER if self._luck.strikes("storage.stall", self._stall) else 1
         await asyncio.sleep(self._luck.chance.expovariate(1 / (mean_seconds * slower)))
 
+    async def _question(self) -> None:
+        """What a question takes, beside what any call does."""
+        if self._exists:
+            await asyncio.sleep(self._exists)
+
+    # What is there, and what went wrong
+
     def holds(self, digest: bytes) -> bool:
         """Whether the store has a page of attention; not without memory for such pages to arrive in."""
-        binding = self._witness.bindings.get("kv")
-        return (
-            binding is not None
-            and ObjectKey(binding.fingerprint, digest, binding.pool, binding.shard) in self._store
-        )
+        return bool(self.has(["kv"], [digest])[0])
+
+    def key(self, pool: str, digest: bytes) -> ObjectKey | None:
+        """What a page is called in the store; None if the cache has no such pool in storage."""
+        binding = self._witness.bindings.get(pool)
+        return ObjectKey(binding.fingerprint, digest, pool, binding.shard) if binding is not None else None
+
+    def has(self, pools: Sequence[str], digests: Sequence[bytes]) -> bytearray:
+        """One byte a page: 1 if the store has it of every pool."""
+        found = bytearray(b"\1" * len(digests))
+        for pool in pools:
+            binding, store = self._witness.bindings.get(pool), self.store
+            if binding is None:
+                return bytearray(len(digests))
+            fingerprint, shard = binding.fingerprint, binding.shard
+            for page, digest in enumerate(digests):
+                if ObjectKey(fingerprint, digest, pool, shard) not in store:
+                    found[page] = 0
+        return found
+
+    def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
+        """Whether nothing went wrong with storage since then, and what did before is over: every call is made,
+        and has been answered in time and rightly."""
+        self._look()
+        stored = controller._stored  # noqa: SLF001 - the kit looks inside
+        if not stored or self._faulty.injected["swap"] or controller.storer.clearing:
+            return False
+        if not self._seen:
+            return True
+        settled = moment - 2 * self._limits.deadline - self._limits.cooldown
+        pools = stored.statistics().values()
+        return self._troubled < settled and all(pool.breaker is BreakerState.CLOSED for pool in pools)
+
+    def _look(self) -> None:
+        """Notice that something went wrong since the last time, or still does."""
+        counted = self._luck.counted
+        seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
+        if seen != self._seen or self._faulty.hanging or self.calls.oldest() > self._limits.deadline:
+            self._seen = seen or 1
+            self._troubled = asyncio.get_running_loop().time()
 
     def release(self) -> None:
         """Let calls that hang go on."""
@@ -61,8 +130,7 @@ class ChaosStorage:
         self._luck.count("storage.lose" if lose else "storage.restart")
         self._faulty.rates = FaultRates(raises=1.0)
         if lose:
-            for key in list(self._store):
-                self._store.drop(key)
+            self.store.forget(list(self.store))
         await asyncio.sleep(seconds)
         self._faulty.rates = self._rates
 
@@ -79,48 +147,73 @@ class ChaosStorage:
         self._faulty.injected.clear()
 
 
-class CutOffs:
-    """A backend that notices who does not wait for the end of its calls.
+class Watched:
+    """A backend whose calls are told of, and that notices who does not wait for their end."""
 
-    Attributes:
-        calls: reads and writes that had not ended when they were given up.
-    """
-
-    def __init__(self, backend: StorageBackend) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        calls: Calls,
+        look: Callable[[], object],
+        question: Callable[[], Awaitable[object]],
+    ) -> None:
+        """`look`: called before and after each call; `question`: awaited by each `exists`."""
         self.name = backend.name
-        self.calls = 0
         self._backend = backend
+        self.calls = calls
+        self.look = look
+        self.question = question
         self.aclose = backend.aclose
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        return _CutOffEngine(await self._backend.open_pool(binding), self)
+        return _WatchedCalls(await self._backend.open_pool(binding), binding.pool, self)
 
 
-class _CutOffEngine:
-    def __init__(self, engine: PoolEngine, count: CutOffs) -> None:
+class _WatchedCalls:
+    def __init__(self, engine: PoolEngine, pool: str, watched: Watched) -> None:
         self._engine = engine
-        self._count = count
+        self._pool = pool
+        self._watched = watched
         self.capabilities = engine.capabilities
-        self.exists = engine.exists
         self.delete = engine.delete
         self.clear = engine.clear
         self.touch = touch_of(engine)
         self.aclose = engine.aclose
 
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        with self._running("exists", keys) as call:
+            await self._watched.question()
+            answer = await self._engine.exists(keys)
+        self._watched.calls.answered(call, [bool(there) for there in answer])
+        return answer
+
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        with self._noticing():
-            return await self._engine.get(keys, slots)
+        with self._running("get", keys) as call, self._noticing():
+            outcomes = await self._engine.get(keys, slots)
+        self._watched.calls.answered(call, outcomes)
+        return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        with self._noticing():
-            return await self._engine.put(keys, slots)
+        with self._running("put", keys) as call, self._noticing():
+            outcomes = await self._engine.put(keys, slots)
+        self._watched.calls.answered(call, outcomes)
+        return outcomes
+
+    @contextmanager
+    def _running(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[Call]:
+        self._watched.look()
+        try:
+            with self._watched.calls.running(verb, self._pool, [key.digest for key in keys]) as call:
+                yield call
+        finally:
+            self._watched.look()
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
         try:
             yield
         except asyncio.CancelledError:
-            self._count.calls += 1
+            self._watched.calls.given_up += 1
             raise
 
 

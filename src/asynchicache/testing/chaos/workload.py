@@ -250,7 +250,7 @@ def _draw_event(chance: random.Random, what: str) -> Event:
 
 
 def _draw_storage_faults(chance: random.Random) -> StorageFaults:
-    kinds = [name for name in StorageFaults.__struct_fields__ if chance.random() < 0.25]
+    kinds = [name for name in StorageFaults.__struct_fields__ if name != "exists" and chance.random() < 0.25]
     rate = chance.choice([0.0, 0.03, 0.1, 0.3])
     rates = dict.fromkeys(kinds, rate)
     if "hang" in rates:

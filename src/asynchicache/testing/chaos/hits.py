@@ -1,0 +1,316 @@
+"""Whether each request got what was there, and whether the reason that it was told is true.
+
+What is in memory is read off the tree when a request looks, what is in storage off the store while it waits.
+Whatever leaves either meanwhile is not expected, and nothing is where storage went wrong: what is left is
+what any correct cache has to find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from unittest.mock import patch
+
+from asynchicache.cache import HybridCache, Request
+from asynchicache.config import PrefetchOptions
+from asynchicache.controller.books import Books
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.testing.chaos.faults import Luck
+from asynchicache.testing.chaos.ledger import Ledger
+from asynchicache.testing.chaos.presence import (
+    Pages,
+    in_memory,
+    is_held,
+    longest,
+    nothing,
+    reclaimable,
+    shared_pages,
+    span,
+)
+from asynchicache.testing.chaos.storage import ChaosStorage
+from asynchicache.tree.node import FULL, FULL_HOST, TIERS, Node, place
+from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
+
+ROUNDS = 3
+"""Questions and reads, one after the other, that a request may have to wait for: somebody else's, then its own,
+and one more where the two overlap."""
+
+NOISE_SECONDS = 0.003
+"""Of waits, beside those for storage: turns of the loop, checks on another thread."""
+
+_FAILURES = {MissReason.DEADLINE, MissReason.STORAGE_FAILED, MissReason.CORRUPT, MissReason.STATE, MissReason.WINDOW}
+"""What trouble with storage may be reported as, beside a miss."""
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """One request, as the oracle sees it.
+
+    Attributes:
+        tokens, seed, limit: what it asks for; the pages that it may be given at most.
+        digests: of those pages, once it asks storage.
+        memory, stored: what is there and has been since it began to wait.
+        furthest: full pages that were somewhere at some time, without a gap.
+        allowed: reasons that would be true.
+        refused: somebody was refused slots since it began to wait.
+        disturbed: something that it asks for went since then.
+        held_back: full pages reached further than other pools allowed, at some time.
+        began: when it began to wait.
+    """
+
+    tokens: array[int]
+    seed: bytes
+    limit: int
+    digests: dict[bytes, int] = field(default_factory=dict)
+    memory: Pages = field(default_factory=list)
+    stored: Pages = field(default_factory=list)
+    furthest: int = 0
+    allowed: set[MissReason] = field(default_factory=set)
+    refused: bool = False
+    disturbed: bool = False
+    held_back: bool = False
+    began: float = 0.0
+
+
+class HitOracle:
+    """Judges the requests of one cache."""
+
+    def __init__(
+        self,
+        cache: HybridCache,
+        storage: ChaosStorage,
+        options: PrefetchOptions,
+        luck: Luck,
+        ledger: Ledger,
+        excused: Callable[[], bool],
+    ) -> None:
+        """`excused`: whether requests may be served nothing, because the device failed or the cache closes."""
+        controller = cache._controller  # noqa: SLF001 - the kit looks inside
+        self._controller = controller
+        self._books: Books = controller.planner.books
+        self._tree = self._books.tree
+        self._storage = storage
+        self._options = options
+        self._luck = luck
+        self._ledger = ledger
+        self._excused = excused
+        self._size = cache.spec.page_size
+        self._coverages = [ALL_PAGES, *(pool.coverage for pool in cache.spec.owners[1:])]
+        self._has = {
+            MissReason.STATE: any(not pool.per_token for pool in cache.spec.owners),
+            MissReason.WINDOW: any(pool.per_token for pool in cache.spec.owners[1:]),
+        }
+        self._waiting: list[Case] = []
+        self._refused = 0
+        self._clock = asyncio.get_running_loop().time
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Meanwhile, notice what leaves memory and storage, and who is refused room."""
+        tree, books = self._tree, self._books
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(books, "make_room", partial(self._room, books.make_room)))
+            stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
+            stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
+            stack.enter_context(self._storage.store.watched(self._forgotten))
+            yield
+
+    # What a request goes through
+
+    def opened(self, request: Request, tenant: str | None) -> Case:
+        """A request has just matched."""
+        tokens = array("q", request.tokens)  # of its own: generated ones are appended to the request's
+        case = Case(tokens, namespace_seed(tenant), (len(tokens) - 1) // self._size)
+        self.matched(request, case)
+        return case
+
+    def matched(self, request: Request, case: Case, *, now: bool = True) -> None:
+        """What it matched must be what is in memory; `now`: it has looked in this very turn, so all of that."""
+        memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
+        there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
+        if got > there or (now and got < there):
+            self._violated(f"hit: {got} pages matched, and {there} of {case.limit} are in memory")
+
+    def _seen(self, case: Case, full: bytearray, pages: Pages) -> int:
+        """How long a prefix of pages that are somewhere could be; whatever holds it back is a reason."""
+        there, reach = longest(self._coverages, pages), _run(full)
+        case.held_back |= reach > there
+        case.furthest = max(case.furthest, reach)
+        return there
+
+    @contextmanager
+    def prefetching(self, request: Request, case: Case, *, patient: bool) -> Iterator[None]:
+        """A request waits for storage; `patient`: for as long as the policy does."""
+        self._begin(case)
+        refusals = self._refusals
+        try:
+            yield
+        finally:
+            self._waiting.remove(case)
+        if not self._excused():
+            case.refused = self._refusals > refusals
+            self._answered(request, case, patient=patient)
+
+    def _begin(self, case: Case) -> None:
+        case.began = self._clock()
+        digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
+        case.digests = {digest: number for number, digest in enumerate(digests)}
+        case.memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
+        case.stored = self._in_storage(digests)
+        either = list(map(_either, case.memory, case.stored))
+        for pages in (case.memory, either):
+            self._seen(case, pages[FULL], pages)
+        self._waiting.append(case)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether there is memory for what storage has to come to."""
+        return self._books.free[FULL_HOST].capacity > 0
+
+    def _in_storage(self, digests: Sequence[bytes]) -> Pages:
+        """What the store has, as far as there is memory for it to come to."""
+        numbers = range(self._tree.width)
+        found = nothing(len(numbers), len(digests))
+        for number in numbers if self._asks else ():
+            if self._books.free[place(number, Tier.HOST)].capacity:
+                found[number] = self._storage.has(self._books.sharing(number), digests)
+        return found
+
+    def _answered(self, request: Request, case: Case, *, patient: bool) -> None:
+        calm = self._storage.calm_since(case.began, self._controller)
+        waited = self._clock() - case.began
+        patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
+        self.matched(request, case, now=patient and calm)
+        if not calm:
+            case.allowed |= _FAILURES
+        if waited >= self._options.deadline(0):
+            case.allowed.add(MissReason.DEADLINE)
+        if case.refused:
+            case.allowed.add(MissReason.HOST_CAPACITY)
+        if not (calm and patient) or MissReason.DEADLINE in case.allowed:
+            return
+        self._check_wait(waited, case)
+        there = longest(self._coverages, list(map(_either, case.memory, case.stored)))
+        got = request.hit.tokens // self._size
+        # What was read for a long prefix may serve no shorter one, where more than pages is needed.
+        excused = case.refused or (case.disturbed and self._tree.width > 1)
+        if got < there and not excused:
+            reason = request.hit.reason.value
+            self._violated(
+                f"hit: {got} pages, reason {reason}, though memory and storage had {there} of {case.limit} "
+                f"all the time; {len(self._waiting)} more requests wait for storage"
+            )
+
+    def _check_wait(self, waited: float, case: Case) -> None:
+        asks, reads = (self._storage.calls.slowest(verb, case.began) for verb in ("exists", "get"))
+        bound = ROUNDS * (len(self._coverages) * asks + reads) + NOISE_SECONDS
+        if waited > bound:
+            self._violated(
+                f"wait: a request waited {waited:.4f} s for storage, whose slowest answers took {asks:.4f} s and "
+                f"{reads:.4f} s"
+            )
+
+    @contextmanager
+    def loading(self, request: Request, case: Case) -> Iterator[None]:
+        """A request loads what it matched, in the body, which awaits nothing."""
+        matched, refusals = request.hit.tokens, self._refusals
+        memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
+        self._seen(case, memory[FULL], memory)
+        yield
+        if self._excused() or self._controller.failure is not None:
+            return
+        if self._refusals > refusals:
+            case.allowed.add(MissReason.DEVICE_CAPACITY)
+        elif request.hit.tokens < matched:
+            self._violated(f"hit: {request.hit.tokens} of {matched} tokens that matched, and nobody lacked room")
+        self._check_reason(request, case)
+
+    def _check_reason(self, request: Request, case: Case) -> None:
+        pages, reason = request.hit.tokens // self._size, request.hit.reason
+        if (reason is MissReason.NONE) != (pages >= case.limit):
+            self._violated(f"reason: {reason.value}, with {pages} of {case.limit} pages")
+        if reason in case.allowed or reason in (MissReason.NONE, MissReason.COLD):
+            return
+        if not (self._has.get(reason) and (case.held_back or case.furthest > pages)):
+            self._violated(
+                f"reason: {reason.value}, with {pages} of {case.limit} pages; full pages reached {case.furthest}"
+            )
+
+    # What happens meanwhile
+
+    @property
+    def _refusals(self) -> int:
+        """How often somebody was refused room, by bad luck too."""
+        return self._refused + self._luck.counted["allocation.refused"]
+
+    def _room(self, make_room: Callable[[int, int], bool], at: int, count: int) -> bool:
+        if make_room(at, count):
+            return True
+        self._refused += 1
+        free = self._books.free[at]
+        could = free.available + reclaimable(self._tree, at)
+        if could >= count:
+            self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
+        return False
+
+    def _vacate(self, vacate: Callable[[Node, int], list[int]], node: Node, at: int) -> list[int]:
+        slots = vacate(node, at)
+        number = at // TIERS
+        if self._waiting and not is_held(node, number):
+            self._left(node, number, *span(self._tree, node, number))
+        return slots
+
+    def _trim(self, trim: Callable[[Node, int, int], list[int]], node: Node, pages: int, at: int) -> list[int]:
+        if self._waiting:
+            self._left(node, FULL, node.end - pages, node.end)
+        return trim(node, pages, at)
+
+    def _left(self, node: Node, number: int, first: int, end: int) -> None:
+        """Pages of a component are in no tier of the tree any more: nobody who waits need find them."""
+        path = [node]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
+        for case in self._waiting:
+            if self._tree.roots.get(case.seed) is path[-1]:
+                common = min(_common(path[-2::-1], case, self._tree.page_bytes), end)
+                if common > first:
+                    case.disturbed = True
+                    for there in (case.memory, case.stored):
+                        there[number][first:common] = bytes(common - first)
+
+    def _forgotten(self, digest: bytes, pool: str) -> None:
+        """The store has a page no more."""
+        for case in self._waiting:
+            if (page := case.digests.get(digest)) is not None:
+                case.disturbed = True
+                for number in range(self._tree.width):
+                    if pool in self._books.sharing(number):
+                        case.stored[number][page] = 0
+
+    def _violated(self, words: str) -> None:
+        self._ledger.violations.append(words)
+
+
+def _run(there: bytearray) -> int:
+    end = there.find(0)
+    return len(there) if end < 0 else end
+
+
+def _either(one: bytearray, other: bytearray) -> bytearray:
+    size = len(one)
+    return bytearray((int.from_bytes(one) | int.from_bytes(other)).to_bytes(size))
+
+
+def _common(path: Sequence[Node], case: Case, size: int) -> int:
+    """How many pages of a path, from its first node on, a request asks for."""
+    view, at = memoryview(case.tokens).cast("B"), 0
+    for node in path:
+        count = shared_pages(node, view, at, case.limit, size)
+        at += count
+        if count < node.pages:
+            break
+    return at

@@ -1,0 +1,107 @@
+"""What of a prompt is there, found by looking at every page: in the tree by its nodes, in the store by its keys.
+
+None of it uses what the library finds its own hits with: `match`, its bisection, or sets of lengths.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT, Node, place
+from asynchicache.tree.store import NodeStore
+from asynchicache.types import Coverage, Tier
+
+Pages: TypeAlias = list[bytearray]
+"""By component, one byte a page: 1 if the page, or the state behind it, is there."""
+
+
+def nothing(components: int, pages: int) -> Pages:
+    return [bytearray(pages) for _ in range(components)]
+
+
+def longest(coverages: Sequence[Coverage], there: Pages) -> int:
+    """The longest prefix, in pages, that every component has what it needs of: the first needs all of it."""
+    full = there[FULL].find(0)
+    end = len(there[FULL]) if full < 0 else full
+    while end and not all(map(_covers, coverages[1:], there[1:], [end] * len(coverages))):
+        end -= 1
+    return end
+
+
+def _covers(coverage: Coverage, there: bytearray, end: int) -> bool:
+    first = max(end - (coverage.pages or end), 0)
+    return there.find(0, first, end) < 0
+
+
+def in_memory(tree: NodeStore, tokens: array[int], seed: bytes, pages: int) -> Pages:
+    """What the tree has of the first `pages` pages of a sequence."""
+    found = nothing(tree.width, pages)
+    for node, first, count in _along(tree, memoryview(tokens).cast("B"), seed, pages):
+        for number in range(tree.width):
+            if is_held(node, number):
+                start, stop = span(tree, node, number)
+                stop = min(stop, first + count)
+                found[number][start:stop] = b"\1" * max(stop - start, 0)
+    return found
+
+
+def _along(
+    tree: NodeStore, view: memoryview, seed: bytes, pages: int
+) -> Iterator[tuple[Node, int, int]]:
+    """The nodes that a sequence runs through, the page that each begins with, and how many it takes."""
+    node, at = tree.roots.get(seed), 0
+    while node is not None and at < pages:
+        ahead = ((child, shared_pages(child, view, at, pages, tree.page_bytes)) for child in node.children.values())
+        node, count = next((found for found in ahead if found[1]), (None, 0))
+        if node is not None:
+            yield node, at, count
+            at += count
+            node = node if count == node.pages else None
+
+
+def shared_pages(node: Node, view: memoryview, at: int, pages: int, size: int) -> int:
+    """How many pages of `node` a sequence has at page `at`, one after the other."""
+    most = min(node.pages, pages - at)
+    part, key = view[at * size : (at + most) * size], memoryview(node.key)
+    if part == key[: most * size]:
+        return most
+    return next(n for n in range(most) if part[n * size : n * size + size] != key[n * size : n * size + size])
+
+
+def is_held(node: Node, number: int) -> bool:
+    """Whether a request could be given the node's slots of a component, from either tier."""
+    device, host = (node.residency[place(number, tier)] for tier in (Tier.DEVICE, Tier.HOST))
+    if number == FULL:
+        return device != ABSENT or host == RESIDENT
+    return device in (RESIDENT, LOADING) or host == RESIDENT
+
+
+def span(tree: NodeStore, node: Node, number: int) -> tuple[int, int]:
+    """The pages that a node's slots of a component stand for: all of its own, or, for a state, its last."""
+    paged = place(number, Tier.DEVICE) in tree.page_places
+    return node.end - (node.pages if paged else 1), node.end
+
+
+def reclaimable(tree: NodeStore, at: int) -> int:
+    """How many slots of a place may be given up by and by, if whatever nobody keeps goes."""
+    if at not in (FULL_DEVICE, FULL_HOST):
+        return sum(len(node.held(at)) for node in tree.nodes() if _is_free(node, at))
+    going: set[int] = set()
+    for node in reversed(list(tree.nodes())):  # children first
+        if _is_free(node, at) and _stands_alone(node, at, going):
+            going.add(id(node))
+    return sum(len(node.held(at)) for node in tree.nodes() if id(node) in going)
+
+
+def _is_free(node: Node, at: int) -> bool:
+    return node.residency[at] == RESIDENT and not node.pins[at]
+
+
+def _stands_alone(node: Node, at: int, going: set[int]) -> bool:
+    """Whether all that stands on a node's full pages goes before it."""
+    children = node.children.values()
+    if at == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:  # it would be gone for good
+        return all(id(child) in going and child.residency[FULL_HOST] == ABSENT for child in children)
+    return all(child.residency[at] == ABSENT or id(child) in going for child in children)

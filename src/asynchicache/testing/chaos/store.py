@@ -1,0 +1,86 @@
+"""A store of pages that tells what becomes of them: what came, what was used, and what went, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+from asynchicache.backends.memory import MemoryStore
+from asynchicache.hashing import ObjectKey
+
+Gone: TypeAlias = Callable[[bytes, str], object]
+"""Told the digest and the pool of a page that the store has no more."""
+
+
+class Keeper(Protocol):
+    """Is told what is used, and what had to make room."""
+
+    def used(self, key: ObjectKey, size: int) -> None:
+        """A page was written or read."""
+        ...
+
+    def evicted(self, key: ObjectKey, incoming: ObjectKey) -> None:
+        """A page had to make room for another one."""
+        ...
+
+    def forgot(self, key: ObjectKey) -> None:
+        """A page is gone by somebody's will."""
+        ...
+
+
+class ChaosStore(MemoryStore):
+    """A `MemoryStore` that is watched.
+
+    Attributes:
+        keeper: who is told of every page, if anybody.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes)
+        self.keeper: Keeper | None = None
+        self._watchers: list[Gone] = []
+        self._making_room = False
+
+    @contextmanager
+    def watched(self, gone: Gone) -> Iterator[None]:
+        """Have `gone` told of pages that go."""
+        self._watchers.append(gone)
+        try:
+            yield
+        finally:
+            self._watchers.remove(gone)
+
+    def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
+        before = list(self) if self.capacity_bytes is not None else []
+        self._making_room = True
+        try:
+            written = super().write(key, header, page)
+        finally:
+            self._making_room = False
+        if self.keeper is not None and written:
+            self.keeper.used(key, len(page))
+        for other in before if len(before) >= len(self) else ():
+            if other not in self:
+                self._went(other, by=key)
+        return written
+
+    def drop(self, key: ObjectKey) -> bool:
+        dropped = super().drop(key)
+        if dropped and not self._making_room:
+            self._went(key, by=None)
+        return dropped
+
+    def forget(self, keys: Sequence[ObjectKey]) -> None:
+        """Lose some pages."""
+        for key in keys:
+            self.drop(key)
+
+    def _went(self, key: ObjectKey, *, by: ObjectKey | None) -> None:
+        for watcher in self._watchers:
+            watcher(key.digest, key.pool)
+        if self.keeper is not None:
+            if by is not None:
+                self.keeper.evicted(key, by)
+            else:
+                self.keeper.forgot(key)
