@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
 
 from asynchicache.types import Outcome
 
@@ -13,19 +15,21 @@ _REMEMBERED = 256
 """Calls that have ended."""
 
 
-class Call(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Call:
     """One call of one pool's engine.
 
     Attributes:
         verb: `exists`, `get` or `put`.
         pool, digests: what it is about.
-        began: when.
+        began, ended: when.
     """
 
     verb: str
     pool: str
     digests: Sequence[bytes]
     began: float
+    ended: float = inf
 
 
 class Listener(Protocol):
@@ -52,23 +56,22 @@ class Calls:
         self.listeners: list[Listener] = []
         self.given_up = 0
         self._clock = clock
-        self._running: dict[int, Call] = {}
-        self._ended: deque[tuple[Call, float]] = deque(maxlen=_REMEMBERED)
-        self._number = 0
+        self._running: list[Call] = []
+        self._ended: deque[Call] = deque(maxlen=_REMEMBERED)
 
     @contextmanager
     def running(self, verb: str, pool: str, digests: Sequence[bytes]) -> Iterator[Call]:
         """A call runs for as long as the body does."""
-        self._number += 1
-        number, call = self._number, Call(verb, pool, digests, self._clock())
+        call = Call(verb, pool, digests, self._clock())
         for listener in self.listeners:
-            listener.began(call, self._running.values())
-        self._running[number] = call
+            listener.began(call, self._running)
+        self._running.append(call)
         try:
             yield call
         finally:
-            del self._running[number]
-            self._ended.append((call, self._clock()))
+            self._running.remove(call)
+            call.ended = self._clock()
+            self._ended.append(call)
 
     def answered(self, call: Call, answer: Sequence[bool] | Sequence[Outcome]) -> None:
         for listener in self.listeners:
@@ -76,10 +79,10 @@ class Calls:
 
     def oldest(self) -> float:
         """How long the oldest of the calls that run has been running."""
-        return max((self._clock() - call.began for call in self._running.values()), default=0.0)
+        return max((self._clock() - call.began for call in self._running), default=0.0)
 
     def slowest(self, verb: str, since: float) -> float:
         """The longest time that a call took which ran at some time since then."""
-        times = [ended - call.began for call, ended in self._ended if call.verb == verb and ended >= since]
-        times += [self._clock() - call.began for call in self._running.values() if call.verb == verb]
+        times = [call.ended - call.began for call in self._ended if call.verb == verb and call.ended >= since]
+        times += [self._clock() - call.began for call in self._running if call.verb == verb]
         return max(times, default=0.0)

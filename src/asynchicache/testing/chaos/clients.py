@@ -18,6 +18,7 @@ from asynchicache.streams.base import Stream
 from asynchicache.testing.chaos.faults import ChaosDevice, Luck
 from asynchicache.testing.chaos.hits import Case, HitOracle
 from asynchicache.testing.chaos.ledger import Ledger
+from asynchicache.testing.chaos.promises import Promise, Promises
 from asynchicache.testing.chaos.script import Client, Pace, Turn
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.transfer.ticket import Ticket
@@ -41,7 +42,6 @@ class Engine:
     Attributes:
         cache, ledger: see above.
         closing: the cache is being closed, so requests are refused.
-        forgets: how often storage was made to forget what it has, in the midst of that included.
         suspect: wrong bytes that a forward read after a copy had left a wrong byte: the cache has to notice.
         stream: where forwards run.
     """
@@ -53,21 +53,22 @@ class Engine:
         oracle: ByteOracle,
         luck: Luck,
         ledger: Ledger,
-        stored: Callable[[bytes], bool],
         hits: Callable[[Engine], HitOracle],
+        promises: Promises | None,
+        identity: object,
     ) -> None:
         self.cache = cache
         self.ledger = ledger
         self.closing = False
-        self.forgets = 0
         self.suspect: list[str] = []
         self.stream: Stream = device.stream("compute")
         self.has_states = any(not pool.per_token for pool in cache.spec.pools)
         self._device = device
         self._oracle = oracle
         self._luck = luck
-        self._stored = stored
         self.hits = hits(self)
+        self._promises = promises
+        self._identity = identity
 
     def did(self, operation: str) -> None:
         self.ledger.operations[operation] += 1
@@ -100,13 +101,19 @@ class Engine:
         tensors = self.cache.spec.pool(part.pool).tensors
         return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
-    def expect_stored(self, digests: Sequence[bytes]) -> None:
-        """What is durable is in storage."""
-        if self._device.error is not None:
-            return  # nothing is published any more
-        missing = sum(not self._stored(digest) for digest in digests)
-        if missing:
-            self.violated(f"not durable: {missing} of {len(digests)} pages are not in storage")
+    async def promised(self, request: Request, tenant: str | None, length: int) -> None:
+        """Wait until `length` tokens of a request are in storage; and look, if they are said to be."""
+        self.did("durable")
+        seed, size = namespace_seed(tenant), self.cache.spec.page_size
+        tokens = request.tokens[: length // size * size]
+        self.hits.wanted(page_digests(tokens, size, seed))
+        if self._promises is None:
+            await request.durable()
+            return
+        with self._promises.waiting() as gone:
+            if await request.durable() and self._device.error is None:  # else nothing is published any more
+                path = self.hits.path(tokens, seed, len(tokens) // size)
+                self._promises.made(Promise(self._identity, tenant, tuple(tokens)), path, gone)
 
     def verify(self, when: str) -> None:
         """Recompute the cache's invariants."""
@@ -208,10 +215,7 @@ class Forwards:
         engine.did("checkpoint")
         await self._follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
         if turn.durable:
-            engine.did("durable")
-            forgets, remembers = engine.forgets, engine.forgets % 2 == 0  # odd: in the midst of a clear
-            if await request.durable() and remembers and forgets == engine.forgets:
-                engine.expect_stored(self._digests()[: self.done // engine.cache.spec.page_size])
+            await engine.promised(request, turn.tenant, self.done)
 
     async def _forward(self, stop: int) -> None:
         """A chunk of a prompt in as many forwards as its room allows, each followed by its pace."""

@@ -18,7 +18,8 @@ from unittest.mock import patch
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.controller.books import Books
-from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
+from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import Luck
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.presence import (
@@ -31,6 +32,7 @@ from asynchicache.testing.chaos.presence import (
     shared_pages,
     span,
 )
+from asynchicache.testing.chaos.recency import Path, Recency
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.tree.node import FULL, FULL_HOST, TIERS, Node, place
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
@@ -41,6 +43,9 @@ and one more where the two overlap."""
 
 NOISE_SECONDS = 0.003
 """Of waits, beside those for storage: turns of the loop, checks on another thread."""
+
+_TURN_SECONDS = 2e-4
+"""Until somebody who was told to ask does: turns of the loop."""
 
 _FAILURES = {MissReason.DEADLINE, MissReason.STORAGE_FAILED, MissReason.CORRUPT, MissReason.STATE, MissReason.WINDOW}
 """What trouble with storage may be reported as, beside a miss."""
@@ -105,6 +110,10 @@ class HitOracle:
             MissReason.WINDOW: any(pool.per_token for pool in cache.spec.owners[1:]),
         }
         self._waiting: list[Case] = []
+        self._wanted: dict[bytes, float] = {}
+        self.recency: Recency | None = None
+        pools = [pool.name for pool in cache.spec.pools]
+        self.costs = CostOracle(pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
         self._refused = 0
         self._clock = asyncio.get_running_loop().time
 
@@ -117,6 +126,7 @@ class HitOracle:
             stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
+            self._storage.calls.listeners.append(self.costs)
             yield
 
     # What a request goes through
@@ -165,6 +175,24 @@ class HitOracle:
         for pages in (case.memory, either):
             self._seen(case, pages[FULL], pages)
         self._waiting.append(case)
+        self.wanted(digests)
+
+    def wanted(self, digests: Sequence[bytes]) -> None:
+        """Somebody asks storage for pages now."""
+        self._wanted.update(dict.fromkeys(digests, self._clock()))
+
+    def _wanted_since(self, digest: bytes, moment: float) -> bool:
+        return self._wanted.get(digest, 0.0) > moment - _TURN_SECONDS
+
+    def _holds(self, pool: str) -> set[bytes]:
+        """The pages of a pool that are in memory."""
+        number = next(n for n in range(self._tree.width) if pool in self._books.sharing(n))
+        found: set[bytes] = set()
+        for node in self._tree.nodes():
+            if is_held(node, number):
+                first, end = span(self._tree, node, number)
+                found.update(self._tree.digests(node)[first - end :])
+        return found
 
     @property
     def _asks(self) -> bool:
@@ -228,6 +256,25 @@ class HitOracle:
         elif request.hit.tokens < matched:
             self._violated(f"hit: {request.hit.tokens} of {matched} tokens that matched, and nobody lacked room")
         self._check_reason(request, case)
+        if self.recency is not None and request.hit.tokens:
+            path = self.path(case.tokens, case.seed, request.hit.tokens // self._size)
+            self.recency.restored(path, lambda key: self.costs.knows(key.pool, key.digest))
+
+    def path(self, tokens: array[int], seed: bytes, pages: int) -> Path:
+        """What a prefix is called in the store, of pools that have memory for it to come to; without what its
+        end needs, where memory has that no more."""
+        digests = page_digests(tokens[: pages * self._size], self._size, seed)
+        full = [self._keys(FULL, digest) for digest in digests]
+        held = in_memory(self._tree, tokens, seed, pages)
+        ends = []
+        for number in range(1, self._tree.width) if longest(self._coverages, held) == pages else ():
+            first = max(pages - (self._coverages[number].pages or 0), 0)
+            ends += [key for digest in digests[first:] for key in self._keys(number, digest)]
+        return Path(digests, full, ends)
+
+    def _keys(self, number: int, digest: bytes) -> list[ObjectKey]:
+        keys = [self._storage.key(pool, digest) for pool in self._books.sharing(number)]
+        return [key for key in keys if key is not None]
 
     def _check_reason(self, request: Request, case: Case) -> None:
         pages, reason = request.hit.tokens // self._size, request.hit.reason
@@ -251,6 +298,7 @@ class HitOracle:
         if make_room(at, count):
             return True
         self._refused += 1
+        self.costs.forget()  # who was told to read has to leave it to others
         free = self._books.free[at]
         could = free.available + reclaimable(self._tree, at)
         if could >= count:
@@ -260,17 +308,21 @@ class HitOracle:
     def _vacate(self, vacate: Callable[[Node, int], list[int]], node: Node, at: int) -> list[int]:
         slots = vacate(node, at)
         number = at // TIERS
-        if self._waiting and not is_held(node, number):
+        if not is_held(node, number):
             self._left(node, number, *span(self._tree, node, number))
         return slots
 
     def _trim(self, trim: Callable[[Node, int, int], list[int]], node: Node, pages: int, at: int) -> list[int]:
-        if self._waiting:
-            self._left(node, FULL, node.end - pages, node.end)
+        self._left(node, FULL, node.end - pages, node.end)
         return trim(node, pages, at)
 
     def _left(self, node: Node, number: int, first: int, end: int) -> None:
         """Pages of a component are in no tier of the tree any more: nobody who waits need find them."""
+        for digest in self._tree.digests(node)[first - node.end :] if first < end else ():
+            for pool in self._books.sharing(number):
+                self.costs.lost(digest, pool)
+        if not self._waiting:
+            return
         path = [node]
         while (above := path[-1].parent) is not None:
             path.append(above)
@@ -284,6 +336,7 @@ class HitOracle:
 
     def _forgotten(self, digest: bytes, pool: str) -> None:
         """The store has a page no more."""
+        self.costs.lost(digest, pool)
         for case in self._waiting:
             if (page := case.digests.get(digest)) is not None:
                 case.disturbed = True

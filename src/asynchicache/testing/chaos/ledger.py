@@ -16,12 +16,14 @@ class Ledger:
         faults: what went wrong on purpose, by `faults.KINDS`.
         violations: what must never happen, in words.
         served: tokens of prompts, by the tier they came from, or `nowhere`.
+        costs: pages that were asked for, read and written, by `costs.KINDS`.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     served: Counter[str] = field(default_factory=Counter)
+    costs: Counter[str] = field(default_factory=Counter)
 
 
 def error_text(error: BaseException) -> str:

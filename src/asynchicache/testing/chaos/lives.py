@@ -15,6 +15,7 @@ from asynchicache.testing.chaos.faults import ChaosDevice, Luck, refusing_memory
 from asynchicache.testing.chaos.hits import HitOracle
 from asynchicache.testing.chaos.inside import Inside
 from asynchicache.testing.chaos.ledger import Ledger, error_text
+from asynchicache.testing.chaos.promises import Promises
 from asynchicache.testing.chaos.script import Client, Event, Life, Model, Script, Turn
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
@@ -74,7 +75,8 @@ def page_identity(life: Life, model: Model) -> Callable[[str], str]:
 async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     """Run a script to its end; what is wrong goes to `ledger`."""
     store = ChaosStore(script.capacity)
-    lives = [_Run(world, script, life, store, ledger) for life in script.lives]
+    promises = Promises(store, ledger)
+    lives = [_Run(world, script, life, promises, store, ledger) for life in script.lives]
     if script.together:
         async with asyncio.TaskGroup() as group:
             for life in lives:
@@ -90,7 +92,13 @@ class _Run:
     """One life."""
 
     def __init__(
-        self, world: SeededWorld, script: Script, life: Life, store: ChaosStore, ledger: Ledger
+        self,
+        world: SeededWorld,
+        script: Script,
+        life: Life,
+        promises: Promises,
+        store: ChaosStore,
+        ledger: Ledger,
     ) -> None:
         self._world = world
         self._life = life
@@ -103,7 +111,7 @@ class _Run:
         self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger, life_limits(life))
         self._restarts: set[asyncio.Task[None]] = set()
         # Else what the cache was told is there may not be, through no fault of its own.
-        self._honest = not script.together and not any(map(_dishonest, script.lives))
+        self._promises = promises if not any(map(_dishonest, script.lives)) else None
 
     async def run(self) -> None:
         refused = self._ledger.faults["memory.refused"]
@@ -118,8 +126,7 @@ class _Run:
             inside.poison_freed()
             inside.copy_in_groups(self._life.group_bytes)
             self._device.memory = inside.memory
-            stored = self._storage.holds if self._honest else _always
-            engine = Engine(cache, self._device, oracle, self._luck, self._ledger, stored, self._hit_oracle)
+            engine = self._engine(cache, oracle)
             with engine.hits.watching():
                 with (
                     inside.watching_failed_copies(),
@@ -132,6 +139,20 @@ class _Run:
                 else:
                     await self._settle(engine, inside)
         await self._end(tasks)
+
+    def _engine(self, cache: HybridCache, oracle: ByteOracle) -> Engine:
+        life = self._life
+        identity = (life.weights, life.salt, life.rank, life.ranks, life.layout)
+        return Engine(
+            cache,
+            self._device,
+            oracle,
+            self._luck,
+            self._ledger,
+            self._hit_oracle,
+            self._promises,
+            identity,
+        )
 
     def _hit_oracle(self, engine: Engine) -> HitOracle:
         options = life_prefetch(self._life)
@@ -192,11 +213,7 @@ class _Run:
                 await cache.detach_storage()
             case "clear":
                 luck.count("storage.clear")
-                engine.forgets += 1
-                try:
-                    await cache.clear_storage()
-                finally:
-                    engine.forgets += 1
+                await cache.clear_storage()
             case "look":
                 cache.statistics()
             case "release":
@@ -252,12 +269,7 @@ class _Run:
 
 def _dishonest(life: Life) -> bool:
     faults = life.storage
-    loses = any(event.what == "lose" for event in life.events)
-    return loses or bool(faults.lie or faults.swap or faults.drop)
-
-
-def _always(digest: bytes) -> bool:
-    return True
+    return bool(faults.lie or faults.swap or faults.drop)
 
 
 async def _stop(tasks: Collection[asyncio.Task[None]]) -> None:

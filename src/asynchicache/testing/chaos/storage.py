@@ -60,7 +60,7 @@ class ChaosStorage:
         self._rates = FaultRates(
             **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
         )
-        self._witness = Witness(MemoryBackend(store), oracle, ledger)
+        self._witness = Witness(store, oracle, ledger)
         self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
         self.backend = Watched(slow, self.calls, self._look, self._question)
@@ -112,6 +112,11 @@ class ChaosStorage:
         settled = moment - 2 * self._limits.deadline - self._limits.cooldown
         pools = stored.statistics().values()
         return self._troubled < settled and all(pool.breaker is BreakerState.CLOSED for pool in pools)
+
+    def never_troubled(self) -> bool:
+        """Whether nothing ever went wrong with storage."""
+        self._look()
+        return not self._seen
 
     def _look(self) -> None:
         """Notice that something went wrong since the last time, or still does."""
@@ -224,9 +229,10 @@ class Witness:
         bindings: of the pools that were opened, by name.
     """
 
-    def __init__(self, backend: MemoryBackend, oracle: HostOracle, ledger: Ledger) -> None:
-        self.name = f"watched-{backend.name}"
-        self._backend = backend
+    def __init__(self, store: ChaosStore, oracle: HostOracle, ledger: Ledger) -> None:
+        self._store = store
+        self._backend = MemoryBackend(store)
+        self.name = f"watched-{self._backend.name}"
         self._oracle = oracle
         self._ledger = ledger
         self.bindings: dict[str, PoolBinding] = {}
@@ -234,7 +240,7 @@ class Witness:
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
         self.bindings[binding.pool] = binding
         engine = await self._backend.open_pool(binding)
-        return _WatchedEngine(engine, binding, self._oracle, self._ledger)
+        return _WatchedEngine(engine, binding, self._store, self._oracle, self._ledger)
 
     async def aclose(self) -> None:
         await self._backend.aclose()
@@ -242,19 +248,29 @@ class Witness:
 
 class _WatchedEngine:
     def __init__(
-        self, engine: MemoryEngine, binding: PoolBinding, oracle: HostOracle, ledger: Ledger
+        self,
+        engine: MemoryEngine,
+        binding: PoolBinding,
+        store: ChaosStore,
+        oracle: HostOracle,
+        ledger: Ledger,
     ) -> None:
         self._engine = engine
         self._binding = binding
+        self._store = store
         self._oracle = oracle
         self._ledger = ledger
         self.capabilities = engine.capabilities
         self.exists = engine.exists
-        self.get = engine.get
         self.delete = engine.delete
         self.clear = engine.clear
         self.touch = touch_of(engine)
         self.aclose = engine.aclose
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = await self._engine.get(keys, slots)
+        self._tell(keys, outcomes)
+        return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         binding = self._binding
@@ -263,4 +279,13 @@ class _WatchedEngine:
                 self._ledger.violations.append(
                     f"wrong bytes: host slot {slot} of {binding.pool!r} goes to storage as another page"
                 )
-        return await self._engine.put(keys, slots)
+        outcomes = await self._engine.put(keys, slots)
+        self._tell(keys, outcomes)
+        return outcomes
+
+    def _tell(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
+        """The store knows by itself of the pages that were there."""
+        if (keeper := self._store.keeper) is not None:
+            for key, outcome in zip(keys, outcomes, strict=True):
+                if outcome in (Outcome.HIT, Outcome.STORED, Outcome.EXISTS):
+                    keeper.used(key, self._binding.page_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from asynchicache.backends.memory import MemoryStore
 from asynchicache.hashing import ObjectKey
@@ -51,11 +51,11 @@ class ChaosStore(MemoryStore):
         finally:
             self._watchers.remove(gone)
 
-    def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
+    def write(self, key: ObjectKey, header: bytes, page: bytes, *more: Any, **named: Any) -> bool:
         before = list(self) if self.capacity_bytes is not None else []
         self._making_room = True
         try:
-            written = super().write(key, header, page)
+            written = super().write(key, header, page, *more, **named)
         finally:
             self._making_room = False
         if self.keeper is not None and written:

@@ -1,0 +1,65 @@
+"""What `durable()` promised: it is in the store when it says so, and the next cache is given it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from asynchicache.testing.chaos.ledger import Ledger
+from asynchicache.testing.chaos.recency import Path
+from asynchicache.testing.chaos.script import Turn
+from asynchicache.testing.chaos.store import ChaosStore
+
+_ASKED = 3
+"""Promises that the next cache is asked to keep, the newest ones."""
+
+
+class Promise(NamedTuple):
+    """A prefix of which somebody was told that it is in storage.
+
+    Attributes:
+        identity: of the cache, in the options that make its pages others than those of other caches.
+        tenant, tokens: the prefix.
+    """
+
+    identity: object
+    tenant: str | None
+    tokens: tuple[int, ...]
+
+
+class Promises:
+    """The promises of all caches over one store."""
+
+    def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._made: list[Promise] = []
+
+    @contextmanager
+    def waiting(self) -> Iterator[set[tuple[bytes, str]]]:
+        """Pages that the store forgets meanwhile, by digest and pool: of them nobody can be sure."""
+        gone: set[tuple[bytes, str]] = set()
+        with self._store.watched(lambda digest, pool: gone.add((digest, pool))):
+            yield gone
+
+    def made(self, promise: Promise, path: Path, gone: set[tuple[bytes, str]]) -> None:
+        """`durable` was True just now, `gone` since it was called."""
+        keys = [key for key in path.keys() if (key.digest, key.pool) not in gone]
+        missing = [key for key in keys if key not in self._store]
+        if missing:
+            pools = ", ".join(sorted({key.pool for key in missing}))
+            self._ledger.violations.append(
+                f"not durable: {len(missing)} of {len(keys)} pages are not in storage, of {pools}"
+            )
+        if path.digests:
+            self._made = [other for other in self._made if other != promise]
+            self._made.append(promise)
+
+    def asked(self, identity: object) -> Sequence[Turn]:
+        """Requests that the next cache of the same pages is to serve first: the hit oracle looks how."""
+        mine = [promise for promise in self._made if promise.identity == identity]
+        return [
+            Turn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None) for promise in mine[-_ASKED:]
+        ]
+

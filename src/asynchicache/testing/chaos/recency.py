@@ -1,0 +1,135 @@
+"""Which pages of a bounded store may make room: an LRU of paths, as far as the store can know of uses.
+
+A use of a path is one of all its pages. A page that makes room is compared with what was used since: had
+that, and the page, fitted into the store together, it should have stayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from asynchicache.hashing import ObjectKey
+from asynchicache.testing.chaos.ledger import Ledger
+from asynchicache.testing.chaos.store import ChaosStore
+
+TOLD_SECONDS = 2.0
+"""After so long storage must have been told of a use in memory."""
+
+_ROOM = 0.9
+"""The share of a store that has to be put to use."""
+
+
+class Path(NamedTuple):
+    """A prefix that can be restored from a store.
+
+    Attributes:
+        digests: of its pages, in order.
+        full: keys of what it needs of pools that cover every page, page by page.
+        ends: keys of what its end needs of others.
+    """
+
+    digests: Sequence[bytes]
+    full: Sequence[Sequence[ObjectKey]]
+    ends: Sequence[ObjectKey]
+
+    def keys(self) -> Iterator[ObjectKey]:
+        for page in self.full:
+            yield from page
+        yield from self.ends
+
+
+class Recency:
+    """What was used when, of one bounded store, and whether what makes room is what should.
+
+    Where storage goes wrong it may not be told; then nothing is expected of it.
+    """
+
+    def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._clock = asyncio.get_running_loop().time
+        self._sizes: dict[ObjectKey, int] = {}
+        self._latest: dict[ObjectKey, float] = {}
+        self._moved: dict[ObjectKey, float] = {}
+        self._touched: defaultdict[ObjectKey, list[float]] = defaultdict(list)
+        self._paths: dict[ObjectKey, Path] = {}
+        self._above: dict[bytes, bytes] = {}
+        store.keeper = self
+
+    def used(self, key: ObjectKey, size: int) -> None:
+        """The store saw a use itself."""
+        self._sizes[key] = size
+        self._latest[key] = self._moved[key] = self._clock()
+
+    def restored(self, path: Path, known: Callable[[ObjectKey], bool]) -> None:
+        """A request was given a path from memory, or from storage by way of memory: all of it was used.
+
+        `known`: whether the cache knows that storage has a page; else it cannot tell of its use.
+        """
+        now = self._clock()
+        self._know(path)
+        for key in path.keys():
+            self._latest[key] = now
+            if known(key):
+                self._touched[key].append(now)
+
+    def _know(self, path: Path) -> None:
+        for above, below in zip(path.digests, path.digests[1:], strict=False):
+            self._above[below] = above
+        for key in path.keys():
+            self._paths[key] = path
+
+    def forgot(self, key: ObjectKey) -> None:
+        """Nobody expects it any more."""
+        for known in (self._moved, self._touched, self._paths):
+            known.pop(key, None)
+
+    def restarted(self) -> None:
+        """A cache has ended: of what it used last it may not have told."""
+        told = self._clock() - TOLD_SECONDS
+        for times in self._touched.values():
+            times[:] = times[: bisect_right(times, told)]
+
+    def evicted(self, key: ObjectKey, incoming: ObjectKey) -> None:
+        """A page had to make room for another one."""
+        path, capacity = self._paths.get(key), self._store.capacity_bytes
+        if path is None or capacity is None or not self._restorable(path, key):
+            return
+        told = self._clock() - TOLD_SECONDS
+        since = self._told(key, told)
+        size = self._sizes.get(key, 0)
+        rivals = sum(
+            self._sizes.get(other, size)
+            for other, latest in self._latest.items()
+            if latest >= since and other != key and not (latest == since and self._below(other, key))
+        )
+        if size + rivals + self._sizes.get(incoming, size) <= _ROOM * capacity:
+            self._ledger.violations.append(
+                f"forgotten: a page of {key.pool!r} made room, though all that was used since, {rivals} bytes, "
+                f"and its own {size} are less than the {capacity} that storage holds"
+            )
+
+    def _told(self, key: ObjectKey, told: float) -> float:
+        """The last use that storage must know of."""
+        times = self._touched.get(key, [])
+        count = bisect_right(times, told)
+        del times[: max(count - 1, 0)]
+        return max(self._moved.get(key, 0.0), times[0] if times and times[0] <= told else 0.0)
+
+    def _restorable(self, path: Path, key: ObjectKey) -> bool:
+        """Whether something could have been restored with a page of a path: nothing else of it was lost."""
+        if path.ends:
+            return all(other in self._store for other in path.keys() if other != key)
+        page = path.digests.index(key.digest)
+        return all(other in self._store for keys in path.full[: page + 1] for other in keys if other != key)
+
+    def _below(self, other: ObjectKey, key: ObjectKey) -> bool:
+        """Whether a page lies behind another one of its path, or is the same one."""
+        digest: bytes | None = other.digest
+        while digest is not None and digest != key.digest:
+            digest = self._above.get(digest)
+        return digest is not None
