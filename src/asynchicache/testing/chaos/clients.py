@@ -41,6 +41,7 @@ class Engine:
 
     Attributes:
         cache, ledger: see above.
+        identity: in the options that make its pages others than those of other caches.
         closing: the cache is being closed, so requests are refused.
         suspect: wrong bytes that a forward read after a copy had left a wrong byte: the cache has to notice.
         stream: where forwards run.
@@ -68,7 +69,7 @@ class Engine:
         self._luck = luck
         self.hits = hits(self)
         self._promises = promises
-        self._identity = identity
+        self.identity = identity
 
     def did(self, operation: str) -> None:
         self.ledger.operations[operation] += 1
@@ -113,7 +114,7 @@ class Engine:
         with self._promises.waiting() as gone:
             if await request.durable() and self._device.error is None:  # else nothing is published any more
                 path = self.hits.path(tokens, seed, len(tokens) // size)
-                self._promises.made(Promise(self._identity, tenant, tuple(tokens)), path, gone)
+                self._promises.made(Promise(self.identity, tenant, tuple(tokens)), path, gone)
 
     def verify(self, when: str) -> None:
         """Recompute the cache's invariants."""
@@ -128,7 +129,7 @@ class Engine:
                 return
             try:
                 async with asyncio.timeout(FOREVER):
-                    await self._serve(turn)
+                    await self.serve(turn)
             except CapacityError:
                 self.did("refused")  # everybody waited for everybody, and this one gave way
             except (ClosedError, TransferError, DeviceError):
@@ -137,7 +138,8 @@ class Engine:
             if not self.closing:
                 self.verify("after a request")
 
-    async def _serve(self, turn: Turn) -> None:
+    async def serve(self, turn: Turn) -> None:
+        """One request, from its matching to its end."""
         self.did("open")
         request = self.cache.request(turn.prompt, namespace=turn.tenant)
         async with request:

@@ -28,7 +28,7 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 
 KINDS = (
     *(f"storage.{name}" for name in ("fail", "raises", "hang", "late", "partial", "lie", "swap", "drop")),
-    *(f"storage.{name}" for name in ("stall", "restart", "lose", "detach", "clear")),
+    *(f"storage.{name}" for name in ("stall", "restart", "lose", "forget", "detach", "clear")),
     *(f"transfer.{name}" for name in ("fail", "partial", "never", "lie", "stall")),
     *(f"notification.{name}" for name in ("lost", "late")),
     "allocation.refused",
@@ -37,6 +37,7 @@ KINDS = (
     "request.abort",
     "client.cancel",
     "cache.close",
+    "cache.crash",
 )
 """Everything that can go wrong in a run, by the name that it is counted under."""
 

@@ -92,8 +92,18 @@ class HitOracle:
         luck: Luck,
         ledger: Ledger,
         excused: Callable[[], bool],
+        recency: Recency | None,
     ) -> None:
-        """`excused`: whether requests may be served nothing, because the device failed or the cache closes."""
+        """
+        Args:
+            cache: whose requests.
+            storage: its way to the store.
+            options: how long its policy waits.
+            luck: whether somebody was refused room by that.
+            ledger: where violations go.
+            excused: whether requests may be served nothing, because the device failed or the cache closes.
+            recency: of the store, if it has a bound.
+        """
         controller = cache._controller  # noqa: SLF001 - the kit looks inside
         self._controller = controller
         self._books: Books = controller.planner.books
@@ -111,7 +121,7 @@ class HitOracle:
         }
         self._waiting: list[Case] = []
         self._wanted: dict[bytes, float] = {}
-        self.recency: Recency | None = None
+        self.recency = recency
         pools = [pool.name for pool in cache.spec.pools]
         self.costs = CostOracle(pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
         self._refused = 0

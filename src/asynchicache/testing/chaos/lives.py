@@ -16,7 +16,9 @@ from asynchicache.testing.chaos.hits import HitOracle
 from asynchicache.testing.chaos.inside import Inside
 from asynchicache.testing.chaos.ledger import Ledger, error_text
 from asynchicache.testing.chaos.promises import Promises
+from asynchicache.testing.chaos.recency import Recency
 from asynchicache.testing.chaos.script import Client, Event, Life, Model, Script, Turn
+from asynchicache.testing.chaos.steady import SteadyTraffic
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.oracle import ByteOracle, HostOracle
@@ -76,7 +78,8 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     """Run a script to its end; what is wrong goes to `ledger`."""
     store = ChaosStore(script.capacity)
     promises = Promises(store, ledger)
-    lives = [_Run(world, script, life, promises, store, ledger) for life in script.lives]
+    recency = Recency(store, ledger) if script.capacity is not None else None
+    lives = [_Run(world, script, life, promises, recency, store, ledger) for life in script.lives]
     if script.together:
         async with asyncio.TaskGroup() as group:
             for life in lives:
@@ -97,6 +100,7 @@ class _Run:
         script: Script,
         life: Life,
         promises: Promises,
+        recency: Recency | None,
         store: ChaosStore,
         ledger: Ledger,
     ) -> None:
@@ -109,6 +113,7 @@ class _Run:
         self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._luck)
         host = HostOracle(self._spec, life.layout, self._identity)
         self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger, life_limits(life))
+        self._recency = recency
         self._restarts: set[asyncio.Task[None]] = set()
         # Else what the cache was told is there may not be, through no fault of its own.
         self._promises = promises if not any(map(_dishonest, script.lives)) else None
@@ -134,10 +139,15 @@ class _Run:
                 ):
                     tasks = await self._live(engine)
                 self._ledger.violations += inside.violations
+                if self._life.crash:
+                    self._luck.count("cache.crash")
+                    self._storage.cut_off()
                 if engine.closing:
                     inside.stop_poisoning()
                 else:
                     await self._settle(engine, inside)
+            if engine.hits.recency is not None:
+                engine.hits.recency.restarted()
         await self._end(tasks)
 
     def _engine(self, cache: HybridCache, oracle: ByteOracle) -> Engine:
@@ -157,7 +167,13 @@ class _Run:
     def _hit_oracle(self, engine: Engine) -> HitOracle:
         options = life_prefetch(self._life)
         return HitOracle(
-            engine.cache, self._storage, options, self._luck, self._ledger, lambda: engine.excused
+            engine.cache,
+            self._storage,
+            options,
+            self._luck,
+            self._ledger,
+            lambda: engine.excused,
+            self._recency,
         )
 
     def _open(self) -> AbstractAsyncContextManager[HybridCache]:
@@ -167,6 +183,8 @@ class _Run:
 
     async def _live(self, engine: Engine) -> list[asyncio.Task[None]]:
         """Let everybody loose until the clients are done, or it is time to close."""
+        if self._promises is not None and self._life.weights is not None:
+            await engine.serve_all(Client(turns=tuple(self._promises.asked(engine.identity))))
         tasks = [asyncio.create_task(self._client(engine, client)) for client in self._life.clients]
         happening = asyncio.create_task(self._happen(engine), name="events")
         running = set(tasks)
@@ -177,6 +195,8 @@ class _Run:
             self._luck.count("cache.close")
         if not engine.closing or self._world.random.random() < 0.5:
             await _stop([happening, *self._restarts])
+            if self._life.steady is not None and not engine.closing:
+                await SteadyTraffic(engine, self._life.steady, self._storage.backend).run()
             return tasks
         return [*tasks, happening]
 
@@ -214,6 +234,8 @@ class _Run:
             case "clear":
                 luck.count("storage.clear")
                 await cache.clear_storage()
+            case "forget":
+                storage.forget(event.share)
             case "look":
                 cache.statistics()
             case "release":

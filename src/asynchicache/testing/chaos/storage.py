@@ -66,6 +66,7 @@ class ChaosStorage:
         self.backend = Watched(slow, self.calls, self._look, self._question)
         self._seen = 0
         self._troubled = -1.0
+        self._cut = False
 
     async def _sleep(self, mean_seconds: float) -> None:
         slower = SLOWER if self._luck.strikes("storage.stall", self._stall) else 1
@@ -139,10 +140,21 @@ class ChaosStorage:
         await asyncio.sleep(seconds)
         self._faulty.rates = self._rates
 
+    def forget(self, share: float) -> None:
+        """Lose some pages, for good and without a word."""
+        self._luck.count("storage.forget")
+        keys = list(self.store)
+        self.store.forget(self._luck.chance.sample(keys, round(len(keys) * share)))
+
+    def cut_off(self) -> None:
+        """The process is killed: nothing that it asks from now on gets to the store."""
+        self._cut = True
+        self._faulty.rates = FaultRates(raises=1.0)
+
     def mend(self) -> None:
-        """Nothing goes wrong from now on."""
+        """Nothing goes wrong from now on, unless all of it is over."""
         self._stall, self._rates = 0.0, FaultRates()
-        self._faulty.rates = self._rates
+        self._faulty.rates = self._rates if not self._cut else FaultRates(raises=1.0)
         self._faulty.release()
 
     def settle(self) -> None:

@@ -24,6 +24,13 @@ from asynchicache.testing.chaos.script import (
     StorageFaults,
     Turn,
 )
+from asynchicache.testing.chaos.situations import (
+    Situation,
+    draw_bounded,
+    draw_long,
+    draw_rush,
+    draw_steady,
+)
 from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
@@ -44,6 +51,7 @@ _EVENTS = (
     "release",
     "restart",
     "lose",
+    "forget",
     "jump",
     "look",
     "drain",
@@ -54,6 +62,12 @@ def draw_script(seed: int) -> Script:
     """The script of a seed; the same one anywhere."""
     chance = random.Random(f"script {seed}")
     model = draw_model(chance)
+    situation = chance.choices([draw for draw, _ in _SITUATIONS], [share for _, share in _SITUATIONS])[0]
+    return situation(chance, seed, model)
+
+
+def draw_traffic(chance: random.Random, seed: int, model: Model) -> Script:
+    """Requests at random, and most kinds of faults left out."""
     together = chance.random() < 0.2
     count = chance.choice([1, 1, 2, 2, 3]) if not together else 2
     traffic = Traffic(chance, model)
@@ -61,6 +75,16 @@ def draw_script(seed: int) -> Script:
     if together and chance.random() < 0.4:
         lives = tuple(_of_rank(life, rank, count) for rank, life in enumerate(lives))
     return Script(seed=seed, model=model, lives=lives, together=together)
+
+
+_SITUATIONS: Sequence[tuple[Situation, float]] = (
+    (draw_traffic, 0.75),
+    (draw_rush, 0.1),
+    (draw_bounded, 0.08),
+    (draw_steady, 0.066),
+    (draw_long, 0.004),
+)
+"""What a script is about, and how often."""
 
 
 def draw_model(chance: random.Random) -> Model:
@@ -183,7 +207,9 @@ def _draw_life(chance: random.Random, model: Model, traffic: Traffic, lives: int
         eviction=chance.choice(["lru", "slru", "lfu", "fifo"]),
         checkpoints=chance.choice(["prompt+output+branch", "prompt+branch+8", "none"]),
         store_bytes=chance.choice([1 << 12, 1 << 15, 1 << 20]),
-        audit=deadly == "lie" or chance.random() < 0.2,
+        audit=1.0 if deadly == "lie" else chance.choice([0.0] * 3 + [0.3, 0.7, 1.0]),
+        patience=chance.choice([0.005, 0.005, 0.05]),
+        crash=not deadly and close is None and chance.random() < 0.1,
         group_bytes=chance.choice([1, 1, 200, GROUP_BYTES]),
         close=close,
         storage=_draw_storage_faults(chance),
@@ -246,7 +272,8 @@ def _draw_events(chance: random.Random, requests: int) -> tuple[Event, ...]:
 
 def _draw_event(chance: random.Random, what: str) -> Event:
     wait = round(chance.expovariate(500), 6)
-    return Event(what=what, wait=wait, seconds=chance.choice([0.001, 0.005, 0.05, 100.0]))
+    share = chance.choice([0.2, 0.5, 0.9]) if what == "forget" else 0.0
+    return Event(what=what, wait=wait, seconds=chance.choice([0.001, 0.005, 0.05, 100.0]), share=share)
 
 
 def _draw_storage_faults(chance: random.Random) -> StorageFaults:

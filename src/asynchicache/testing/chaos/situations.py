@@ -1,0 +1,174 @@
+"""Draws scripts of one situation each, which traffic at random hardly ever gets into.
+
+Storage and device do what they should there, so that every hit, promise and wait can be judged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import count
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from asynchicache.specs import ModelSpec
+from asynchicache.testing.chaos.recency import TOLD_SECONDS
+from asynchicache.testing.chaos.script import (
+    Client,
+    Event,
+    Life,
+    Model,
+    Pace,
+    Script,
+    Sizes,
+    Steady,
+    StorageFaults,
+    Turn,
+)
+from asynchicache.types import PrefetchPolicy, WritePolicy
+
+T = TypeVar("T", bound=msgspec.Struct)
+Situation: TypeAlias = Callable[[random.Random, int, Model], Script]
+
+LONGEST_PROMPT = 100_000
+"""Tokens, and pages, of the longest prompt."""
+
+_ROOMY = 160
+"""Slots of pools in which nothing has to make room."""
+
+_CALLS = ("flush", "drain", "durable", "reserve", "detach")
+
+
+def draw_rush(chance: random.Random, seed: int, model: Model) -> Script:
+    """Many requests with one head at the same moment, against a cold memory and a warm storage."""
+    head = tuple(range(chance.randrange(2, 9) * model.page_size))
+    tails = _tails(chance, model, chance.randrange(5, 17))
+    known = chance.randrange(1, len(tails))
+    slow = 0.05 if chance.random() < 0.4 else 0.0
+    life = Life(
+        sizes=roomy(model, device=_ROOMY, host=_ROOMY),
+        prefetch=chance.choice([PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT]),
+        patience=chance.choice([0.005, 0.05]),
+        storage=StorageFaults(exists=slow),
+        audit=chance.choice([0.0, 0.5]),
+    )
+    warm = _replaced(
+        life, clients=(Client(turns=tuple(_turn(head + tail, durable=True) for tail in tails[:known])),)
+    )
+    waves = [_rush(chance, head, tails) for _ in range(chance.choice([1, 2]))]
+    cold = tuple(_replaced(life, clients=wave) for wave in waves)
+    return Script(seed=seed, model=model, lives=(warm, *cold))
+
+
+def _rush(
+    chance: random.Random, head: tuple[int, ...], tails: list[tuple[int, ...]]
+) -> tuple[Client, ...]:
+    """Who was there before comes back with more, the others come for the first time."""
+    turns = [_turn((*head, *tail, *range(7, 7 + chance.randrange(1, 9)))) for tail in tails]
+    chance.shuffle(turns)
+    wait = chance.choice([0.0, 0.0, 0.001])
+    return tuple(
+        Client(turns=(_replaced(turn, wait=round(chance.uniform(0, wait), 6)), _again(turn))) for turn in turns
+    )
+
+
+def _again(turn: Turn) -> Turn:
+    return _replaced(turn, prompt=(*turn.prompt, 1, 2, 3), wait=0.0005)
+
+
+def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
+    """Conversations that begin alike, one after the other, in a memory that holds them all and a storage that
+    holds a few."""
+    size = model.page_size
+    head, numbers = tuple(range(chance.randrange(2, 9) * size)), count(5000)
+    own = chance.randrange(2, 9)
+    fit = chance.randrange(3, 7)
+    turns: list[Turn] = []
+    for number in range(chance.randrange(3 * fit, 5 * fit)):
+        tail = tuple(next(numbers) for _ in range(own * size))
+        wait = TOLD_SECONDS * chance.uniform(0.6, 1.5) if chance.random() < 0.5 else 0.001
+        turns.append(_turn((*head, *tail, 0), durable=chance.random() < 0.8, wait=round(wait, 3)))
+        if number and chance.random() < 0.2:
+            turns.append(_again(chance.choice(turns[-3:])))
+    pages = len(head) // size + fit * (own + 1)
+    first = Life(
+        sizes=roomy(model, device=2 * _ROOMY, host=3 * _ROOMY),
+        prefetch=PrefetchPolicy.WAIT_COMPLETE,
+        write_policy=chance.choice([WritePolicy.WRITE_THROUGH] * 2 + [WritePolicy.WRITE_THROUGH_SELECTIVE]),
+        clients=_in_turn(chance, turns),
+        crash=chance.random() < 0.3,
+    )
+    forget = tuple(Event(what="forget", wait=0.4, share=0.3) for _ in range(chance.choice([0, 0, 2])))
+    last = _replaced(first, clients=(Client(turns=tuple(turns[-fit:])),), events=forget, crash=False)
+    return Script(seed=seed, model=model, lives=(first, last), capacity=pages * page_bytes(model.spec()))
+
+
+def _in_turn(chance: random.Random, turns: list[Turn]) -> tuple[Client, ...]:
+    if chance.random() < 0.6:
+        return (Client(turns=tuple(turns)),)
+    return Client(turns=tuple(turns[::2])), Client(turns=tuple(turns[1::2]))
+
+
+def draw_steady(chance: random.Random, seed: int, model: Model) -> Script:
+    """Traffic that does not stop, and calls that have to end all the same."""
+    size, clients = model.page_size, chance.randrange(5, 9)
+    prompts = tuple(
+        tuple(range(family * 100, family * 100 + chance.randrange(1, 4) * size)) for family in range(clients)
+    )
+    pages = chance.randrange(1, 4)
+    calls = tuple(chance.sample(_CALLS, chance.choice([1, 2, 2, 3])))
+    device = clients * (pages + 6) if "reserve" not in calls else clients * (pages + 5)
+    life = Life(
+        sizes=roomy(model, device=device, host=chance.choice([40, 2 * _ROOMY])),
+        clients=(Client(turns=tuple(_turn(prompt) for prompt in prompts)),),
+        store_bytes=chance.choice([1 << 12, 1 << 15, 1 << 20]),
+        write_policy=chance.choice(list(WritePolicy)),
+        steady=Steady(
+            prompts=prompts,
+            pages=pages,
+            calls=calls,
+            large=device * 3 // 5 if "reserve" in calls else chance.randrange(2, 5),
+        ),
+    )
+    return Script(seed=seed, model=model, lives=(life,))
+
+
+def draw_long(chance: random.Random, seed: int, model: Model) -> Script:
+    """One prompt of very many pages, which storage is asked for, and that has come back when it is asked for
+    again."""
+    model = Model(page_size=1, layers=2)
+    prompt = tuple(range(LONGEST_PROMPT))
+    client = Client(turns=(_turn(prompt), _turn((*prompt, 1))))
+    sizes = {"kv": Sizes(device=LONGEST_PROMPT + 20, host=chance.randrange(8, 64))}
+    life = Life(sizes=sizes, clients=(client,), prefetch=PrefetchPolicy.WAIT_COMPLETE, patience=0.05)
+    return Script(seed=seed, model=model, lives=(life,))
+
+
+def _tails(chance: random.Random, model: Model, many: int) -> list[tuple[int, ...]]:
+    longest = 4 * model.page_size
+    return [
+        tuple(range(1000 * number, 1000 * number + chance.randrange(1, longest))) for number in range(1, many + 1)
+    ]
+
+
+def _turn(prompt: tuple[int, ...], *, durable: bool = False, wait: float = 0.0) -> Turn:
+    return Turn(prompt=prompt, patience=None, durable=durable, wait=wait, paces=(Pace(checkpoint=True),))
+
+
+def _replaced(given: T, **changes: object) -> T:
+    return msgspec.structs.replace(given, **changes)
+
+
+def roomy(model: Model, *, device: int, host: int) -> dict[str, Sizes]:
+    """Pools of one size, whatever they hold."""
+    return {pool.name: Sizes(device=device, host=host) for pool in model.spec().owners}
+
+
+def page_bytes(spec: ModelSpec) -> int:
+    """Bytes that a page of a prefix takes in storage, of all its pools."""
+    return sum(
+        pool.item_bytes(tensor, spec.page_size) * len(tensor.layers)
+        for pool in spec.pools
+        for tensor in pool.tensors
+    )

@@ -1,0 +1,83 @@
+"""Calls that wait, beside traffic that goes on until they have ended: each has to end while it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from itertools import count
+
+from asynchicache.errors import CapacityError, UsageError
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.testing.chaos.clients import FOREVER, Engine
+from asynchicache.testing.chaos.script import Steady, Turn
+
+BOUND_SECONDS = 0.03
+"""In which what was under way when a call was made has long ended: a copy takes 0.1 ms, a call of storage 0.5."""
+
+
+class SteadyTraffic:
+    """Clients that ask again and again, with new pages each time, and what is called meanwhile."""
+
+    def __init__(self, engine: Engine, steady: Steady, backend: StorageBackend) -> None:
+        self._engine = engine
+        self._steady = steady
+        self._backend = backend
+        self._size = engine.cache.spec.page_size
+        self._numbers = count(1_000_000)
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Make every call; then let the clients come to their end."""
+        clients = [asyncio.create_task(self._client(prompt)) for prompt in self._steady.prompts]
+        await asyncio.sleep(BOUND_SECONDS / 10)
+        for what in self._steady.calls:
+            await self._beside(what, clients)
+        self._stopped = True
+        await asyncio.gather(*clients)
+
+    async def _client(self, prompt: tuple[int, ...]) -> None:
+        while not self._stopped:
+            await self._one(Turn(prompt=self._longer(prompt, self._steady.pages), patience=None))
+
+    def _longer(self, prompt: tuple[int, ...], pages: int) -> tuple[int, ...]:
+        """A prompt that goes on with new pages."""
+        return (*prompt, *(next(self._numbers) for _ in range(pages * self._size)), 0)
+
+    async def _one(self, turn: Turn) -> None:
+        try:
+            async with asyncio.timeout(FOREVER):
+                await self._engine.serve(turn)
+        except CapacityError:
+            self._engine.did("refused")
+            await asyncio.sleep(0)
+
+    async def _beside(self, what: str, clients: list[asyncio.Task[None]]) -> None:
+        self._engine.did(f"{what}.beside")
+        task = asyncio.create_task(self._call(what), name=what)
+        done, _ = await asyncio.wait([task, *clients], timeout=BOUND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if task not in done and not any(client in done for client in clients):
+            self._engine.violated(
+                f"wait: {what!r} did not end in {BOUND_SECONDS} s beside {len(clients)} clients that go on"
+            )
+            self._stopped = True
+        await task
+
+    def _call(self, what: str) -> Coroutine[object, object, object]:
+        cache, large = self._engine.cache, self._longer((), self._steady.large)
+        match what:
+            case "flush":
+                return cache.flush()
+            case "drain":
+                return cache.drain()
+            case "durable":
+                return self._one(Turn(prompt=large, durable=True))
+            case "reserve":
+                return self._one(Turn(prompt=large))
+            case "detach":
+                return self._detach()
+            case _:
+                raise UsageError(f"{what!r} is none of the calls that a script may make beside traffic")
+
+    async def _detach(self) -> None:
+        await self._engine.cache.detach_storage()
+        await self._engine.cache.attach_storage(self._backend)
