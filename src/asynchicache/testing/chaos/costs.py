@@ -27,7 +27,7 @@ class CostOracle:
 
     - No page is read while the same cache reads it already, or that was in memory when it was asked for and
       still is. What others publish between the question and the read is counted only.
-    - No page is written that was written or read before, unless storage lost it or memory did in between.
+    - No page is written that was written before, unless storage lost it or memory did in between.
     - No page is asked for again by requests that waited, all of them, while it was being asked for.
 
     Where storage went wrong calls are repeated, and nothing is bounded.
@@ -55,6 +55,7 @@ class CostOracle:
         self._waiting = waiting
         self._there = there
         self._known: set[Page] = set()
+        self._written: set[Page] = set()
         self._answered: dict[Page, float] = {}
         self._had: set[Page] = set()
 
@@ -64,13 +65,13 @@ class CostOracle:
 
     def lost(self, digest: bytes, pool: str) -> None:
         """Storage, or memory, has a page no more."""
-        self._known.discard((pool, digest))
-        self._had.discard((pool, digest))
+        for pages in (self._known, self._written, self._had):
+            pages.discard((pool, digest))
         self._answered.pop((pool, digest), None)
 
     def forget(self) -> None:
         """The cache was told that storage is another one, or empty."""
-        for pages in (self._known, self._answered, self._had):
+        for pages in (self._known, self._written, self._answered, self._had):
             pages.clear()
 
     # As a `calls.Listener`
@@ -87,10 +88,10 @@ class CostOracle:
                 self._bound("read_needlessly", [page for page in there if page in self._had])
             case "put":
                 self._count("written", len(pages))
-                self._bound("written_twice", [page for page in pages if page in self._known])
+                self._bound("written_twice", [page for page in pages if page in self._written])
             case "exists":
                 self._count("asked", len(pages))
-                self._bound("asked_twice", list(filter(self._needless, pages)))
+                self._bound("asked_twice", self._needless(pages))
                 if call.pool == self._pools[0]:  # what is asked of others follows from the answer
                     self._look(call.digests)
 
@@ -102,6 +103,8 @@ class CostOracle:
         came = {page for page, outcome in zip(pages, answer, strict=True) if outcome in _THERE}
         if call.verb == "get":
             came.difference_update(self._held(pages))  # somebody computed it, who knows of no storage
+        else:
+            self._written |= came
         self._known |= came
 
     def _look(self, digests: Sequence[bytes]) -> None:
@@ -116,10 +119,12 @@ class CostOracle:
         there = self._there(pages[0][0]) if pages else ()
         return [page for page in pages if page[1] in there]
 
-    def _needless(self, page: Page) -> bool:
-        """Whether everybody who wants a page waited already when it was asked for last."""
-        answered = self._answered.get(page)
-        return answered is not None and not self._waiting(page[1], answered)
+    def _needless(self, pages: Sequence[Page]) -> list[Page]:
+        """Pages that everybody who wants them waited for already when they were asked for last. To ask whether
+        storage still has what is in memory, or has it by now, is another question."""
+        again = [page for page in pages if (moment := self._answered.get(page)) and not self._waiting(page[1], moment)]
+        there = self._there(self._pools[0]) if again else ()
+        return [page for page in again if page[1] not in there]
 
     def _count(self, kind: str, pages: int) -> None:
         self._ledger.costs[kind] += pages

@@ -44,6 +44,9 @@ and one more where the two overlap."""
 NOISE_SECONDS = 0.003
 """Of waits, beside those for storage: turns of the loop, checks on another thread."""
 
+_PAGES_AT_ONCE = 256
+"""Of a long prompt, about; the rest of it has to wait for its turn."""
+
 _TURN_SECONDS = 2e-4
 """Until somebody who was told to ask does: turns of the loop."""
 
@@ -122,8 +125,8 @@ class HitOracle:
         self._waiting: list[Case] = []
         self._wanted: dict[bytes, float] = {}
         self.recency = recency
-        pools = [pool.name for pool in cache.spec.pools]
-        self.costs = CostOracle(pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
+        self._pools = [pool.name for pool in cache.spec.pools]
+        self.costs = CostOracle(self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
         self._refused = 0
         self._clock = asyncio.get_running_loop().time
 
@@ -245,7 +248,8 @@ class HitOracle:
 
     def _check_wait(self, waited: float, case: Case) -> None:
         asks, reads = (self._storage.calls.slowest(verb, case.began) for verb in ("exists", "get"))
-        bound = ROUNDS * (len(self._coverages) * asks + reads) + NOISE_SECONDS
+        parts = 1 + case.limit // _PAGES_AT_ONCE
+        bound = ROUNDS * parts * (len(self._pools) * asks + reads) + NOISE_SECONDS
         if waited > bound:
             self._violated(
                 f"wait: a request waited {waited:.4f} s for storage, whose slowest answers took {asks:.4f} s and "
