@@ -224,7 +224,9 @@ class Reader:
             return None
         match = self._tree.match(query.tokens, query.seed, limit=query.pages)
         node = self._tip(query.tokens, match.node, match.full_pages)
-        return node if node.stored >> FULL & 1 and match.full_pages == query.here else None
+        if not node.stored >> FULL & 1 or match.full_pages != query.here or node in self._writer.storing():
+            return None
+        return node
 
     def first_page(self, query: Query, number: int) -> int:
         """The first page of a component that any prefix longer than what is here may need."""
@@ -319,7 +321,7 @@ class Reader:
         read = Read(query, target, self._missing(query, target, coming))
         full = read.pages.get(FULL, [])
         if not self._books.make_room(FULL_HOST, len(full)):
-            return full[self._books.free[FULL_HOST].available]
+            return full[min(self._books.free[FULL_HOST].available, len(full) - 1)]
         for number, pages in read.pages.items():
             if not self._books.make_room(place(number, Tier.HOST), len(pages)):
                 return 0

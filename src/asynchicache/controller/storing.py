@@ -205,7 +205,7 @@ class Storer:
 
         Marks of what it has lost are taken back, so that it is written anew.
         """
-        forgotten = self._writer.forgotten
+        forgotten, written = self._writer.forgotten, self._writer.storing()
         digests, claims = self._writer.claims(node)
         found = [await self._ask(number, digests, pages) for number, pages in claims.items()]
         if self._writer.forgotten != forgotten:
@@ -216,7 +216,7 @@ class Storer:
                 return None
             lost = [page for page, flag in zip(pages, flags, strict=True) if not flag]
             if lost:
-                self._writer.take_back(node, number, lost)
+                self._writer.take_back(node, number, lost, written=written)
                 there = False
         return there
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from asynchicache.controller.actions import Copy, Mark, Store
 from asynchicache.controller.activity import Activity
@@ -312,10 +312,7 @@ class Writer:
             pages before states: a range where it is all of them.
         """
         needed = {aux.number: set(aux.needs(node)) for aux in self._tree.windows}
-        parts: list[Node] = []
-        while node.parent is not None:
-            parts.append(node)
-            node = node.parent
+        parts = _path(node)
         claims: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
         for aux in self._tree.components:
             pages = [
@@ -328,14 +325,21 @@ class Writer:
                 claims[aux.number] = pages
         return [digest for part in reversed(parts) for digest in self._tree.digests(part)], claims
 
-    def take_back(self, node: Node, number: int, lost: Sequence[int]) -> None:
+    def take_back(self, node: Node, number: int, lost: Sequence[int], *, written: Collection[Node]) -> None:
         """Storage does not have these pages of a component of the path to `node`, which it was said to
-        have: they are written anew. `lost` ascends."""
-        while node.parent is not None:
-            begin = node.end - (node.pages if number not in self._states else 1)
-            if bisect_left(lost, begin) < bisect_left(lost, node.end):
-                node.stored &= ~(1 << number)
-            node = node.parent
+        have: they are written anew.
+
+        Args:
+            node: where the path ends.
+            number: the component.
+            lost: numbers of pages, ascending.
+            written: nodes that were being written when storage was asked: they were on their way.
+        """
+        storing = self.storing().union(written)
+        for part in _path(node):
+            begin = part.end - (part.pages if number not in self._states else 1)
+            if part not in storing and bisect_left(lost, begin) < bisect_left(lost, part.end):
+                part.stored &= ~(1 << number)
 
     def forget_stored(self) -> None:
         """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""

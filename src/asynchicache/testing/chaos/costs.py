@@ -122,7 +122,11 @@ class CostOracle:
     def _needless(self, pages: Sequence[Page]) -> list[Page]:
         """Pages that everybody who wants them waited for already when they were asked for last. To ask whether
         storage still has what is in memory, or has it by now, is another question."""
-        again = [page for page in pages if (moment := self._answered.get(page)) and not self._waiting(page[1], moment)]
+        again = [
+            page
+            for page in pages
+            if (moment := self._answered.get(page)) and not self._waiting(page[1], moment)
+        ]
         there = self._there(self._pools[0]) if again else ()
         return [page for page in again if page[1] not in there]
 
@@ -133,7 +137,9 @@ class CostOracle:
         if not pages or not self._calm():
             return
         self._ledger.costs[kind] += len(pages)
-        words = ", ".join(f"{count} of {pool!r}" for pool, count in Counter(pool for pool, _ in pages).items())
+        words = ", ".join(
+            f"{count} of {pool!r}" for pool, count in Counter(pool for pool, _ in pages).items()
+        )
         self._ledger.violations.append(f"{kind.replace('_', ' ')}: pages, {words}")
 
 

@@ -50,7 +50,13 @@ _PAGES_AT_ONCE = 256
 _TURN_SECONDS = 2e-4
 """Until somebody who was told to ask does: turns of the loop."""
 
-_FAILURES = {MissReason.DEADLINE, MissReason.STORAGE_FAILED, MissReason.CORRUPT, MissReason.STATE, MissReason.WINDOW}
+_FAILURES = {
+    MissReason.DEADLINE,
+    MissReason.STORAGE_FAILED,
+    MissReason.CORRUPT,
+    MissReason.STATE,
+    MissReason.WINDOW,
+}
 """What trouble with storage may be reported as, beside a miss."""
 
 
@@ -268,7 +274,9 @@ class HitOracle:
         if self._refusals > refusals:
             case.allowed.add(MissReason.DEVICE_CAPACITY)
         elif request.hit.tokens < matched:
-            self._violated(f"hit: {request.hit.tokens} of {matched} tokens that matched, and nobody lacked room")
+            self._violated(
+                f"hit: {request.hit.tokens} of {matched} tokens that matched, and nobody lacked room"
+            )
         self._check_reason(request, case)
         if self.recency is not None and request.hit.tokens:
             path = self.path(case.tokens, case.seed, request.hit.tokens // self._size)
@@ -326,7 +334,9 @@ class HitOracle:
             self._left(node, number, *span(self._tree, node, number))
         return slots
 
-    def _trim(self, trim: Callable[[Node, int, int], list[int]], node: Node, pages: int, at: int) -> list[int]:
+    def _trim(
+        self, trim: Callable[[Node, int, int], list[int]], node: Node, pages: int, at: int
+    ) -> list[int]:
         self._left(node, FULL, node.end - pages, node.end)
         return trim(node, pages, at)
 

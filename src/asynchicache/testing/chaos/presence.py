@@ -47,13 +47,13 @@ def in_memory(tree: NodeStore, tokens: array[int], seed: bytes, pages: int) -> P
     return found
 
 
-def _along(
-    tree: NodeStore, view: memoryview, seed: bytes, pages: int
-) -> Iterator[tuple[Node, int, int]]:
+def _along(tree: NodeStore, view: memoryview, seed: bytes, pages: int) -> Iterator[tuple[Node, int, int]]:
     """The nodes that a sequence runs through, the page that each begins with, and how many it takes."""
     node, at = tree.roots.get(seed), 0
     while node is not None and at < pages:
-        ahead = ((child, shared_pages(child, view, at, pages, tree.page_bytes)) for child in node.children.values())
+        ahead = (
+            (child, shared_pages(child, view, at, pages, tree.page_bytes)) for child in node.children.values()
+        )
         node, count = next((found for found in ahead if found[1]), (None, 0))
         if node is not None:
             yield node, at, count

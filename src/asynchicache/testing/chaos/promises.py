@@ -60,6 +60,6 @@ class Promises:
         """Requests that the next cache of the same pages is to serve first: the hit oracle looks how."""
         mine = [promise for promise in self._made if promise.identity == identity]
         return [
-            Turn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None) for promise in mine[-_ASKED:]
+            Turn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None)
+            for promise in mine[-_ASKED:]
         ]
-

@@ -61,15 +61,14 @@ def draw_rush(chance: random.Random, seed: int, model: Model) -> Script:
     return Script(seed=seed, model=model, lives=(warm, *cold))
 
 
-def _rush(
-    chance: random.Random, head: tuple[int, ...], tails: list[tuple[int, ...]]
-) -> tuple[Client, ...]:
+def _rush(chance: random.Random, head: tuple[int, ...], tails: list[tuple[int, ...]]) -> tuple[Client, ...]:
     """Who was there before comes back with more, the others come for the first time."""
     turns = [_turn((*head, *tail, *range(7, 7 + chance.randrange(1, 9)))) for tail in tails]
     chance.shuffle(turns)
     wait = chance.choice([0.0, 0.0, 0.001])
     return tuple(
-        Client(turns=(_replaced(turn, wait=round(chance.uniform(0, wait), 6)), _again(turn))) for turn in turns
+        Client(turns=(_replaced(turn, wait=round(chance.uniform(0, wait), 6)), _again(turn)))
+        for turn in turns
     )
 
 
@@ -148,7 +147,8 @@ def draw_long(chance: random.Random, seed: int, model: Model) -> Script:
 def _tails(chance: random.Random, model: Model, many: int) -> list[tuple[int, ...]]:
     longest = 4 * model.page_size
     return [
-        tuple(range(1000 * number, 1000 * number + chance.randrange(1, longest))) for number in range(1, many + 1)
+        tuple(range(1000 * number, 1000 * number + chance.randrange(1, longest)))
+        for number in range(1, many + 1)
     ]
 
 

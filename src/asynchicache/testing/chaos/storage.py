@@ -25,7 +25,14 @@ from asynchicache.types import Outcome
 CALL_SECONDS = 5e-4
 """The mean time that a storage call takes."""
 
-_TROUBLE = ("storage.stall", "storage.restart", "storage.lose", "storage.detach", "storage.clear", "clock.jump")
+_TROUBLE = (
+    "storage.stall",
+    "storage.restart",
+    "storage.lose",
+    "storage.detach",
+    "storage.clear",
+    "clock.jump",
+)
 """What goes wrong with storage beside what `Faulty` counts."""
 
 
