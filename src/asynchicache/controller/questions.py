@@ -7,12 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asynchicache.controller.stored import Presence, StoredPools
-from asynchicache.controller.tasks import staggered
 from asynchicache.hashing import common_pages
 from asynchicache.types import MissReason
-
-SLICE_PAGES = 4096
-"""Pages whose keys are made in one turn of the loop: some milliseconds."""
 
 _MOST_CALLS = 3
 """Calls of one kind at once; what is asked meanwhile goes with the next one."""
@@ -67,7 +63,7 @@ class PresenceQuestions:
             fresh: ask also for what was seen in storage a moment ago.
         """
         parts = list(self._parts(number, digests, pages, fresh))
-        await staggered(self._put(question) for question, _, mine in parts if mine)
+        await asyncio.gather(*(self._put(question) for question, _, mine in parts if mine))
         flags, reason = bytearray(), MissReason.NONE
         for question, span, _ in parts:
             answer = await asyncio.shield(question.answer)
@@ -148,12 +144,7 @@ class PresenceQuestions:
         number, fresh = kind
         digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
         every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
-        answers = await staggered(
-            self._stored.exists(number, every[start : start + SLICE_PAGES], fresh=fresh)
-            for start in range(0, len(every), SLICE_PAGES)
-        )
-        reasons = (one.reason for one in answers if one.reason is not MissReason.NONE)
-        return Presence(b"".join(one.flags for one in answers), next(reasons, MissReason.NONE))
+        return await self._stored.exists(number, every, fresh=fresh)
 
     def _end(self, batch: Sequence[_Question], answer: Presence | None) -> None:
         """Let everyone know who waits for an answer; None: whoever asked was cancelled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from operator import and_
 from typing import NamedTuple, Self
@@ -35,8 +35,8 @@ _REASONS = {
 }
 
 
-_TOUCHES_A_TURN = 2048
-"""Keys of uses that are made in one turn of the loop."""
+SLICE_PAGES = 4096
+"""Pages of one call of a guarded engine: making their keys takes the loop some milliseconds."""
 
 
 class Presence(NamedTuple):
@@ -176,26 +176,22 @@ class StoredPools:
         Args:
             number: the component.
             digests: of the pages.
-            fresh: the engine is asked whatever is remembered of it. Pools that another rank writes are
-                not asked then: whether they are complete is that rank's to say.
+            fresh: the engine is asked whatever is remembered of it.
         """
-        pools = [name for name in self._books.sharing(number) if not fresh or self._writes(name)]
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
-        for name in pools if digests else ():
+        for name in self._books.sharing(number) if digests else ():
             answer = await self._exists(name, digests, fresh)
             flags = bytes(map(and_, flags, answer.present))
             reason = next((_REASONS[outcome] for outcome in _REASONS if outcome in answer.outcomes), reason)
         return Presence(flags, reason)
 
-    def _writes(self, name: str) -> bool:
-        pool = self._pools.get(name)
-        return pool is None or pool.writes
-
     async def _exists(self, name: str, digests: Sequence[bytes], fresh: bool) -> Batch:
         pool = self._pools.get(name)
         try:
             if pool is not None:
-                return await pool.guard.exists(_keys(pool, digests), fresh=fresh)
+                return await _in_slices(
+                    lambda some, _: pool.guard.exists(_keys(pool, some), fresh=fresh), digests
+                )
         except ClosedError:  # it was detached meanwhile
             pass
         return Batch([Outcome.FAILED] * len(digests))
@@ -209,15 +205,15 @@ class StoredPools:
         """Tell engines of pages that were used in memory, by component, the last one most recently."""
         for number, digests in uses.items():
             for name in self._books.sharing(number):
-                for start in range(0, len(digests), _TOUCHES_A_TURN):
-                    await self._touch(name, digests[start : start + _TOUCHES_A_TURN])
+                for start in range(0, len(digests), SLICE_PAGES):
+                    await self._touch(name, digests[start : start + SLICE_PAGES])
+                    await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def _touch(self, name: str, digests: Sequence[bytes]) -> None:
         pool = self._pools.get(name)
         if pool is not None and pool.guard.touchable:
             with suppress(ClosedError):
                 await pool.guard.touch(_keys(pool, digests))
-                await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def put(self, work: Store) -> list[Batch]:
         return await _gather(self._put(name, *pages) for name, pages in work.pages.items())
@@ -228,7 +224,9 @@ class StoredPools:
             return Batch([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
         try:
             if pool is not None:
-                return await pool.guard.put(_keys(pool, digests), slots)
+                return await _in_slices(
+                    lambda some, places: pool.guard.put(_keys(pool, some), places), digests, slots
+                )
         except ClosedError:
             pass
         return Batch([Outcome.REJECTED] * len(slots))
@@ -247,7 +245,9 @@ class StoredPools:
         pool = self._pools.get(name)
         try:
             if pool is not None:
-                return await pool.guard.get(_keys(pool, digests), slots)
+                return await _in_slices(
+                    lambda some, places: pool.guard.get(_keys(pool, some), places), digests, slots
+                )
         except ClosedError:
             pass
         return Batch([Outcome.FAILED] * len(slots))
@@ -255,6 +255,38 @@ class StoredPools:
 
 def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
     return list(map(pool.binding.key, digests))
+
+
+async def _in_slices(
+    call: Callable[[Sequence[bytes], Sequence[int]], Awaitable[Batch]],
+    digests: Sequence[bytes],
+    slots: Sequence[int] = (),
+) -> Batch:
+    """One call for all pages, or some one after the other, with turns of the loop between them.
+
+    Not side by side: a part that waits for its turn behind the others would be taken for late.
+    """
+    if len(digests) <= SLICE_PAGES:
+        return await call(digests, slots)
+    outcomes: list[Outcome] = []
+    late: list[asyncio.Future[None]] = []
+    for start in range(0, len(digests), SLICE_PAGES):
+        batch = await call(digests[start : start + SLICE_PAGES], slots[start : start + SLICE_PAGES])
+        outcomes += batch.outcomes
+        if batch.lingering is not None:
+            late.append(batch.lingering)
+        await asyncio.sleep(0)
+    return Batch(outcomes, asyncio.ensure_future(_all_ended(late)) if late else None)
+
+
+async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
+    """
+    Raises:
+        CancelledError: it will never be known of one when it ends.
+    """
+    await asyncio.wait(calls)
+    if any(call.cancelled() for call in calls):
+        raise asyncio.CancelledError
 
 
 def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:

@@ -11,8 +11,8 @@ from typing import Self
 from asynchicache.controller.actions import Store
 from asynchicache.controller.digesting import complete_digests
 from asynchicache.controller.planner import Planner
-from asynchicache.controller.questions import SLICE_PAGES, PresenceQuestions
-from asynchicache.controller.stored import Attachment, Presence, StoredPools, linger
+from asynchicache.controller.questions import PresenceQuestions
+from asynchicache.controller.stored import SLICE_PAGES, Attachment, Presence, StoredPools, linger
 from asynchicache.controller.tracing import Tracer
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
@@ -214,9 +214,9 @@ class Storer:
         for (number, pages), (flags, reason) in zip(claims.items(), found, strict=True):
             if reason is not MissReason.NONE:
                 return None
-            lost = [page for page, flag in zip(pages, flags, strict=True) if not flag]
-            if lost:
-                self._writer.take_back(node, number, lost, written=written)
+            if not all(flags):
+                answers = {page: bool(flag) for page, flag in zip(pages, flags, strict=True)}
+                self._writer.take_back(node, number, answers, written=written)
                 there = False
         return there
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
-from itertools import chain
+from collections.abc import Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -56,26 +55,6 @@ async def _contained(work: Coroutine[object, object, None]) -> None:
         await work
     except Exception:
         logger.exception("a task of the cache failed; the others go on")
-
-
-async def staggered(calls: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """What calls return that run side by side, each begun in a turn of the loop of its own.
-
-    A long call is cut into such parts: what they do before they first wait would add up to a stall
-    otherwise. `calls` is consumed as they are begun.
-    """
-    begun = iter(calls)
-    first, second = next(begun, None), next(begun, None)
-    if first is None:
-        return []
-    if second is None:
-        return [await first]  # no task for the usual case
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(first)]
-        for call in chain((second,), begun):
-            await asyncio.sleep(0)
-            tasks.append(group.create_task(call))
-    return [task.result() for task in tasks]
 
 
 async def shielded(work: Coroutine[object, object, T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asynchicache.controller.actions import Copy, Mark, Store
 from asynchicache.controller.activity import Activity
@@ -31,6 +31,9 @@ _SELECTIVE_HITS = 2
 _MOST_OWED = 256
 """Paths that wait for host slots; what comes beyond is given up, the oldest first."""
 
+_MOST_REMEMBERED = 1 << 16
+"""Pages that storage has of nodes that it lost in part; beyond it all are written again."""
+
 
 class Writer:
     """Plans write-through, write-back and storage writes.
@@ -54,6 +57,7 @@ class Writer:
         self.urgent: list[Node] = []
         self.forgotten = 0
         self._under_way: set[Store] = set()
+        self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
         self._states = {aux.number for aux in books.tree.components if not aux.paged}
         self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
 
@@ -221,12 +225,17 @@ class Writer:
         return work
 
     def _add(self, work: Store, node: Node, number: int) -> None:
-        digests = self._tree.digests(node)
         at = place(number, Tier.HOST)
+        held = node.held(at)
+        digests = self._tree.digests(node)[-len(held) :]  # of all its pages, or of the last one for a state
+        if self._there:
+            left = [pair for pair in zip(digests, held, strict=True) if (number, pair[0]) not in self._there]
+            self._there.difference_update((number, digest) for digest in digests)
+            digests, held = [digest for digest, _ in left], [slot for _, slot in left]
         for pool in self._books.sharing(number):
             keys, slots = work.pages.setdefault(pool, ([], []))
-            keys += digests[-len(node.held(at)) :]  # of all its pages, or of the last one for a state
-            slots += node.held(at)
+            keys += digests
+            slots += held
         node.stored |= 1 << number
         work.marks.append(Mark(node, number, len(node.held(at))))
         work.pins += [(node, at)] if number == FULL else [(node, at), (node, FULL_HOST)]
@@ -325,25 +334,37 @@ class Writer:
                 claims[aux.number] = pages
         return [digest for part in reversed(parts) for digest in self._tree.digests(part)], claims
 
-    def take_back(self, node: Node, number: int, lost: Sequence[int], *, written: Collection[Node]) -> None:
-        """Storage does not have these pages of a component of the path to `node`, which it was said to
-        have: they are written anew.
+    def take_back(
+        self, node: Node, number: int, answers: Mapping[int, bool], *, written: Collection[Node]
+    ) -> None:
+        """Storage does not have all pages of a component of the path to `node` that it was said to have:
+        those that it lost are written anew.
 
         Args:
             node: where the path ends.
             number: the component.
-            lost: numbers of pages, ascending.
+            answers: by page number, ascending, whether storage has the page.
             written: nodes that were being written when storage was asked: they were on their way.
         """
         storing = self.storing().union(written)
+        lost = [page for page, there in answers.items() if not there]
         for part in _path(node):
             begin = part.end - (part.pages if number not in self._states else 1)
             if part not in storing and bisect_left(lost, begin) < bisect_left(lost, part.end):
                 part.stored &= ~(1 << number)
+                self._remember(part, number, [page for page in range(begin, part.end) if answers.get(page)])
+
+    def _remember(self, node: Node, number: int, pages: Sequence[int]) -> None:
+        """Storage has these pages of a node that is to be written: they are left out then."""
+        if len(self._there) + len(pages) > _MOST_REMEMBERED:
+            self._there.clear()
+        digests, first = self._tree.digests(node), node.end - node.pages
+        self._there.update((number, digests[page - first]) for page in pages)
 
     def forget_stored(self) -> None:
         """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""
         self.forgotten += 1
+        self._there.clear()
         for node in self._tree.nodes():
             node.stored = 0
         if self._tree.watcher is not None:

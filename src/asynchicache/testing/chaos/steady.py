@@ -11,8 +11,12 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.chaos.clients import FOREVER, Engine
 from asynchicache.testing.chaos.script import Steady, Turn
 
-BOUND_SECONDS = 0.03
-"""In which what was under way when a call was made has long ended: a copy takes 0.1 ms, a call of storage 0.5."""
+BOUND_SECONDS = 0.5
+"""In which what was in flight when a call was made has ended: a copy takes 0.1 ms, a storage call 0.5, and the
+largest request asks some thirty times for a page."""
+
+WARM_UP_SECONDS = 0.003
+"""Of traffic before the first call."""
 
 
 class SteadyTraffic:
@@ -29,7 +33,7 @@ class SteadyTraffic:
     async def run(self) -> None:
         """Make every call; then let the clients come to their end."""
         clients = [asyncio.create_task(self._client(prompt)) for prompt in self._steady.prompts]
-        await asyncio.sleep(BOUND_SECONDS / 10)
+        await asyncio.sleep(WARM_UP_SECONDS)
         for what in self._steady.calls:
             await self._beside(what, clients)
         self._stopped = True
