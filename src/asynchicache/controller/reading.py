@@ -84,7 +84,8 @@ class Read:
 
     def digests(self, number: int) -> list[bytes]:
         """Digests of the pages that are read for a component."""
-        return [self.query.digests[page] for page in self.pages[number]]
+        spans = _spans(self.pages[number])
+        return [digest for first, last in spans for digest in self.query.digests[first : last + 1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,9 +402,11 @@ class Reader:
         gained, late = match.pages, _late(read, outcomes)
         pages = hits.longest(self._arrived(read, outcomes, tip, here))
         full = max(pages, self._wanted(read))
-        # A list, not a set: it compares identities in C, and an Enum's hash is Python code.
-        seen = [outcome for results in outcomes.values() for outcome in results]
-        reason = next((why for outcome, why in _REASONS if outcome in seen), MissReason.NONE)
+        # Lists, not sets: they compare identities in C, and an Enum's hash is Python code.
+        hit = sum(results.count(Outcome.HIT) for results in outcomes.values())
+        reason = MissReason.NONE
+        if hit < sum(map(len, outcomes.values())):
+            reason = next(why for one, why in _REASONS if any(one in some for some in outcomes.values()))
         backups: list[Copy] = []
         if full > match.pages:
             stands, backups = self._keep_on_host(query, tip) if here < full else (True, [])
@@ -414,7 +417,7 @@ class Reader:
                 reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
         self._release(read, late)
         self.drop(query)
-        return Gained(read, gained, seen.count(Outcome.HIT), reason, backups)
+        return Gained(read, gained, hit, reason, backups)
 
     def _wanted(self, read: Read) -> int:
         """How many pages of a read others stand on: they may need no state where it would."""
@@ -440,10 +443,12 @@ class Reader:
 
     @staticmethod
     def _came(read: Read, number: int, outcomes: Outcomes) -> bytearray:
-        flags = bytearray(read.query.pages)
-        for page, outcome in zip(read.pages.get(number, ()), outcomes.get(number, ()), strict=True):
-            if outcome is Outcome.HIT:
-                flags[page] = 1
+        flags, pages = bytearray(read.query.pages), read.pages.get(number, [])
+        results = outcomes.get(number, ())
+        if results.count(Outcome.HIT) < len(pages):
+            pages = [page for page, one in zip(pages, results, strict=True) if one is Outcome.HIT]
+        for first, last in _spans(pages):
+            flags[first : last + 1] = b"\1" * (last + 1 - first)
         return flags
 
     def _insert(self, read: Read, here: int, pages: int, outcomes: Outcomes) -> bool:
@@ -454,11 +459,10 @@ class Reader:
         if node is None or node.residency[FULL_HOST] == ABSENT:
             return False
         first = bisect_left(numbers, node.end)
-        last = first
-        while last < len(numbers) and numbers[last] == node.end + last - first < pages:
-            if outcomes[FULL][last] is not Outcome.HIT:
-                break
-            last += 1
+        last = first + _run_length(numbers, first, node.end, pages)
+        results = outcomes.get(FULL, ())
+        if results.count(Outcome.HIT) < len(results):
+            last = next((at for at in range(first, last) if results[at] is not Outcome.HIT), last)
         if first == last:
             return True
         slots = read.slots[FULL]
@@ -557,12 +561,21 @@ def _path(node: Node) -> list[Node]:
 
 def _late(read: Read, outcomes: Outcomes) -> dict[int, set[int]]:
     """By component, slots that an engine may still write to."""
-    return {
-        number: {
-            slot for slot, outcome in zip(slots, outcomes[number], strict=True) if outcome is Outcome.TIMEOUT
-        }
-        for number, slots in read.slots.items()
-    }
+    late: dict[int, set[int]] = {}
+    for number, slots in read.slots.items():
+        results = outcomes[number] if Outcome.TIMEOUT in outcomes[number] else ()
+        late[number] = {slot for slot, one in zip(slots, results, strict=False) if one is Outcome.TIMEOUT}
+    return late
+
+
+def _run_length(numbers: Sequence[int], at: int, first: int, end: int) -> int:
+    """How many of `numbers`, which ascend, count up from `first`, that stands at place `at`, to `end`."""
+    count = min(len(numbers) - at, end - first)
+    if count <= 0 or numbers[at] != first:
+        return 0
+    if numbers[at + count - 1] == first + count - 1:  # nearly always
+        return count
+    return next(step for step in range(count) if numbers[at + step] != first + step)
 
 
 def _spans(pages: Sequence[int]) -> Iterator[tuple[int, int]]:

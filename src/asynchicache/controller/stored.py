@@ -178,8 +178,18 @@ class StoredPools:
             digests: of the pages.
             fresh: the engine is asked whatever is remembered of it.
         """
+        flags, reason = b"", MissReason.NONE
+        for start in range(0, len(digests), SLICE_PAGES):
+            if start:
+                await asyncio.sleep(0)
+            part = await self._exists_in_all(number, digests[start : start + SLICE_PAGES], fresh)
+            flags += part.flags
+            reason = part.reason if reason is MissReason.NONE else reason
+        return Presence(flags, reason)
+
+    async def _exists_in_all(self, number: int, digests: Sequence[bytes], fresh: bool) -> Presence:
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
-        for name in self._books.sharing(number) if digests else ():
+        for name in self._books.sharing(number):
             answer = await self._exists(name, digests, fresh)
             flags = bytes(map(and_, flags, answer.present))
             reason = next((_REASONS[outcome] for outcome in _REASONS if outcome in answer.outcomes), reason)
@@ -189,9 +199,7 @@ class StoredPools:
         pool = self._pools.get(name)
         try:
             if pool is not None:
-                return await _in_slices(
-                    lambda some, _: pool.guard.exists(_keys(pool, some), fresh=fresh), digests
-                )
+                return await pool.guard.exists(_keys(pool, digests), fresh=fresh)
         except ClosedError:  # it was detached meanwhile
             pass
         return Batch([Outcome.FAILED] * len(digests))

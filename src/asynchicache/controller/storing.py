@@ -32,6 +32,8 @@ _LEAST_PAUSE = 1.0
 _USES_A_SECOND = 20_000
 """Pages whose uses storage is told of: a percent of a processor's time."""
 
+_COUNTED = (Outcome.STORED, Outcome.EXISTS, *_SHED)
+
 
 @dataclass(slots=True, eq=True)
 class Traffic:
@@ -227,9 +229,10 @@ class Storer:
 
     def _count(self, batches: Sequence[Batch]) -> bool:
         """Add up what became of a write; whether all of it is there."""
-        outcomes = Counter(outcome for batch in batches for outcome in batch.outcomes)
-        self.traffic.stored += outcomes[Outcome.STORED] + outcomes[Outcome.EXISTS]
-        shed = {reason: outcomes[outcome] for outcome, reason in _SHED.items() if outcomes[outcome]}
+        # list.count compares identities in C; an Enum's hash, which a Counter needs, is Python code.
+        counts = {one: sum(batch.outcomes.count(one) for batch in batches) for one in _COUNTED}
+        self.traffic.stored += counts[Outcome.STORED] + counts[Outcome.EXISTS]
+        shed = {reason: counts[outcome] for outcome, reason in _SHED.items() if counts[outcome]}
         self.traffic.shed.update(shed)
         return not shed
 
