@@ -104,10 +104,8 @@ class GroupWriter:
             self._queue.append(load)
         try:
             load.pages = load.seal()
-            in_order_of_use = reversed(
-                list(load.pages.values())
-            )  # the first of a path counts as the last used
-            load.entries = self._commits.entries(load.naming, in_order_of_use)
+            by_use = list(load.pages.values())[::-1]  # the first of a path counts as the last used
+            load.entries = self._commits.entries(load.naming, by_use)
             load.blocks = self._commits.blocks(load.naming, load.entries)
         except BaseException as error:  # noqa: BLE001 - raised below: its pages are being written
             load.error = error

@@ -40,13 +40,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.writing |= set(slots)
         return multiple(*slots)
 
-    @rule(target=taken, count=st.integers(-1, 3))
-    def evict(self, count: int) -> object:
-        idle = [slot for slot in self.pages.values() if slot not in self.reading]
-        slots = self.index.evict(count)
+    @rule(target=taken, count=st.integers(-1, 3), keep=st.frozensets(DIGESTS))
+    def evict(self, count: int, keep: frozenset[bytes]) -> object:
+        idle = [
+            digest
+            for digest in self.index.digests()
+            if self.pages[digest] not in self.reading and digest not in keep
+        ]
+        self.index.departed()
+        slots = self.index.evict(count, keep)
 
-        assert len(slots) == max(0, min(count, len(idle)))
-        assert set(slots) <= set(idle)
+        assert slots == [self.pages[digest] for digest in idle[: max(0, count)]]
+        assert self.index.departed() == idle[: max(0, count)]
         self.pages = {digest: slot for digest, slot in self.pages.items() if slot not in slots}
         self.writing |= set(slots)
         return multiple(*slots)
@@ -121,6 +126,13 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(digest=DIGESTS)
     def touch(self, digest: bytes) -> None:
         assert self.index.touch(digest) == (digest in self.pages)
+        assert digest not in self.pages or self.index.digests()[-1] == digest
+
+    @rule(digests=st.lists(DIGESTS, unique=True))
+    def demote(self, digests: list[bytes]) -> None:
+        self.index.demote(digests)
+        there = [digest for digest in digests if digest in self.pages]
+        assert self.index.digests()[: len(there)] == there
 
     @invariant()
     def every_slot_is_somewhere(self) -> None:

@@ -3,6 +3,7 @@ whose pages are gone. The same tests for every engine of ours that evicts by its
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -70,9 +71,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return make(tmp_path)
 
 
-async def open_bench(backend: StorageBackend, pool: str = "kv", slots: int = 200) -> Bench:
-    stands_on = None if pool == "kv" else "kv"
-    binding = TearingBinding(slab_of(pool, PAGE_BYTES, slots), fingerprint_of(pool), stands_on=stands_on)
+async def open_bench(backend: StorageBackend, pool: str = "kv", *, weights: str = "w1") -> Bench:
+    slab, stands_on = slab_of(pool, PAGE_BYTES, 200), None if pool == "kv" else "kv"
+    binding = TearingBinding(slab, fingerprint_of(f"{weights} {pool}"), stands_on=stands_on)
     return Bench(await backend.open_pool(binding), binding)
 
 
@@ -197,6 +198,54 @@ async def test_a_state_without_its_page_is_not_saved_by_a_touch(place: Place) ->
         await pages.engine.delete(pages.keys(2))
         await touch(states, [2])
         assert await first_to_go(states, [1, 2, 3]) == [2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("order", [("kv", "mamba"), ("mamba", "kv")])
+async def test_a_state_whose_page_was_lost_before_goes_first_after_a_restart(
+    tmp_path: Path, order: Sequence[str]
+) -> None:
+    place = FilePlace(tmp_path)
+    async with place.open(4, states=3) as backend:
+        pages, states = await open_bench(backend), await open_bench(backend, "mamba")
+        for number in (2, 3):
+            await pages.put(pages.keys(number), [0])
+        for number in (3, 2, 1):
+            await states.put(states.keys(number), [0])
+    async with place.open(4, states=3) as backend:
+        benches = {pool: await open_bench(backend, pool) for pool in order}
+        assert await first_to_go(benches["mamba"], [1, 2, 3]) == [1]
+
+
+@pytest.mark.asyncio
+async def test_of_two_models_one_page_is_enough_for_a_state_to_stand_on(place: Place) -> None:
+    """Pools are known to each other by name: no state goes first that may still be restored from."""
+    async with place.open(8, states=3) as backend:
+        models = [await open_bench(backend, weights=weights) for weights in ("w1", "w2")]
+        states = await open_bench(backend, "mamba")
+        for number in (1, 2, 3):
+            for pages in models:
+                await pages.put(pages.keys(number), [0])
+        for number in (3, 2, 1):
+            await states.put(states.keys(number), [0])
+        await models[0].engine.delete(models[0].keys(1))
+        await touch(models[1], [1, 2, 3])
+        await touch(states, [1])
+        assert 1 not in await first_to_go(states, [1, 2, 3])
+
+
+@pytest.mark.asyncio
+async def test_after_a_kill_a_path_that_was_stored_at_once_loses_its_end_first(tmp_path: Path) -> None:
+    """The order of use is written down at the end; without it that of the last writes counts."""
+    left = tmp_path / "left"
+    async with FilePlace(tmp_path / "store").open(8) as backend:
+        bench = await open_bench(backend)
+        await bench.put(bench.keys(*range(8)), range(8))
+        shutil.copytree(tmp_path / "store", left)
+    async with FilePlace(left).open(8) as backend:
+        bench = await open_bench(backend)
+        await bench.put(bench.keys(100, 101, 102), range(3))
+        assert await prefix(bench, range(8)) == 5
 
 
 async def lose(pages: Bench, how: str) -> None:
