@@ -96,29 +96,30 @@ class MemoryStore:
         """Bytes of those of the pages that are held."""
         return sum(len(self._pages[key].page) for key in keys if key in self._pages)
 
-    def write(
-        self,
-        key: ObjectKey,
-        header: bytes,
-        page: bytes,
-        keep: Collection[ObjectKey] = frozenset(),
-        kept_bytes: int = 0,
-    ) -> bool:
-        """Hold a page that is not held yet.
+    def make_room(self, nbytes: int, keep: Collection[ObjectKey] = frozenset(), kept_bytes: int = 0) -> bool:
+        """Evict until there is room for so many bytes.
 
         Args:
-            key: its name.
-            header, page: what is held.
-            keep: pages that do not make room for it.
+            nbytes: how many.
+            keep: pages that stay.
             kept_bytes: of those that are held.
 
         Returns:
             False, and nothing has changed, if there is no room without them.
         """
-        if self.capacity_bytes is not None:
-            if kept_bytes + len(page) > self.capacity_bytes:
-                return False
-            self._make_room(self.capacity_bytes - len(page), keep)
+        if self.capacity_bytes is None:
+            return True
+        if kept_bytes + nbytes > self.capacity_bytes:
+            return False
+        while self._bytes + nbytes > self.capacity_bytes:
+            self.drop(next(key for key in self._pages if key not in keep))
+            self.evicted += 1
+        return True
+
+    def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
+        """Hold a page that is not held yet; False if it is larger than all there may be."""
+        if not self.make_room(len(page)):
+            return False
         self._pages[key] = _Stored(header, page)
         self._bytes += len(page)
         return True
@@ -137,15 +138,6 @@ class MemoryStore:
         mine = (fingerprint, pool, shard)
         doomed = [key for key in self._pages if (key.fingerprint, key.pool, key.shard) == mine]
         return sum(map(self.drop, doomed))
-
-    def _make_room(self, most: int, keep: Collection[ObjectKey]) -> None:
-        """Evict until there are no more than `most` bytes, or pages to keep."""
-        while self._bytes > most:
-            victim = next((key for key in self._pages if key not in keep), None)
-            if victim is None:
-                return
-            self.drop(victim)
-            self.evicted += 1
 
     def _demote(self, gone: ObjectKey) -> None:
         """Pages that nothing can be restored from, now that this one has left, are the next to go."""
@@ -245,14 +237,15 @@ class MemoryEngine:
     def _put(self, key: ObjectKey, slot: int, own: Collection[ObjectKey], own_bytes: int) -> Outcome:
         if self._store.read(key) is not None:
             return Outcome.EXISTS
+        if not self._store.make_room(self._page_bytes, own, own_bytes):
+            return Outcome.REJECTED
         header = b""
         if self._checksum:
             self._binding.seal(slot, key)
             header = bytes(self._binding.header(slot))
         # A copy, because the slot is the caller's again as soon as this returns.
         page = bytes(self._binding.page(slot)[: self._page_bytes])
-        stored = self._store.write(key, header, page, own, own_bytes)
-        return Outcome.STORED if stored else Outcome.REJECTED
+        return Outcome.STORED if self._store.write(key, header, page) else Outcome.REJECTED
 
 
 class MemoryBackend:
