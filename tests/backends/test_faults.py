@@ -222,8 +222,10 @@ async def test_only_the_calls_that_are_named_go_wrong() -> None:
                 (await s.guard.exists(keys)).outcomes,
                 (await s.guard.delete(keys)).outcomes,
             ]
-            assert answers.count([FAILED]) == (call != "clear")
-        assert s.faults.injected["raises"] == 4
+            await s.guard.touch(keys)
+            assert answers.count([FAILED]) == (call not in ("touch", "clear"))
+        assert s.faults.injected["raises"] == 5
+        assert s.guard.statistics().touch.outcomes == {HIT: 5, FAILED: 1}
 
 
 @pytest.mark.asyncio
