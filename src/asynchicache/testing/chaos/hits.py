@@ -195,6 +195,8 @@ class HitOracle:
             self._seen(case, pages[FULL], pages)
         self._waiting.append(case)
         self.wanted(digests)
+        if self.recency is not None:
+            self.recency.asked(digests)
 
     def wanted(self, digests: Sequence[bytes]) -> None:
         """Somebody asks storage for pages now."""

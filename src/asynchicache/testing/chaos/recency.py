@@ -10,6 +10,7 @@ import asyncio
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from asynchicache.hashing import ObjectKey
@@ -77,9 +78,13 @@ class Recency:
             if known(key):
                 self._touched[key].append(now)
 
-    def _know(self, path: Path) -> None:
-        for above, below in zip(path.digests, path.digests[1:], strict=False):
+    def asked(self, digests: Sequence[bytes]) -> None:
+        """Somebody asks for a path."""
+        for above, below in pairwise(digests):
             self._above[below] = above
+
+    def _know(self, path: Path) -> None:
+        self.asked(path.digests)
         for key in path.keys():
             self._paths[key] = path
 
@@ -100,18 +105,34 @@ class Recency:
         if path is None or capacity is None or not self._restorable(path, key):
             return
         told = self._clock() - TOLD_SECONDS
-        since = self._told(key, told)
+        since = self._told(key, told) - TOLD_SECONDS  # storage may have been told of others' uses as late
         size = self._sizes.get(key, 0)
-        rivals = sum(
-            self._sizes.get(other, size)
-            for other, latest in self._latest.items()
-            if latest >= since and other != key and not (latest == since and self._below(other, key))
-        )
+        rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, since))
         if size + rivals + self._sizes.get(incoming, size) <= _ROOM * capacity:
             self._ledger.violations.append(
                 f"forgotten: a page of {key.pool!r} made room, though all that was used since, {rivals} bytes, "
                 f"and its own {size} are less than the {capacity} that storage holds"
             )
+
+    def _used_since(self, key: ObjectKey, since: float) -> list[ObjectKey]:
+        """The pages that may be taken for used later than one that was used then: with each of them, those before
+        it on its path."""
+        used = {
+            other.digest
+            for other, latest in self._latest.items()
+            if latest > since and not self._goes_before(other, key)
+        }
+        path: set[bytes] = set()
+        for digest in (key.digest, *used):
+            above: bytes | None = digest
+            while above is not None and above not in path:
+                path.add(above)
+                above = self._above.get(above)
+        return [
+            other
+            for other, latest in self._latest.items()
+            if other != key and (other.digest in path or (latest > since and not self._goes_before(other, key)))
+        ]
 
     def _told(self, key: ObjectKey, told: float) -> float:
         """The last use that storage must know of."""
@@ -127,8 +148,10 @@ class Recency:
         page = path.digests.index(key.digest)
         return all(other in self._store for keys in path.full[: page + 1] for other in keys if other != key)
 
-    def _below(self, other: ObjectKey, key: ObjectKey) -> bool:
-        """Whether a page lies behind another one of its path, or is the same one."""
+    def _goes_before(self, other: ObjectKey, key: ObjectKey) -> bool:
+        """Whether a page lies behind another one, and was used with it at the latest, as storage was told."""
+        if self._latest[other] > min(self._latest[key], self._clock() - TOLD_SECONDS):
+            return False
         digest: bytes | None = other.digest
         while digest is not None and digest != key.digest:
             digest = self._above.get(digest)
