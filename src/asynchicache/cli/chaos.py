@@ -14,6 +14,7 @@ from rich.table import Table
 from asynchicache.bench.options import check_folder, check_minimums, option
 from asynchicache.bench.tables import add_figures
 from asynchicache.cli.output import Outcome, Output
+from asynchicache.testing.chaos.costs import KINDS as COSTS
 from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.run import run_script
 from asynchicache.testing.chaos.script import Script
@@ -86,6 +87,7 @@ def _as_json(findings: Findings, paths: dict[int, Path]) -> dict[str, object]:
         "faults": {kind: findings.faults[kind] for kind in KINDS},
         "models": dict(sorted(findings.families.items())),
         "tokens_by_tier": dict(sorted(findings.served.items())),
+        "storage_pages": {kind: findings.costs[kind] for kind in COSTS},
         "cpu_seconds": round(findings.cpu_seconds, 1),
         "violations": [
             {"seed": found.seed, "violations": found.violations, "script": _path(paths, found)}
@@ -108,9 +110,21 @@ def _present(findings: Findings, paths: dict[int, Path]) -> RenderableType:
     words = [
         f"{done:,} operations, {done / findings.seeds:,.0f} a seed; "
         f"{findings.cpu_seconds / findings.seeds:.3f} s of processor time a seed",
+        _costs(findings),
         "violations: " + (f"[red]{len(findings.violations)} seeds[/red]" if findings.violations else "none"),
     ]
     return Group(table, *words, *(_finding(found, _path(paths, found)) for found in findings.violations))
+
+
+def _costs(findings: Findings) -> str:
+    """What was asked of storage, and how much of it for nothing."""
+    costs = findings.costs
+    needless = ("asked_twice", "read_twice", "read_needlessly", "written_twice")
+    return (
+        f"pages of storage: {costs['asked']:,} asked for, {costs['read']:,} read, {costs['written']:,} written; "
+        f"{costs['read_in_vain']:,} read while others computed them, "
+        f"{sum(costs[kind] for kind in needless):,} for nothing"
+    )
 
 
 def _finding(found: Finding, path: str | None) -> RenderableType:

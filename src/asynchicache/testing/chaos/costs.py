@@ -69,6 +69,10 @@ class CostOracle:
             pages.discard((pool, digest))
         self._answered.pop((pool, digest), None)
 
+    def gap(self) -> None:
+        """Storage has lost something: what lies around it may be written along with it."""
+        self._written.clear()
+
     def forget(self) -> None:
         """The cache was told that storage is another one, or empty."""
         for pages in (self._known, self._written, self._answered, self._had):

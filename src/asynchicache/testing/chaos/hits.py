@@ -363,6 +363,7 @@ class HitOracle:
     def _forgotten(self, digest: bytes, pool: str) -> None:
         """The store has a page no more."""
         self.costs.lost(digest, pool)
+        self.costs.gap()
         for case in self._waiting:
             if (page := case.digests.get(digest)) is not None:
                 case.disturbed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
@@ -79,14 +80,14 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     store = ChaosStore(script.capacity)
     promises = Promises(store, ledger)
     recency = Recency(store, ledger) if script.capacity is not None else None
-    lives = [_Run(world, script, life, promises, recency, store, ledger) for life in script.lives]
+    begin = partial(_Run, world, script, promises=promises, recency=recency, store=store, ledger=ledger)
     if script.together:
         async with asyncio.TaskGroup() as group:
-            for life in lives:
-                group.create_task(life.run(), name="life")
-    else:
-        for life in lives:
-            await life.run()
+            for run in [begin(life) for life in script.lives]:
+                group.create_task(run.run(), name="life")
+    for life in (script.last,) if script.together else script.every_life:
+        if life is not None:
+            await begin(life).run()
     left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     ledger.violations += [f"task {name!r} was left behind" for name in left]
 
@@ -99,6 +100,7 @@ class _Run:
         world: SeededWorld,
         script: Script,
         life: Life,
+        *,
         promises: Promises,
         recency: Recency | None,
         store: ChaosStore,
@@ -116,7 +118,7 @@ class _Run:
         self._recency = recency
         self._restarts: set[asyncio.Task[None]] = set()
         # Else what the cache was told is there may not be, through no fault of its own.
-        self._promises = promises if not any(map(_dishonest, script.lives)) else None
+        self._promises = promises if not any(map(_dishonest, script.every_life)) else None
 
     async def run(self) -> None:
         refused = self._ledger.faults["memory.refused"]

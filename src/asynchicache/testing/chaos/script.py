@@ -262,6 +262,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: what is served.
         lives: caches over the same stores.
         together: all at once; else one after the other.
+        last: one more, when all of them have ended.
         capacity: bytes of the store that they share; None: no limit.
     """
 
@@ -269,15 +270,20 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: Model
     lives: tuple[Life, ...]
     together: bool = False
+    last: Life | None = None
     capacity: int | None = None
 
     @property
+    def every_life(self) -> tuple[Life, ...]:
+        return self.lives if self.last is None else (*self.lives, self.last)
+
+    @property
     def requests(self) -> int:
-        return sum(len(client.turns) for life in self.lives for client in life.clients)
+        return sum(len(client.turns) for life in self.every_life for client in life.clients)
 
     @property
     def events(self) -> int:
-        return sum(len(life.events) for life in self.lives)
+        return sum(len(life.events) for life in self.every_life)
 
     def text(self) -> str:
         """As JSON, what is as usual left out."""

@@ -43,7 +43,7 @@ class Findings:
 
     Attributes:
         seeds: how many were run.
-        operations, faults, served: as of a `Ledger`.
+        operations, faults, served, costs: as of a `Ledger`.
         families: runs by the pools of their model.
         violations: of the seeds that found something, in order.
         cpu_seconds: processor time of all runs.
@@ -53,6 +53,7 @@ class Findings:
     operations: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     served: Counter[str] = field(default_factory=Counter)
+    costs: Counter[str] = field(default_factory=Counter)
     families: Counter[str] = field(default_factory=Counter)
     violations: list[Finding] = field(default_factory=list)
     cpu_seconds: float = 0.0
@@ -62,6 +63,7 @@ class Findings:
         self.operations += report.ledger.operations
         self.faults += report.ledger.faults
         self.served += report.ledger.served
+        self.costs += report.ledger.costs
         self.families[script.model.family] += 1
         self.cpu_seconds += report.seconds
         if report.violations:
@@ -69,7 +71,7 @@ class Findings:
 
     def merge(self, other: Self) -> None:
         self.seeds += other.seeds
-        for name in ("operations", "faults", "served", "families"):
+        for name in ("operations", "faults", "served", "costs", "families"):
             getattr(self, name).update(getattr(other, name))
         self.violations = sorted([*self.violations, *other.violations], key=lambda found: found.seed)
         self.cpu_seconds += other.cpu_seconds

@@ -15,7 +15,16 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from asynchicache.testing.chaos.run import Report, run_script
-from asynchicache.testing.chaos.script import Client, DeviceFaults, Life, Model, Script, StorageFaults, Turn
+from asynchicache.testing.chaos.script import (
+    Client,
+    DeviceFaults,
+    Life,
+    Model,
+    Script,
+    Steady,
+    StorageFaults,
+    Turn,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Place: TypeAlias = tuple[int, ...]
@@ -92,6 +101,13 @@ def _fewer_lives(script: Script) -> Iterator[Script]:
         yield msgspec.structs.replace(script, lives=lives)
     if script.together:
         yield msgspec.structs.replace(script, together=False)
+    if script.last is not None:
+        yield msgspec.structs.replace(script, last=None)
+        yield msgspec.structs.replace(script, lives=(script.last,), last=None, together=False)
+        if not script.together:
+            yield msgspec.structs.replace(script, lives=script.every_life, last=None)
+    if script.capacity is not None:
+        yield msgspec.structs.replace(script, capacity=None)
 
 
 def _turns(script: Script) -> list[Place]:
@@ -153,10 +169,22 @@ def _calmer(life: Life) -> Iterator[Life]:
     yield _replaced(life, storage=StorageFaults(), device=DeviceFaults())
     yield from (_replaced(life, storage=calmer) for calmer in _usual(life.storage, StorageFaults()))
     yield from (_replaced(life, device=calmer) for calmer in _usual(life.device, DeviceFaults()))
+    if life.steady is not None:
+        yield from (_replaced(life, steady=calmer) for calmer in _less(life.steady))
     for number, client in enumerate(life.clients):
         if client.cancel is not None:
             patient = _replaced(client, cancel=None)
             yield _replaced(life, clients=_put(life.clients, number, patient))
+
+
+def _less(steady: Steady) -> Iterator[Steady]:
+    """One call, one client, or one page less."""
+    for name in ("calls", "prompts"):
+        items = getattr(steady, name)
+        for index in range(len(items)) if len(items) > 1 else ():
+            yield _replaced(steady, **{name: (*items[:index], *items[index + 1 :])})
+    if steady.pages > 1:
+        yield _replaced(steady, pages=steady.pages - 1)
 
 
 def _simpler_turns(script: Script) -> Iterator[Script]:
@@ -180,8 +208,9 @@ def _simpler_models(script: Script) -> Iterator[Script]:
     """Without one of its kinds of pools."""
     for model in _usual(script.model, Model(page_size=script.model.page_size)):
         names = {pool.name for pool in model.spec().owners}
-        simpler = _replaced(script, model=model)
-        yield _replaced(simpler, lives=tuple(_with_pools(life, names) for life in simpler.lives))
+        last = None if script.last is None else _with_pools(script.last, names)
+        lives = tuple(_with_pools(life, names) for life in script.lives)
+        yield _replaced(script, model=model, lives=lives, last=last)
 
 
 def _with_pools(life: Life, names: set[str]) -> Life:

@@ -56,7 +56,7 @@ def draw_rush(chance: random.Random, seed: int, model: Model) -> Script:
     warm = _replaced(
         life, clients=(Client(turns=tuple(_turn(head + tail, durable=True) for tail in tails[:known])),)
     )
-    waves = [_rush(chance, head, tails) for _ in range(chance.choice([1, 2]))]
+    waves = [_rush(chance, head, tails) for _ in range(1 if len(tails) > 11 else 2 if len(tails) > 7 else 3)]
     cold = tuple(_replaced(life, clients=wave) for wave in waves)
     return Script(seed=seed, model=model, lives=(warm, *cold))
 
@@ -84,7 +84,7 @@ def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
     own = chance.randrange(2, 9)
     fit = chance.randrange(3, 7)
     turns: list[Turn] = []
-    for number in range(chance.randrange(3 * fit, 5 * fit)):
+    for number in range(max(chance.randrange(3 * fit, 5 * fit), 17)):
         tail = tuple(next(numbers) for _ in range(own * size))
         wait = TOLD_SECONDS * chance.uniform(0.6, 1.5) if chance.random() < 0.5 else 0.001
         turns.append(_turn((*head, *tail, 0), durable=chance.random() < 0.8, wait=round(wait, 3)))

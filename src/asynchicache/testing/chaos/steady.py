@@ -11,12 +11,12 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.chaos.clients import FOREVER, Engine
 from asynchicache.testing.chaos.script import Steady, Turn
 
-BOUND_SECONDS = 0.5
-"""In which what was in flight when a call was made has ended: a copy takes 0.1 ms, a storage call 0.5, and the
-largest request asks some thirty times for a page."""
+BOUND_SECONDS = 0.3
+"""In which what was under way when a call was made has long ended: a copy takes 0.1 ms, a call of storage 0.5, a
+request of this traffic 3; who needs many slots waits for some requests that came before."""
 
-WARM_UP_SECONDS = 0.003
-"""Of traffic before the first call."""
+_BEGINNING = 0.003
+"""Seconds until all clients are at work."""
 
 
 class SteadyTraffic:
@@ -33,7 +33,7 @@ class SteadyTraffic:
     async def run(self) -> None:
         """Make every call; then let the clients come to their end."""
         clients = [asyncio.create_task(self._client(prompt)) for prompt in self._steady.prompts]
-        await asyncio.sleep(WARM_UP_SECONDS)
+        await asyncio.sleep(_BEGINNING)
         for what in self._steady.calls:
             await self._beside(what, clients)
         self._stopped = True
@@ -58,9 +58,7 @@ class SteadyTraffic:
     async def _beside(self, what: str, clients: list[asyncio.Task[None]]) -> None:
         self._engine.did(f"{what}.beside")
         task = asyncio.create_task(self._call(what), name=what)
-        done, _ = await asyncio.wait(
-            [task, *clients], timeout=BOUND_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait([task, *clients], timeout=BOUND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if task not in done and not any(client in done for client in clients):
             self._engine.violated(
                 f"wait: {what!r} did not end in {BOUND_SECONDS} s beside {len(clients)} clients that go on"

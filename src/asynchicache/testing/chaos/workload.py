@@ -74,7 +74,23 @@ def draw_traffic(chance: random.Random, seed: int, model: Model) -> Script:
     lives = tuple(_draw_life(chance, model, traffic, count, alone=not together) for _ in range(count))
     if together and chance.random() < 0.4:
         lives = tuple(_of_rank(life, rank, count) for rank, life in enumerate(lives))
-    return Script(seed=seed, model=model, lives=lives, together=together)
+    last = _draw_rest(chance, model, traffic) if any(map(_is_cut_short, lives)) else None
+    return Script(seed=seed, model=model, lives=lives, together=together, last=last)
+
+
+def _is_cut_short(life: Life) -> bool:
+    """Whether not all may happen that was drawn."""
+    faults = life.device
+    failing = (faults.fail, faults.partial, faults.never, life.close, *(client.cancel for client in life.clients))
+    return any(number is not None for number in failing)
+
+
+def _draw_rest(chance: random.Random, model: Model, traffic: Traffic) -> Life:
+    """A cache in which everybody comes to an end."""
+    life = _draw_life(chance, model, traffic, 1, alone=False)
+    calm = msgspec.structs.replace(life.device, fail=None, partial=None, never=None, lie=None)
+    clients = tuple(msgspec.structs.replace(client, cancel=None) for client in life.clients)
+    return msgspec.structs.replace(life, device=calm, close=None, clients=clients)
 
 
 _SITUATIONS: Sequence[tuple[Situation, float]] = (
