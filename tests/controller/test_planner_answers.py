@@ -192,6 +192,26 @@ def test_without_room_for_the_rest_what_is_on_the_device_is_the_hit(window: int)
     assert sim.planner.reason(sequence) is MissReason.DEVICE_CAPACITY
 
 
+@pytest.mark.parametrize("window", [0, 2])
+def test_pages_on_the_device_without_a_state_are_no_hit(window: int) -> None:
+    sim = simulation(window=window, kv=(7, 64))
+    served(sim, SYSTEM, 2, 8)
+    other = asked(sim, [*SYSTEM[:6], 90, 91])  # stays, so that pages 2 and 3 of both do
+    sim.load(other)
+    sim.compute(other, 8)
+    sim.settle()
+    sim.planner.books.evict(FULL_DEVICE, 1, dirty=True)
+    free = sim.planner.books.free[FULL_DEVICE].available
+    blocker = asked(sim, [70] * 2 * free)
+    sim.load(blocker)
+    sim.planner.extend(blocker, 2 * free)
+    sequence = asked(sim, [*SYSTEM, 9])
+    assert sequence.matched_pages == 4
+    sim.load(sequence)  # and compares the state with what it must be
+
+    assert sequence.hit_pages == 1
+
+
 # Snapshots
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 from asynchicache.errors import DeviceError, RequestStateError, TransferError, UsageError
 from asynchicache.transfer.graph_fences import GraphFences
 from asynchicache.transfer.plan import CacheOperation, Direction
-from asynchicache.transfer.record import LayerStatus
+from asynchicache.transfer.record import LayerStatus, TransferRecord, TransferView
+from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
 from streams.conftest import notify
 
@@ -186,6 +188,24 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
         ticket.fence(0).wait_on(rig.device.stream("compute"))
 
     assert [type(error) for error in rig.outcomes] == [ZeroDivisionError]
+
+
+@pytest.mark.asyncio
+async def test_a_transfer_without_a_plan_lets_nobody_through_before_it_has_failed(open_rig) -> None:
+    async with open_rig() as rig:
+        compute, record = rig.device.stream("compute"), TransferRecord(0, Direction.LOAD, ())
+        ticket = Ticket(LAYERS, views=[TransferView(record, None)])
+
+        for method in (ticket.fence(1).wait_on, partial(ticket.fence(1).record, rig.device.event())):
+            with pytest.raises(RequestStateError, match="layer 1 is not submitted yet"):
+                method(compute)
+        assert not ticket.host_fence(1).wait_on(compute, 0)
+        assert not ticket.host_fence(1).wait(0)
+
+        record.fail(ZeroDivisionError("a bug in the planning"))
+        ticket.fence(1).wait_on(compute)
+        assert ticket.host_fence(1).wait_on(compute, 0)
+        assert ticket.host_fence(1).wait(0)
 
 
 @pytest.mark.asyncio

@@ -194,6 +194,25 @@ def test_a_state_that_is_being_saved_stays(hybrid):
     assert hybrid.match("ab").pages == 2
 
 
+@pytest.mark.parametrize("word", ["ab", "abcd", "abcdef"])
+def test_restorable_nodes_are_those_that_a_match_ends_at(mixed, word):
+    mixed.add("ab", states=[1])
+    mixed.add("abcd", windows=1)  # no state, and half a window
+    mixed.add("abcdef", states=[1])
+    node = mixed.node(word)
+
+    assert mixed.tree.restorable(node) == (mixed.match(word).node is node) == (word != "abcd")
+
+
+def test_one_pool_that_lacks_its_slots_makes_a_node_no_end(make_bed):
+    bed = make_bed(states=2)
+    bed.add("ab", states=[1])
+    bed.add("cd", states=[2])
+    bed.add("ef", states=[1, 2])
+
+    assert [bed.tree.restorable(bed.node(word)) for word in ("ab", "cd", "ef")] == [False, False, True]
+
+
 # Stale matches
 
 
