@@ -11,7 +11,7 @@ WORKERS ?= 2
 ARGS    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines demo test coverage check lint types floors wheel soak gpu bench conformance clean
+.PHONY: help setup engines demo test coverage mutants check lint types floors wheel soak gpu bench conformance clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
@@ -44,6 +44,10 @@ coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at
 	    tests/storage/test_hits.py tests/transfer/test_plan.py -q --cov asynchicache --cov-branch --cov-report= $(ARGS)
 	COVERAGE_FILE=build/.coverage $(BIN)/python -m coverage report --fail-under 98 --show-missing --skip-covered --include \
 	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/controller/planner.py'
+
+# The tests run in a process of their own for each mutant, one after another: 100 take about 20 minutes.
+mutants: $(STAMP)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"
+	$(BIN)/python scripts/mutants.py $(ARGS)
 
 check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
 
