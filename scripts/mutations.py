@@ -1,6 +1,7 @@
 """The small mistakes that `mutants.py` plants: where in a file there is room for one, and what it looks like.
 
-Messages, logs, `assert`s, annotations and strings are left alone, and so are floats, which are tuning.
+Messages, logs, `assert`s, annotations and strings are left alone. So is what is tuning: floats, numbers from 100
+on, and sizes such as `32 << 20`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
     ast.BitXor: ast.BitAnd,
 }  # fmt: skip
+TUNING = 100
+"""The least number that is a size or a limit of which nobody could say why it is not one more."""
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 UNTOUCHED = ("annotation", "returns", "decorator_list")
 
@@ -82,7 +85,7 @@ def expressions(node: ast.AST) -> Iterator[ast.AST]:
             yield with_fields(node, op=OPERATORS[type(op)]())
         case ast.Constant(value=bool(value)):
             yield ast.Constant(not value)
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value)) if value < TUNING:
             yield from (ast.Constant(other) for other in (value + 1, value - 1) if other >= 0)
         case ast.Name(id=name) if name in NAMES:
             yield ast.Name(NAMES[name])
@@ -132,6 +135,8 @@ def is_left_out(node: ast.AST) -> bool:
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=ast.Name(id="_log" | "log" | "logger" | "_logger")))
         ):
+            return True
+        case ast.BinOp(left=ast.Constant(), op=ast.LShift(), right=ast.Constant()):
             return True
     return False
 

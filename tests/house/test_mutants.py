@@ -69,6 +69,7 @@ def test_each_kind_of_mistake_is_planted(tool: ModuleType, source: str, expected
         '"""Words."""',
         "a = 'b' f'{c + 1}'",
         "a = 0.5",
+        "a = 512, 32 << 20",
         "assert a < b",
         "logger.info(a < b)",
         "if TYPE_CHECKING: import a",
