@@ -118,7 +118,9 @@ async def test_storage_that_is_cleared_or_detached_is_told():
         follower.follow(events.take())
         assert len(follower.pages["kv", Tier.STORAGE]) == 5
         await cache.clear_storage()
-        follower.follow(events.take())
+        told = events.take()
+        assert told == [TiersCleared((Tier.STORAGE,))], "what memory has is not told anew"
+        follower.follow(told)
         assert not follower.known(Tier.STORAGE)
         assert follower.known(*MEMORY)
 

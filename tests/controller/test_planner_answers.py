@@ -268,6 +268,15 @@ def test_a_shorter_publication_than_the_last_one_is_none() -> None:
     assert sequence.borrowed == 4
 
 
+def test_a_publication_of_nothing_is_none() -> None:
+    sim = simulation()
+    sequence = asked(sim, SYSTEM)
+    sim.load(sequence)
+
+    assert sim.planner.publish(sequence, 0) == []
+    sim.verify()
+
+
 def test_the_last_publication_in_the_middle_of_a_page_keeps_its_state() -> None:
     sim = simulation()
     sequence = asked(sim, [*SYSTEM, 9])
@@ -313,6 +322,7 @@ def test_what_failed_to_come_is_in_quarantine() -> None:
     assert sim.planner.books.free[FULL_DEVICE].quarantined == 4
     assert sim.planner.publish(sequence, 8) == [], "what it stood on is gone"
     assert sequence.poisoned
+    assert sequence.unpublished
     sim.close(sequence)
     sim.settle()
     sim.verify()

@@ -71,6 +71,7 @@ def test_each_kind_of_mistake_is_planted(tool: ModuleType, source: str, expected
         "a = 0.5",
         "a = 512, 32 << 20",
         "assert a < b",
+        "a = zip(b, c, strict=True)",
         "logger.info(a < b)",
         "if TYPE_CHECKING: import a",
         "a: dict[int | None, Literal[1]]",

@@ -201,11 +201,13 @@ async def test_a_transfer_without_a_plan_lets_nobody_through_before_it_has_faile
                 method(compute)
         assert not ticket.host_fence(1).wait_on(compute, 0)
         assert not ticket.host_fence(1).wait(0)
+        assert ticket.ok
 
         record.fail(ZeroDivisionError("a bug in the planning"))
         ticket.fence(1).wait_on(compute)
         assert ticket.host_fence(1).wait_on(compute, 0)
         assert ticket.host_fence(1).wait(0)
+        assert not ticket.ok
 
 
 @pytest.mark.asyncio

@@ -232,6 +232,10 @@ async def test_engines_that_enqueue_on_the_loop_have_all_layers_at_once(
 ) -> None:
     async with open_rig(driver) as rig:
         ticket = load_all(rig, operation)
+        assert ticket.ok
+        assert not ticket.done
+        await asyncio.sleep(0)  # the end of the tick, in which all of it is told
+        assert at_once(ticket.views[0].record.settled.wait())
         await ticket.submitted(0)
         assert all(at_once(ticket.submitted(layer)) for layer in range(LAYERS))
         await ticket

@@ -269,6 +269,14 @@ def test_reach_finds_or_makes_the_end_of_a_prefix(hybrid):
     hybrid.check()
 
 
+@pytest.mark.parametrize("pages", [2, 3, 4, 5, 6])
+def test_reach_walks_through_several_nodes(bed, pages):
+    for word in ("ab", "abcd", "abcdef"):
+        bed.add(word)
+
+    assert bed.word(bed.tree.reach(bed.tokens("abcdef"), b"", pages)) == "abcdef"[:pages]
+
+
 @pytest.mark.parametrize(("word", "pages"), [("abx", 3), ("abcde", 5), ("x", 1)])
 def test_reach_finds_nothing_further_than_the_tree(bed, word, pages):
     bed.add("abcd")

@@ -104,6 +104,10 @@ def candidate_without_entry(bed):
     queue.members |= {bed.node("ab"), bed.node("abcd")}
 
 
+def candidate_with_a_later_entry(bed):
+    bed.node("abxy").used[0] = -1
+
+
 def pin_of_nobody(bed):
     bed.tree.pin_for([], bed.node("abcd"), FULL_DEVICE)
 
@@ -130,6 +134,7 @@ def pin_of_nobody(bed):
         (forgotten_candidate, "is no candidate at place 0"),
         (stale_candidate, "is a stale candidate at place 0"),
         (candidate_without_entry, "would come up too late at place 2"),
+        (candidate_with_a_later_entry, "would come up too late at place 0"),
         (pin_of_nobody, "has 1 pins at place 0, leases hold 0"),
     ],
 )

@@ -28,6 +28,11 @@ def windowed(bed, at: int = DEVICE) -> set[str]:
     return found
 
 
+def kept_windows(bed, lease) -> list[str]:
+    """The ends of the nodes whose window a lease keeps on the device, each as often as it does."""
+    return sorted(bed.word(node) for node, at in lease.pinned if at == DEVICE)
+
+
 # Where a prefix may end
 
 
@@ -366,3 +371,21 @@ def test_a_failed_load_takes_its_window_back(sliding):
     assert sorted(map(len, lost.values())) == [2, 6]
     assert sliding.match("abcdef").pages == 6  # still on the host
     sliding.check()
+
+
+# What a lease keeps of what was published
+
+
+def test_a_lease_keeps_each_page_that_was_taken_once_and_none_before(sliding):
+    with sliding.pin("abcdef") as lease:
+        sliding.insert(lease, "abcdef", windows=4)  # the pages c to f; the window is e and f
+
+        assert kept_windows(sliding, lease) == ["abcd", "abcdef"]
+
+
+def test_a_lease_keeps_none_that_were_refused_but_for_its_window(sliding):
+    with sliding.pin("abcdef") as lease:
+        sliding.add("abcdef")
+        sliding.insert(lease, "abcdef")
+
+        assert kept_windows(sliding, lease) == ["abcdef"]
