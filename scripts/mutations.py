@@ -1,7 +1,7 @@
 """The small mistakes that `mutants.py` plants: where in a file there is room for one, and what it looks like.
 
-Messages, logs, `assert`s, annotations and strings are left alone. So is what is tuning: floats, numbers from 100
-on, and sizes such as `32 << 20`.
+Messages, logs, assertions, annotations and strings are left alone. So is what is tuning: floats, numbers from
+100 on, and sizes such as `32 << 20`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,8 @@ def is_left_out(node: ast.AST) -> bool:
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=ast.Name(id="_log" | "log" | "logger" | "_logger")))
         ):
+            return True
+        case ast.keyword(arg="strict"):  # of `zip`: an assertion too
             return True
         case ast.BinOp(left=ast.Constant(), op=ast.LShift(), right=ast.Constant()):
             return True
