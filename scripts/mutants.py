@@ -57,7 +57,11 @@ def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
 def equivalents() -> dict[tuple[str, str, str, str], str]:
     """Why known mutants cannot be told from the original, by their keys."""
     entries = tomllib.loads(EQUIVALENT.read_text())["mutant"]
-    return {(one["file"], one["name"], one["was"], one["becomes"]): one["reason"] for one in entries}
+    return {
+        (one["file"], one["name"], one["was"], becomes): one["reason"]
+        for one in entries
+        for becomes in one["becomes"]
+    }
 
 
 def tests_for(mutant: Mutant) -> list[str]:
