@@ -322,3 +322,12 @@ def test_hits_are_counted_for_the_policies_that_want_them(make_bed):
     assert [make_bed(eviction=name).tree.counts_hits for name in ("lru", "fifo", "lfu", "slru")] == [
         False, False, True, True,
     ]  # fmt: skip
+
+
+def test_what_is_cut_off_at_its_end_has_lost_the_stored_state_there(hybrid):
+    hybrid.add("abcd")
+    hybrid.node("abcd").stored = 0b11
+
+    hybrid.evict(FULL_DEVICE, 1)
+
+    assert hybrid.node("abc").stored == 0b01
