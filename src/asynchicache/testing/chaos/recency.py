@@ -131,7 +131,8 @@ class Recency:
         return [
             other
             for other, latest in self._latest.items()
-            if other != key and (other.digest in path or (latest > since and not self._goes_before(other, key)))
+            if other != key
+            and (other.digest in path or (latest > since and not self._goes_before(other, key)))
         ]
 
     def _told(self, key: ObjectKey, told: float) -> float:

@@ -58,7 +58,9 @@ class SteadyTraffic:
     async def _beside(self, what: str, clients: list[asyncio.Task[None]]) -> None:
         self._engine.did(f"{what}.beside")
         task = asyncio.create_task(self._call(what), name=what)
-        done, _ = await asyncio.wait([task, *clients], timeout=BOUND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [task, *clients], timeout=BOUND_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         if task not in done and not any(client in done for client in clients):
             self._engine.violated(
                 f"wait: {what!r} did not end in {BOUND_SECONDS} s beside {len(clients)} clients that go on"

@@ -81,7 +81,13 @@ def draw_traffic(chance: random.Random, seed: int, model: Model) -> Script:
 def _is_cut_short(life: Life) -> bool:
     """Whether not all may happen that was drawn."""
     faults = life.device
-    failing = (faults.fail, faults.partial, faults.never, life.close, *(client.cancel for client in life.clients))
+    failing = (
+        faults.fail,
+        faults.partial,
+        faults.never,
+        life.close,
+        *(client.cancel for client in life.clients),
+    )
     return any(number is not None for number in failing)
 
 
