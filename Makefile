@@ -45,7 +45,7 @@ coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at
 	COVERAGE_FILE=build/.coverage $(BIN)/python -m coverage report --fail-under 98 --show-missing --skip-covered --include \
 	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/controller/planner.py'
 
-# The tests run in a process of their own for each mutant, one after another: 100 take about 20 minutes.
+# The tests run in a process of their own for each mutant, one after another: 100 take about 15 minutes.
 mutants: $(STAMP)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
