@@ -48,12 +48,12 @@ def test_a_read_is_as_long_as_the_host_has_room_for(simulations: list[Simulation
     simulations.append(sim)
     served(sim, 4)
     query = asked(sim)
-    choice = sim.planner.reader.choose(query, {0: (1 << PAGES) - 1})
+    choice = sim.planner.reader.choose(query, {0: b"\1" * PAGES})
     sim.start(choice.backups)
 
     assert choice.read is not None
     assert choice.read.target == 5  # two pages are there, and stay
-    sim.planner.reader.commit(choice.read, {0: [(slot, Outcome.MISS) for slot in choice.read.slots[0]]})
+    sim.planner.reader.deliver(choice.read, {0: [Outcome.MISS] * len(choice.read.slots[0])})
     sim.planner.reader.finish(choice.read)
 
 
@@ -81,7 +81,7 @@ def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[S
     simulations.append(sim)
     query = asked(sim)
 
-    choice = sim.planner.reader.choose(query, {0: (1 << PAGES) - 1})
+    choice = sim.planner.reader.choose(query, {0: b"\1" * PAGES})
 
     assert (choice.read, choice.reason, choice.backups) == (None, MissReason.STATE, [])
     sim.planner.reader.drop(query)
