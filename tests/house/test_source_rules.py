@@ -20,7 +20,7 @@ Rule = Callable[[ast.Module, str], list[str]]
 
 PACKAGE = Path(asynchicache.__path__[0])
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 
 # Where work of others, or a task of ours, ends: an error must become a value there.
@@ -200,7 +200,7 @@ def test_a_rule_finds_a_planted_breach(rule: Rule, source: str) -> None:
         (no_blind_except, "try: f()\nexcept BaseException:\n  tidy()\n  raise"),
         (no_blind_except, "try: f()\nexcept (OSError, ValueError): pass"),
         (no_environment, "import os\npath = os.path.join('a', 'b')"),
-        (no_long_file, '"""One machine: its 402 lines stay together."""\n' + "x = 1\n" * MAX_FILE_LINES),
+        (no_long_file, '"""One machine: its 902 lines stay together."""\n' + "x = 1\n" * MAX_FILE_LINES),
         (no_long_file, '"""A module."""\n' + "x = 1\n" * (MAX_FILE_LINES - 1)),
         (no_long_function, a_function(MAX_FUNCTION_LINES)),
     ],

@@ -2,7 +2,7 @@
 
 No polling and no thread of its own. Copies end in a callback on the loop, which plans what follows;
 storage calls are tasks. Writes to storage are bounded in bytes and shed beyond that. Whatever fails
-costs a hit, never a request. A little above 400 lines: one count of what is under way ties them together.
+costs a hit, never a request. Some 500 lines: one count of what is in flight ties them together.
 """
 
 from __future__ import annotations

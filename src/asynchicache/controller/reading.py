@@ -7,7 +7,7 @@ failed and nothing before it.
 Reads of several requests run side by side, and no page is read twice at once: a read leaves out what others
 are reading, and is committed once they are. It depends on reads that began before it only, so no two wait for
 each other, and the last of many has to wait for the slowest of them, not for their sum.
-A little above 400 lines: one read from its question to its end.
+Some 600 lines: one read from its question to its end.
 """
 
 from __future__ import annotations
