@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asynchicache import CapacityError, HybridCache
+from asynchicache import CapacityError, HybridCache, Request
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
@@ -222,3 +222,51 @@ def test_the_last_of_those_that_all_wait_for_one_another_gives_way() -> None:
 
     for seed in range(10):
         run_seeded(seed, main)
+
+
+@SEEDS
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_who_waits_before_loading_keeps_nothing_from_those_who_must_go_on(seed: int, gives_up: bool) -> None:
+    """Two that wait in `admit` keep what they matched, which the third needs to go on: they let go of it, and
+    have it again when they are served, or wait no longer."""
+
+    async def main(world: SeededWorld) -> None:
+        options = config(device_slots={"kv": 12, "mamba": 3}, host_slots={"kv": 24, "mamba": 8})
+        async with world.open_cache(SPEC, options) as cache:
+            engine = Engine(cache)
+            known = [list(range(100 * n, 100 * n + 13)) for n in (1, 2)]
+            for prompt in known:
+                await engine.serve(prompt[:12])
+            async with cache.request([7] * 40) as large:
+                await large.load()
+                requests = [cache.request(prompt) for prompt in known]
+                for request in requests:
+                    await request.__aenter__()
+                    assert request.hit.tokens == 12
+                filler = await large.reserve(24)
+                assert len(filler["kv"]) == 6
+                waits = [asyncio.create_task(_admitted(request, gives_up)) for request in requests]
+                await asyncio.sleep(0.01)
+                async with asyncio.timeout(1):
+                    await large.reserve(16)
+                if gives_up:
+                    assert await asyncio.gather(*waits) == [False, False]
+            assert all(await asyncio.gather(*waits)) is not gives_up
+            for request in requests:
+                await request.load()
+                engine.check(request)
+                assert request.hit.tokens == 12
+                request.close()
+            assert cache.verify(idle=True) == []
+
+    run_seeded(seed, main)
+
+
+async def _admitted(request: Request, gives_up: bool) -> bool:
+    """Wait for room, for a while only if it is to give up; whether there was some."""
+    try:
+        async with asyncio.timeout(0.1 if gives_up else None):
+            await request.admit()
+    except TimeoutError:
+        return False
+    return True

@@ -203,7 +203,13 @@ class HybridCacheController:
                 await self._progress.wait()
         finally:
             self._queue.leave(waiter)
+            self._match_again(waiter)
             self._progress.set()
+
+    def _match_again(self, waiter: Waiter) -> None:
+        """A request that was made to let go of its match, to wait, has one again."""
+        if waiter.rested and waiter.sequence.resting and not waiter.sequence.closed:
+            self.planner.rematch(waiter.sequence, fetched=False)
 
     def _attempt(self, waiter: Waiter, attempt: Callable[[], T]) -> tuple[T] | None:
         """What `attempt` returned, as a tuple, or None to wait on.
@@ -221,17 +227,12 @@ class HybridCacheController:
                 "admit(), before load(), holds none"
             )
         try:
-            return (self._matched(waiter.sequence, attempt),)
+            self._match_again(waiter)
+            return (attempt(),)
         except CapacityError:
             if waiter.refused or self.failure is not None or self._nothing_follows(waiter):
                 raise
             return None
-
-    def _matched(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
-        """Try; a request that let go of its match to wait matches again first."""
-        if sequence.resting:
-            self.planner.rematch(sequence, fetched=False)
-        return attempt()
 
     def _nothing_follows(self, waiter: Waiter) -> bool:
         """Whether waiting is in vain for `waiter`, who is next and found no room.
@@ -241,9 +242,10 @@ class HybridCacheController:
         """
         if self._activity.running() or not self._queue.all_wait(self.planner.books.sequences):
             return False
-        others = [one for one in self._queue.holding() if one is not waiter.sequence]
-        for sequence in others:
-            self.planner.rest(sequence)
+        others = [one for one in self._queue.holding() if one is not waiter]
+        for other in others:
+            self.planner.rest(other.sequence)
+            other.rested = True
         last = self._queue.last()
         if not others and last is waiter:
             return True

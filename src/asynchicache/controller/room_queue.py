@@ -21,10 +21,12 @@ class Waiter:
     Attributes:
         sequence: the request.
         refused: it is told to give way, because all who hold slots wait for one another.
+        rested: it was made to let go of what it matched; it matches again when it is served, or leaves.
     """
 
     sequence: Sequence
     refused: bool = False
+    rested: bool = False
 
     @property
     def begun(self) -> bool:
@@ -64,9 +66,9 @@ class RoomQueue:
         waiting = {one.sequence for one in self._waiters}
         return all(sequence.resting or sequence in waiting for sequence in sequences)
 
-    def holding(self) -> list[Sequence]:
+    def holding(self) -> list[Waiter]:
         """Waiting requests that keep what matched, but have not loaded it: they can match again later."""
-        return [one.sequence for one in self._waiters if not (one.sequence.loaded or one.sequence.resting)]
+        return [one for one in self._waiters if not (one.sequence.loaded or one.sequence.resting)]
 
     def last(self) -> Waiter:
         """Who gives way where all wait for one another: the last one that keeps others from their slots."""
