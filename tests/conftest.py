@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -32,6 +36,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+AGAIN_SECONDS = 30.0
 REASONS_SHOWN = 6
 ENGINES_REQUIRED = os.environ.get("ASYNCHICACHE_REQUIRE_ENGINES") == "1"
 
@@ -51,6 +56,52 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"{', '.join(engines)} is required here, but the test skipped: {reason}"
     return report
+
+
+class HungError(pytest.fail.Exception, SystemExit):
+    """A test has taken too long. A loop takes any other exception for a callback's own, and goes on."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a time-out end a test that runs a loop between two callbacks.
+
+    An exception that a signal raises within the loop's own code may lose a callback, and then the loop does
+    not close. Where no callback runs any more, the next signal raises where it is; signals come again and
+    again, since one that another thread took does not wake this one.
+    """
+    answer = yield
+    fail = signal.getsignal(signal.SIGALRM)
+    asked: list[asyncio.AbstractEventLoop] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        loop = asyncio._get_running_loop()
+        try:
+            fail(number, frame)
+        except pytest.fail.Exception as error:
+            hung = HungError(f"{error}\n{task_stacks(loop)}" if loop else str(error))
+        if loop is None or asked:
+            raise hung
+        asked.append(loop)
+        loop.call_soon_threadsafe(raise_this, hung)
+
+    if callable(fail):
+        signal.signal(signal.SIGALRM, end)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        signal.setitimer(signal.ITIMER_REAL, left, AGAIN_SECONDS)
+    return answer
+
+
+def raise_this(error: BaseException) -> None:
+    raise error
+
+
+def task_stacks(loop: asyncio.AbstractEventLoop) -> str:
+    """Where each task of a loop waits."""
+    text = io.StringIO()
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(file=text)
+    return text.getvalue()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
