@@ -34,7 +34,7 @@ Situation: TypeAlias = Callable[[random.Random, int, Model], Script]
 LONGEST_PROMPT = 100_000
 """Tokens, and pages, of the longest prompt."""
 
-_ROOMY = 160
+_ROOMY = 128
 """Slots of pools in which nothing has to make room."""
 
 _CALLS = ("flush", "drain", "durable", "reserve", "detach")
@@ -81,7 +81,7 @@ def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
     holds a few."""
     size = model.page_size
     head, numbers = tuple(range(chance.randrange(2, 9) * size)), count(5000)
-    own = chance.randrange(2, 9)
+    own = chance.randrange(2, 6)
     fit = chance.randrange(3, 7)
     turns: list[Turn] = []
     for number in range(max(chance.randrange(3 * fit, 5 * fit), 17)):
@@ -92,7 +92,7 @@ def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
             turns.append(_again(chance.choice(turns[-3:])))
     pages = len(head) // size + fit * (own + 1)
     first = Life(
-        sizes=roomy(model, device=2 * _ROOMY, host=3 * _ROOMY),
+        sizes=roomy(model, device=2 * _ROOMY, host=2 * _ROOMY),
         prefetch=PrefetchPolicy.WAIT_COMPLETE,
         write_policy=chance.choice([WritePolicy.WRITE_THROUGH] * 2 + [WritePolicy.WRITE_THROUGH_SELECTIVE]),
         clients=_in_turn(chance, turns),

@@ -34,7 +34,7 @@ from asynchicache.testing.chaos.situations import (
 from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
-MEAN_REQUESTS = 26
+MEAN_REQUESTS = 20
 """Requests of a script, about; what else happens grows with them."""
 
 LONGEST = 12
