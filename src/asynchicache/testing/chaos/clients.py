@@ -167,7 +167,8 @@ class Engine:
                 self._luck.count("request.abort")
             finally:
                 self.did("close")
-                request.close(after=self.stream)
+                if not turn.leaves:
+                    request.close(after=self.stream)
 
     def _count(self, request: Request) -> None:
         hit, served = request.hit, self.ledger.served

@@ -28,7 +28,8 @@ class CostOracle:
     - No page is read while the same cache reads it already, or that was in memory when it was asked for and
       still is. What others publish between the question and the read is counted only.
     - No page is written that was written before, unless storage lost it or memory did in between.
-    - No page is asked for again by requests that waited, all of them, while it was being asked for.
+    - No page that is not in memory is asked for while it is being asked for, or again by requests that waited,
+      all of them, while it was.
 
     Where storage went wrong calls are repeated, and nothing is bounded.
     """
@@ -95,7 +96,8 @@ class CostOracle:
                 self._bound("written_twice", [page for page in pages if page in self._written])
             case "exists":
                 self._count("asked", len(pages))
-                self._bound("asked_twice", self._needless(pages))
+                others = {digest for other in running if _same(call, other) for digest in other.digests}
+                self._bound("asked_twice", self._needless(pages, others))
                 if call.pool == self._pools[0]:  # what is asked of others follows from the answer
                     self._look(call.digests)
 
@@ -123,16 +125,17 @@ class CostOracle:
         there = self._there(pages[0][0]) if pages else ()
         return [page for page in pages if page[1] in there]
 
-    def _needless(self, pages: Sequence[Page]) -> list[Page]:
-        """Pages that everybody who wants them waited for already when they were asked for last. To ask whether
-        storage still has what is in memory, or has it by now, is another question."""
-        again = [
-            page
-            for page in pages
-            if (moment := self._answered.get(page)) and not self._waiting(page[1], moment)
-        ]
+    def _needless(self, pages: Sequence[Page], asked: Container[bytes]) -> list[Page]:
+        """Pages that are asked for by others, or that everybody who wants them waited for already when they were
+        asked for last. To ask whether storage still has what is in memory, or has it by now, is another question.
+        """
+        again = [page for page in pages if page[1] in asked or self._knew(page)]
         there = self._there(self._pools[0]) if again else ()
         return [page for page in again if page[1] not in there]
+
+    def _knew(self, page: Page) -> bool:
+        moment = self._answered.get(page)
+        return moment is not None and not self._waiting(page[1], moment)
 
     def _count(self, kind: str, pages: int) -> None:
         self._ledger.costs[kind] += pages
@@ -141,9 +144,7 @@ class CostOracle:
         if not pages or not self._calm():
             return
         self._ledger.costs[kind] += len(pages)
-        words = ", ".join(
-            f"{count} of {pool!r}" for pool, count in Counter(pool for pool, _ in pages).items()
-        )
+        words = ", ".join(f"{count} of {pool!r}" for pool, count in Counter(pool for pool, _ in pages).items())
         self._ledger.violations.append(f"{kind.replace('_', ' ')}: pages, {words}")
 
 

@@ -98,6 +98,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         paces: what follows each forward, from the first one on; then nothing.
         abort: give up after so many forwards.
         final, durable: how the last checkpoint is made, and whether to wait for storage.
+        leaves: ends by leaving `async with`, and names no stream that may still run.
     """
 
     prompt: tuple[int, ...]
@@ -112,6 +113,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     abort: int | None = None
     final: bool = False
     durable: bool = False
+    leaves: bool = False
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

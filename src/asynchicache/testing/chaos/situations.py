@@ -76,6 +76,30 @@ def _again(turn: Turn) -> Turn:
     return _replaced(turn, prompt=(*turn.prompt, 1, 2, 3), wait=0.0005)
 
 
+def draw_return(chance: random.Random, seed: int, model: Model) -> Script:
+    """Many requests at the same moment that resume where one has ended, whose pages and state others have since
+    driven to the host; some of them are audited on their way back."""
+    model = _replaced(model, states=True)
+    size, many = model.page_size, chance.randrange(5, 11)
+    shared = tuple(range(chance.randrange(1, 6) * size))
+    others = [tuple(range(1000 * n, 1000 * n + 4 * size)) for n in range(1, chance.randrange(10, 16))]
+    sizes = roomy(model, device=5 * many + 24, host=_ROOMY)
+    sizes["mamba"] = Sizes(device=many + 3, host=_ROOMY)
+    back = [_turn((*shared, 7, *range(tail)), wait=0.2) for tail in range(many)]
+    rounds = [(*(_replaced(turn, prompt=(*turn.prompt, 3), wait=0.1) for _ in range(3)),) for turn in back]
+    life = Life(
+        sizes=sizes,
+        clients=(
+            Client(turns=(_turn((*shared, 7)), *(_turn(prompt) for prompt in others))),
+            *(Client(turns=(turn, *more)) for turn, more in zip(back, rounds, strict=True)),
+        ),
+        audit=chance.choice([0.5, 0.9, 1.0]),
+        prefetch=PrefetchPolicy.WAIT_COMPLETE,
+        patience=0.05,
+    )
+    return Script(seed=seed, model=model, lives=(life,))
+
+
 def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
     """Conversations that begin alike, one after the other, in a memory that holds them all and a storage that
     holds a few."""

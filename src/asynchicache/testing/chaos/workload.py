@@ -28,6 +28,7 @@ from asynchicache.testing.chaos.situations import (
     Situation,
     draw_bounded,
     draw_long,
+    draw_return,
     draw_rush,
     draw_steady,
 )
@@ -101,9 +102,10 @@ def _draw_rest(chance: random.Random, model: Model, traffic: Traffic) -> Life:
 
 _SITUATIONS: Sequence[tuple[Situation, float]] = (
     (draw_traffic, 0.75),
-    (draw_rush, 0.1),
-    (draw_bounded, 0.08),
-    (draw_steady, 0.066),
+    (draw_rush, 0.08),
+    (draw_return, 0.04),
+    (draw_bounded, 0.07),
+    (draw_steady, 0.056),
     (draw_long, 0.004),
 )
 """What a script is about, and how often."""
@@ -191,6 +193,7 @@ class Traffic:
             abort=chance.choice([None] * 12 + [0, 1, 2]),
             final=chance.random() < 0.5,
             durable=chance.random() < 0.2,
+            leaves=chance.random() < 0.3,
         )
 
     def _pace(self) -> Pace:
