@@ -25,8 +25,12 @@ class SoakOptions:
     storage: str = option("file", "where pages go", choices=STORES)
     loop: str = option("asyncio", "the event loop", choices=LOOPS)
     clients: int = option(12, "turns that are served at once, each followed by the next", minimum=1)
+    talks: int = option(32, "conversations for each client, whose turns come in no order", minimum=1)
+    capacity_mib: int = option(32, "MiB that storage holds", minimum=8)
     reopen_seconds: float = option(30.0, "how long one cache lives before another takes its place")
-    fault_seconds: float = option(2.0, "mean time between two things that go wrong with storage")
+    fault_seconds: float = option(
+        2.0, "mean time between two things that go wrong with storage; 0: nothing does, and hits are judged"
+    )
     stall_ms: float = option(
         100.0, "the loop may not be blocked for longer; time without a core is not counted"
     )
@@ -36,7 +40,9 @@ class SoakOptions:
     def __post_init__(self) -> None:
         check_minimums(self)
         check_folder("--folder", Path(self.folder or gettempdir()))
-        for name in ("minutes", "reopen_seconds", "fault_seconds", "stall_ms"):
+        if not 0 <= self.fault_seconds < float("inf"):
+            raise ConfigError(f"--fault-seconds {self.fault_seconds}: must be a number, 0 or more")
+        for name in ("minutes", "reopen_seconds", "stall_ms"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a number above 0")

@@ -18,6 +18,7 @@ from asynchicache.bench.soak.samples import (
     hit_drift,
     hit_rates,
     memory_level,
+    model_gap,
 )
 from asynchicache.bench.soak.traffic import Served
 from asynchicache.bench.soak.watchdog import LoopWatchdog
@@ -25,6 +26,9 @@ from asynchicache.bench.tables import facts
 from asynchicache.types import Tier
 
 _MOST_TOLD = 20
+
+MOST_GAP = {"file": 0.01, "redis": 0.01}
+"""How far the hit rate may be from the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,9 @@ class SoakReport:
     Attributes:
         minutes: that it ran.
         happened: by name, how often something was done to the cache or its storage.
+        unwritten: by reason, pages and states that did not get to storage, or to the host, when they should.
         memory, hit_drift: None where the run was too short to judge.
+        model_gap: by how much the hit rate is above the model's after the first minute, likewise.
         stalls: what blocked the loop, in words.
         starved: how often the machine stopped the loop for longer than the limit.
         violations: what went wrong, in words; empty if nothing did.
@@ -45,11 +51,13 @@ class SoakReport:
     minutes: float
     caches: int
     happened: Mapping[str, int]
+    unwritten: Mapping[str, int]
     served: Served
     samples: Sequence[Sample]
     memory: MemoryLevel | None
     hit_rates: Sequence[float]
     hit_drift: float | None
+    model_gap: float | None
     stalls: Sequence[str]
     starved: int
     longest_stall_ms: float
@@ -63,6 +71,7 @@ class SoakReport:
         samples: Sequence[Sample],
         *,
         happened: Mapping[str, int],
+        unwritten: Mapping[str, int],
         caches: int,
         problems: Sequence[str],
         watchdog: LoopWatchdog,
@@ -76,6 +85,9 @@ class SoakReport:
             violations.append(f"memory moved by {memory.drift:.1%} of its level; {MOST_DRIFT:.0%} at most")
         if drift is not None and drift > MOST_HIT_DRIFT:
             violations.append(f"the hit rate moved by {drift:.3f}; {MOST_HIT_DRIFT} at most")
+        gap, most = model_gap(samples), MOST_GAP[options.storage]
+        if gap is not None and not options.fault_seconds and abs(gap) > most:
+            violations.append(f"the hit rate is {gap:+.2%} from the model's; {most:.0%} at most")
         if not served.hits:
             violations.append("nothing was hit")
         return cls(
@@ -84,11 +96,13 @@ class SoakReport:
             samples[-1].at / 60,
             caches,
             happened,
+            unwritten,
             served,
             samples,
             memory,
             rates,
             drift,
+            gap,
             stalls,
             watchdog.starved,
             watchdog.longest * 1e3,
@@ -107,7 +121,13 @@ class SoakReport:
             "minutes": self.minutes,
             "turns": served.turns,
             "turns_s": served.turns / last.at if last.at else 0.0,
-            "hit_rate": served.hits / served.prompt_tokens if served.prompt_tokens else 0.0,
+            "hit_rate": self._share(served.hits),
+            "model_hit_rate": self._share(served.models.judged.hit_tokens),
+            "model_gap": self.model_gap,
+            "short_of_model": {reason: self._share(tokens) for reason, tokens in served.short.items()},
+            "over_model": self._share(served.over),
+            "model_memory_hit_rate": self._share(served.models.judged.memory_tokens),
+            "undivided_hit_rate": self._share(served.models.undivided.hit_tokens),
             "hit_rates": list(self.hit_rates),
             "hit_drift": self.hit_drift,
             "tokens_by_tier": {tier.name.lower(): served.hit_tokens[tier] for tier in Tier},
@@ -117,6 +137,7 @@ class SoakReport:
             "gave_way": served.gave_way,
             "caches": self.caches,
             "happened": dict(self.happened),
+            "unwritten": dict(self.unwritten),
             "rss_bytes": asdict(self.memory) | {"drift": self.memory.drift} if self.memory else None,
             "tasks": last.tasks,
             "threads": last.threads,
@@ -134,25 +155,38 @@ class SoakReport:
         told = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MOST_TOLD]]
         return Group(table, *told)
 
+    def _share(self, tokens: int) -> float:
+        """Of all prompt tokens."""
+        return tokens / self.served.prompt_tokens if self.served.prompt_tokens else 0.0
+
     def _rows(self, served: Served) -> list[tuple[str, str]]:
-        happened = ", ".join(f"{count} {name}" for name, count in sorted(self.happened.items()))
         tiers = " / ".join(f"{served.hit_tokens[tier]:,}" for tier in Tier)
-        rate = served.hits / served.prompt_tokens if served.prompt_tokens else 0.0
+        models = served.models
         return [
             ("minutes", f"{self.minutes:.1f}"),
             ("turns", f"{served.turns:,} ({served.turns / max(self.samples[-1].at, 1):.0f}/s)"),
             ("abandoned, gave way", f"{served.abandoned:,}, {served.gave_way:,}"),
-            ("hit rate", f"{rate:.2%}"),
-            ("its drift", "too short" if self.hit_drift is None else f"{self.hit_drift:.2%}"),
+            ("hit rate", f"{self._share(served.hits):.2%}"),
+            ("the model's", f"{self._share(models.judged.hit_tokens):.2%}"),
+            ("above it after a minute", _points(self.model_gap)),
+            ("hits shorter than the model's, by reason", self._short()),
+            ("the model's, of storage with one bound", f"{self._share(models.undivided.hit_tokens):.2%}"),
+            ("its drift", _points(self.hit_drift)),
             ("tokens from device / host / storage", tiers),
             ("pages and states checked", f"{served.checked:,}"),
             ("wrong", f"{len(served.wrong):,}"),
-            ("happened", happened),
+            ("happened", _counts(self.happened)),
+            ("not written in time", _counts(self.unwritten)),
             ("resident memory", self._memory_words()),
             ("tasks, threads, files at the end", self._left()),
             ("loop blocked, at most", f"{self.longest_stall_ms:.0f} ms, {len(self.stalls)} over the limit"),
             ("loop without a core", f"{self.starved} times over the limit"),
         ]
+
+    def _short(self) -> str:
+        return ", ".join(
+            f"{reason} {self._share(tokens):.2%}" for reason, tokens in self.served.short.most_common()
+        )
 
     def _memory_words(self) -> str:
         if self.memory is None:
@@ -162,3 +196,11 @@ class SoakReport:
     def _left(self) -> str:
         last = self.samples[-1]
         return f"{last.tasks}, {last.threads}, {last.files}"
+
+
+def _points(rate: float | None) -> str:
+    return "too short" if rate is None else f"{rate:.2%}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))

@@ -9,23 +9,25 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from asynchicache.bench.soak.model import HitModel, Part
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.report import SoakReport
 from asynchicache.bench.soak.samples import Sample, look
 from asynchicache.bench.soak.stores import STORES, SoakStore
-from asynchicache.bench.soak.traffic import Engine, Served, Talks, soak_spec
+from asynchicache.bench.soak.traffic import Engine, Models, Served, Talks, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.errors import CapacityError, ClosedError, StorageError, UsageError
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.seeded_loop import describe
+from asynchicache.types import PrefetchPolicy
 
 SAMPLE_SECONDS = 1.0
 HANG_SECONDS = 60.0
@@ -33,7 +35,6 @@ HANG_SECONDS = 60.0
 
 _CACHES = 2  # at least, so that one is closed at rest and one at work
 _LEAST_SECONDS = 0.5
-_TALKS_PER_CLIENT = 6
 _ABANDONED = 0.05
 
 Advance = Callable[[int, int], None]
@@ -48,12 +49,12 @@ async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
     """
     with tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder or None) as name:
         chance = random.Random(options.seed)
-        store = STORES[options.storage](Path(name), chance)
+        store = STORES[options.storage](Path(name), chance, options.capacity_mib << 20)
         await store.start()
         try:
             gc.collect()
             gc.freeze()  # what was imported is not looked through again: that would stop the loop
-            soak = Soak(options, store, chance, advance)
+            soak = Soak(options, store, chance, advance, await store.bounds(soak_spec()))
             with Complaints(soak.problems), LoopWatchdog(options.stall_ms / 1e3) as watchdog:
                 await soak.run()
             return soak.report(watchdog)
@@ -94,16 +95,22 @@ class Soak:
     """
 
     def __init__(
-        self, options: SoakOptions, store: SoakStore, chance: random.Random, advance: Advance
+        self,
+        options: SoakOptions,
+        store: SoakStore,
+        chance: random.Random,
+        advance: Advance,
+        bounds: Sequence[Part],
     ) -> None:
         self._options = options
         self._store = store
         self._chance = chance
         self._advance = advance
-        self._talks = Talks(chance, options.clients * _TALKS_PER_CLIENT)
-        self._served = Served()
+        self._talks = Talks(chance, options.clients * options.talks)
+        self._served = Served(self._models(bounds))
         self._samples: list[Sample] = []
         self._happened: Counter[str] = Counter()
+        self._unwritten: Counter[str] = Counter()
         self.problems: list[str] = []
         self._caches = 0
         self._started = time.monotonic()
@@ -154,9 +161,19 @@ class Soak:
             if self._caches % 2:
                 await self._ended(clients)
                 await self._settled(cache)
+            self._count_unwritten(cache)
         self._happened["close"] += 1
         await self._ended(clients)
+        for model in self._served.models.all():
+            model.forget_memory()
         self._nothing_left(threads)
+
+    def _count_unwritten(self, cache: HybridCache) -> None:
+        statistics = cache.statistics()
+        shed = {reason.value: count for reason, count in statistics.traffic.shed.items()}
+        self._unwritten.update(shed)
+        self._unwritten["host_pressure"] += statistics.planner.host_pressure
+        self._unwritten["states_skipped"] += statistics.planner.states_skipped
 
     def _task(self, work: object, name: str) -> asyncio.Task[object]:
         return asyncio.create_task(work, name=name)  # type: ignore[arg-type]
@@ -165,18 +182,53 @@ class Soak:
         """Some time, or until a client fails."""
         await asyncio.wait(clients, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
-    def _config(self) -> CacheConfig:
+    def _slots(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of the device, and of the host, which has a copy of what is on the device."""
         clients = self._options.clients
+        device = {"kv": clients * 24, "mamba": clients * 4, "swa": clients * 16}
+        host = {"kv": clients * 40, "mamba": clients * 6, "swa": clients * 16}
+        if self._patient:  # what is being read and written finds room besides
+            host = {"kv": clients * 48, "mamba": clients * 16, "swa": clients * 40}
+        return device, host
+
+    @property
+    def _patient(self) -> bool:
+        """Nothing goes wrong, so hits are judged: none may be lost to a deadline."""
+        return not self._options.fault_seconds
+
+    def _models(self, bounds: Sequence[Part]) -> Models:
+        spec, (_, host) = soak_spec(), self._slots()
+        sharing = {pool.slots_of: pool.name for pool in spec.pools if pool.slots_of}
+        memory = [
+            Part({name: 1} | ({sharing[name]: 0} if name in sharing else {}), slots)
+            for name, slots in host.items()
+        ]
+        judged = HitModel(spec, memory, bounds)
+        if len(bounds) == 1:
+            return Models(judged, judged)
+        costs = {pool: cost for part in bounds for pool, cost in part.costs.items()}
+        whole = Part(costs, sum(part.capacity for part in bounds))
+        return Models(judged, HitModel(spec, memory, [whole]))
+
+    def _config(self) -> CacheConfig:
+        device, host = self._slots()
         return CacheConfig(
-            device_slots={"kv": clients * 24, "mamba": clients * 4, "swa": clients * 16},
-            host_slots={"kv": clients * 40, "mamba": clients * 6, "swa": clients * 16},
-            prefetch=PrefetchOptions(base_seconds=0.5),
+            device_slots=device,
+            host_slots=host,
+            prefetch=self._prefetch(),
             storage=self._store.engine,
             storage_options=dict(self._store.options),
-            storage_limits=PoolLimits(deadline=1.0, cooldown=0.5, closing=30.0, known_pages=4096),
+            storage_limits=PoolLimits(
+                deadline=30.0 if self._patient else 1.0, cooldown=0.5, closing=30.0, known_pages=4096
+            ),
             weight_version="soak",
             seed=self._options.seed,
         )
+
+    def _prefetch(self) -> PrefetchOptions:
+        if self._patient:
+            return PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE)
+        return PrefetchOptions(base_seconds=0.5)
 
     # What runs beside it
 
@@ -199,7 +251,7 @@ class Soak:
 
     async def _operate(self, cache: HybridCache, stop: asyncio.Event) -> None:
         """What goes wrong with storage, and what an operator does."""
-        while not stop.is_set():
+        while self._options.fault_seconds and not stop.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), self._chance.expovariate(1 / self._options.fault_seconds))
             if not stop.is_set():
@@ -266,6 +318,7 @@ class Soak:
             self._served,
             self._samples,
             happened=dict(self._happened),
+            unwritten=dict(self._unwritten),
             caches=self._caches,
             problems=self.problems,
             watchdog=watchdog,

@@ -30,6 +30,7 @@ class Sample:
         rss: resident bytes.
         tasks, threads, files: of the process; files are open descriptors.
         turns, prompt_tokens, hit_tokens: since the start.
+        model_tokens: hits of the model since the start.
     """
 
     at: float
@@ -40,6 +41,7 @@ class Sample:
     turns: int
     prompt_tokens: int
     hit_tokens: int
+    model_tokens: int
 
 
 def look(at: float, served: Served) -> Sample:
@@ -53,6 +55,7 @@ def look(at: float, served: Served) -> Sample:
         served.turns,
         served.prompt_tokens,
         served.hits,
+        served.models.hit_tokens,
     )
 
 
@@ -128,3 +131,14 @@ def hit_drift(rates: Sequence[float]) -> float | None:
         return None
     half = len(settled) // 2
     return abs(fmean(settled[-half:]) - fmean(settled[:half]))
+
+
+def model_gap(samples: Sequence[Sample]) -> float | None:
+    """By how much the hit rate is above the model's, after the first minute; None if nothing was asked
+    then."""
+    settled = [sample for sample in samples if sample.at >= SETTLE_SECONDS]
+    if not settled or settled[-1].prompt_tokens == settled[0].prompt_tokens:
+        return None
+    first, last = settled[0], settled[-1]
+    above = (last.hit_tokens - last.model_tokens) - (first.hit_tokens - first.model_tokens)
+    return above / (last.prompt_tokens - first.prompt_tokens)

@@ -8,14 +8,20 @@ import random
 import shutil
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from asynchicache.bench.soak.model import Part
 from asynchicache.cache import HybridCache
 from asynchicache.errors import ConfigError, StorageError
+from asynchicache.layouts import ALIGNMENT, round_up
+from asynchicache.specs import ModelSpec
 
-CAPACITY_BYTES = 64 << 20
+_FILE_BYTES = 16 << 10  # counted for the small files of a folder
+_ENTRIES_BYTES = 256 << 10  # of a segment, of which a pool of a soak has one
+_HEADER_BYTES = 4096  # before each page in Redis
+_KEY_BYTES = 120  # of a page in Redis
 _ANSWER_SECONDS = 30.0
 
 Fault = Callable[[HybridCache], Awaitable[None]]
@@ -36,6 +42,10 @@ class SoakStore(Protocol):
 
     async def start(self) -> None: ...
 
+    async def bounds(self, spec: ModelSpec) -> Sequence[Part]:
+        """How many pages and states of each pool it holds; it has been started, and is empty."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -44,14 +54,21 @@ class FileStore:
 
     engine = "file"
 
-    def __init__(self, folder: Path, chance: random.Random) -> None:
+    def __init__(self, folder: Path, chance: random.Random, capacity_bytes: int) -> None:
         self._folder = folder / "pages"
         self._chance = chance
-        self.options: Mapping[str, object] = {"path": str(self._folder), "capacity_bytes": CAPACITY_BYTES}
+        self._capacity = capacity_bytes
+        self.options: Mapping[str, object] = {"path": str(self._folder), "capacity_bytes": capacity_bytes}
         self.faults: Mapping[str, Fault] = {"damage": self._damage}
 
     async def start(self) -> None:
         """Nothing to start."""
+
+    async def bounds(self, spec: ModelSpec) -> Sequence[Part]:
+        """Each pool gets an equal share of the folder's bytes, in the end."""
+        share = (self._capacity - _FILE_BYTES) // len(spec.pools) - _ENTRIES_BYTES
+        sizes = {pool.name: round_up(pool.slot_bytes(spec.page_size), ALIGNMENT) for pool in spec.pools}
+        return [Part({name: size}, share) for name, size in sizes.items()]
 
     async def stop(self) -> None:
         """Nothing to stop."""
@@ -80,15 +97,16 @@ class RedisStore:
 
     engine = "redis"
 
-    def __init__(self, folder: Path, chance: random.Random) -> None:
+    def __init__(self, folder: Path, chance: random.Random, capacity_bytes: int) -> None:
         program = shutil.which("redis-server")
         if program is None:
             raise ConfigError("--storage redis: there is no redis-server on the path")
         self._chance = chance
+        self._capacity = capacity_bytes
         self._port = _free_port()
         self._command = [program, "--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(folder)]
         self._command += ["--save", "", "--appendonly", "no"]
-        self._command += ["--maxmemory", str(CAPACITY_BYTES), "--maxmemory-policy", "allkeys-lru"]
+        self._command += ["--maxmemory", str(capacity_bytes), "--maxmemory-policy", "allkeys-lru"]
         setpriv = shutil.which("setpriv")
         if setpriv is not None:  # the kernel ends the server when this process ends, however it does
             self._command[:0] = [setpriv, "--pdeathsig", "KILL", "--"]
@@ -125,6 +143,26 @@ class RedisStore:
         finally:
             writer.close()
 
+    async def bounds(self, spec: ModelSpec) -> Sequence[Part]:
+        """The server is asked what one page takes of its memory, and how much an empty one has used."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            costs = {}
+            for pool in spec.pools:
+                size = _HEADER_BYTES + pool.slot_bytes(spec.page_size)
+                name = "k" * _KEY_BYTES
+                writer.write(
+                    f"SETRANGE {name} {size - 1} x\r\nMEMORY USAGE {name}\r\nDEL {name}\r\n".encode()
+                )
+                _, usage, _ = [await reader.readline() for _ in range(3)]
+                costs[pool.name] = int(usage[1:])
+            writer.write(b"INFO memory\r\n")
+            info = await reader.readexactly(int((await reader.readline())[1:]))
+        finally:
+            writer.close()
+        used = int(info.partition(b"used_memory:")[2].split()[0])
+        return [Part(costs, self._capacity - used)]
+
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
@@ -153,4 +191,7 @@ def _free_port() -> int:
     return port
 
 
-STORES: Mapping[str, Callable[[Path, random.Random], SoakStore]] = {"file": FileStore, "redis": RedisStore}
+STORES: Mapping[str, Callable[[Path, random.Random, int], SoakStore]] = {
+    "file": FileStore,
+    "redis": RedisStore,
+}

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asynchicache.bench.soak.model import HitModel
 from asynchicache.bench.synthetic import VOCABULARY, ByteOracle
 from asynchicache.cache import HybridCache, Request
 from asynchicache.hashing import namespace_seed, page_digests
@@ -43,21 +44,46 @@ def soak_spec() -> ModelSpec:
     return ModelSpec("soak", PAGE, 4, pools)
 
 
-@dataclass(slots=True, eq=True)
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What turns would have been given.
+
+    Attributes:
+        judged: with storage divided among pools as its engine divides it.
+        undivided: with one bound for all pools; the same one where the engine does not divide it.
+    """
+
+    judged: HitModel
+    undivided: HitModel
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.judged.hit_tokens
+
+    def all(self) -> set[HitModel]:
+        return {self.judged, self.undivided}
+
+
+@dataclass(slots=True, eq=False)
 class Served:
     """What turns were given since the start.
 
     Attributes:
         turns: served to their end; `abandoned`: by their clients; `gave_way`: for want of room.
+        short: by the reason that the cache gives, tokens that hits were shorter than the model's.
+        over: tokens that hits were longer.
         checked: pages and states that were compared.
         wrong: slots that held other bytes, in words.
     """
 
+    models: Models
     turns: int = 0
     abandoned: int = 0
     gave_way: int = 0
     prompt_tokens: int = 0
     hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    short: Counter[str] = field(default_factory=Counter)
+    over: int = 0
     checked: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -119,7 +145,7 @@ class Engine:
         async with request:
             try:
                 await self._restore(request, talk)
-                turn = _Turn(self, request, namespace_seed(talk.tenant))
+                turn = _Turn(self, request, talk.tenant)
                 await turn.prefill()
                 await turn.decode(answer)
                 await self._computed()
@@ -133,6 +159,13 @@ class Engine:
         await self.follow(request.load())
         self._served.prompt_tokens += len(talk.tokens)
         self._served.hit_tokens.update(request.hit.by_tier)
+        models = self._served.models
+        expected = {model: model.request(talk.tenant, talk.tokens) for model in models.all()}
+        short = expected[models.judged] - request.hit.tokens
+        if short > 0:
+            self._served.short[request.hit.reason.value] += short
+        else:
+            self._served.over -= short
 
     async def _computed(self) -> None:
         """Until the stream has got here, as an engine waits for its tokens."""
@@ -171,6 +204,11 @@ class Engine:
     def checkpoint(self, request: Request, length: int, *, final: bool = False) -> Ticket:
         return request.checkpoint(length, after=self._stream, final=final)
 
+    def published(self, tenant: str, request: Request, start: int, end: int) -> None:
+        """Tell the models; a state was saved if `end` is a whole number of pages."""
+        for model in self._served.models.all():
+            model.publish(tenant, request.tokens, start, end, state=end % PAGE == 0)
+
     def snapshot(self, request: Request, length: int) -> Ticket:
         return request.snapshot(length, after=self._stream)
 
@@ -178,11 +216,12 @@ class Engine:
 class _Turn:
     """The forwards of one request."""
 
-    def __init__(self, engine: Engine, request: Request, seed: bytes) -> None:
+    def __init__(self, engine: Engine, request: Request, tenant: str) -> None:
         self._engine = engine
         self._request = request
-        self._seed = seed
-        self._done = request.hit.tokens
+        self._tenant = tenant
+        self._seed = namespace_seed(tenant)
+        self._done = self._published = request.hit.tokens
 
     async def prefill(self) -> None:
         """Check what was restored, and compute the rest of the prompt."""
@@ -190,7 +229,7 @@ class _Turn:
         prompt = len(self._request.tokens)
         for stop in sorted({*self._request.cuts, prompt, *range(self._done + CHUNK, prompt, CHUNK)}):
             await self._forward(stop)
-            await self._engine.follow(self._engine.checkpoint(self._request, stop))
+            await self._publish(stop)
 
     async def decode(self, answer: array[int]) -> None:
         """Generate, and publish the last page boundary, whose state is kept by a snapshot."""
@@ -202,10 +241,16 @@ class _Turn:
             await self._forward(boundary)
             await engine.follow(engine.snapshot(request, boundary))
             await self._forward(end)
-            await engine.follow(engine.checkpoint(request, boundary))
+            await self._publish(boundary)
         else:
             await self._forward(end)
-            await engine.follow(engine.checkpoint(request, end, final=True))
+            await self._publish(end, final=True)
+
+    async def _publish(self, length: int, *, final: bool = False) -> None:
+        ticket = self._engine.checkpoint(self._request, length, final=final)
+        self._engine.published(self._tenant, self._request, self._published, length)
+        self._published = length
+        await self._engine.follow(ticket)
 
     def _digests(self) -> list[bytes]:
         return page_digests(self._request.tokens, PAGE, self._seed)
