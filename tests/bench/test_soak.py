@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from array import array
 from pathlib import Path
 
 import pytest
 
-from asynchicache.bench.soak import run
+from asynchicache.bench.soak import report, run
+from asynchicache.bench.soak.model import HitModel, Part
 from asynchicache.bench.soak.options import LOOPS, STORES, SoakOptions
-from asynchicache.bench.soak.samples import Sample, hit_drift, hit_rates, memory_level
-from asynchicache.bench.soak.traffic import Engine, Talks
+from asynchicache.bench.soak.samples import Sample, hit_drift, hit_rates, memory_level, model_gap
+from asynchicache.bench.soak.stores import FileStore, RedisStore
+from asynchicache.bench.soak.traffic import Engine, Talks, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.cli.main import main
@@ -150,9 +153,11 @@ async def test_the_watchdog_does_not_mind_those_who_wait() -> None:
 
 
 def samples(*, rss: list[int], prompts: int = 100, hits: list[int] | None = None) -> list[Sample]:
-    """One every quarter of a minute; `hits` of each quarter's `prompts` tokens."""
+    """One every quarter of a minute; `hits` of each quarter's `prompts` tokens, and 40 of the model's."""
     hits = hits or [50] * len(rss)
-    return [Sample(15.0 * n, size, 1, 1, 1, n, n * prompts, sum(hits[:n])) for n, size in enumerate(rss)]
+    return [
+        Sample(15.0 * n, size, 1, 1, 1, n, n * prompts, sum(hits[:n]), n * 40) for n, size in enumerate(rss)
+    ]
 
 
 def test_memory_is_judged_after_the_first_minute() -> None:
@@ -176,6 +181,181 @@ def test_hit_rates_are_those_of_whole_minutes() -> None:
     assert hit_drift([0.0, 0.6]) is None
 
 
+def test_the_model_is_compared_after_the_first_minute() -> None:
+    found = samples(rss=[1] * 9, hits=[0] * 4 + [42, 38, 43, 41, 0])
+
+    assert model_gap(found) == pytest.approx(0.01)
+    assert model_gap(found[:5]) is None
+    assert model_gap(found[:4]) is None
+
+
+@pytest.mark.parametrize("gap", [-0.02, 0.02])
+def test_hits_unlike_the_models_end_it_where_nothing_goes_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    monkeypatch.setattr(report, "model_gap", lambda samples: gap)
+
+    code, result = soak(tmp_path, "--fault-seconds", "0")
+
+    assert code == 1
+    assert f"the hit rate is {gap:+.2%} from the model's; 1% at most" in result["violations"]
+    assert soak(tmp_path)[0] == 0, "with faults it is told, and not judged"
+
+
+def test_without_faults_every_turn_is_in_storage_and_the_model_is_there(tmp_path: Path) -> None:
+    code, result = soak(tmp_path, "--fault-seconds", "0", "--reopen-seconds", "0.7", seconds=1.5)
+
+    assert (code, result["violations"]) == (0, [])
+    assert result["not_durable"] == 0
+    assert set(result["happened"]) == {"close"}
+    assert 0 < result["model_hit_rate"] < 1
+    assert result["model_gap"] is None, "too short to judge"
+    assert result["unwritten"].get("host_pressure", 0) == 0
+
+
+# The model
+
+PAGE = 16
+_STORE = {"kv": 4, "dsa": 1, "mamba": 8, "swa": 2}
+_PARTS = [
+    [Part(_STORE, 90)],
+    [Part({"kv": 1}, 12), Part({"dsa": 1}, 11), Part({"mamba": 1}, 4), Part({"swa": 1}, 9)],
+]
+_MEMORY = [Part({"kv": 1, "dsa": 0}, 6), Part({"mamba": 1}, 2), Part({"swa": 1}, 5)]
+
+
+class BruteForce:
+    """The rules of the model taken literally: lists, and prefixes of tokens as names."""
+
+    def __init__(self, memory: list[Part], store: list[Part]) -> None:
+        self.tiers = [(memory, []), (store, [])]
+
+    @staticmethod
+    def needs(namespace: str, tokens: array[int], pages: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        found = []
+        for number in range(pages, 0, -1):
+            page = (namespace, tuple(tokens[: number * PAGE]))
+            if number == pages:
+                found.append(("mamba", *page))
+            if number > pages - 2:
+                found.append(("swa", *page))
+            found += [("kv", *page), ("dsa", *page)]
+        return found
+
+    def request(self, namespace: str, tokens: array[int]) -> int:
+        lengths = [
+            pages
+            for pages in range(1, (len(tokens) - 1) // PAGE + 1)
+            if all(any(one in kept for _, kept in self.tiers) for one in self.needs(namespace, tokens, pages))
+        ]
+        pages = max(lengths, default=0)
+        self.use(self.needs(namespace, tokens, pages))
+        return pages * PAGE
+
+    def publish(self, namespace: str, tokens: array[int], start: int, end: int, *, state: bool) -> None:
+        pages = end // PAGE
+        brought = [
+            (pool, namespace, tuple(tokens[: number * PAGE]))
+            for number in range(pages, start // PAGE, -1)
+            for pool in ("swa", "kv", "dsa")
+        ]
+        needed = self.needs(namespace, tokens, pages)
+        self.use(brought + [one for one in needed if state or one[0] != "mamba"])
+
+    def use(self, things: list[tuple[str, str, tuple[int, ...]]]) -> None:
+        for parts, kept in self.tiers:
+            for one in things:
+                if one in kept:
+                    kept.remove(one)
+                kept.append(one)
+            for part in parts:
+                while sum(part.costs.get(pool, 0) for pool, *_ in kept) > part.capacity:
+                    oldest = next(one for one in kept if one[0] in part.costs)
+                    full = oldest[0] in ("kv", "dsa")
+                    kept[:] = [one for one in kept if one != oldest and not (full and one[1:] == oldest[1:])]
+
+
+@pytest.mark.parametrize("parts", _PARTS)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_model_hits_what_brute_force_does(seed: int, parts: list[Part]) -> None:
+    chance = random.Random(seed)
+    model, brute = HitModel(soak_spec(), _MEMORY, parts), BruteForce(_MEMORY, parts)
+    hits = 0
+    for _ in range(150):
+        whose, tokens = chance.choice("ab"), array("q", (chance.randrange(2) for _ in range(4)))
+        tokens = array("q", (one for one in tokens for _ in range(PAGE)))[
+            : chance.randrange(20, 4 * PAGE + 1)
+        ]
+        hit = model.request(whose, tokens)
+        assert hit == brute.request(whose, tokens)
+        hits += hit
+        end = chance.randrange(hit, len(tokens) + 1)
+        for each in (model, brute):
+            each.publish(whose, tokens, hit, end, state=end % PAGE == 0 or seed % 2 == 0)
+        if chance.random() < 0.03:
+            model.forget_memory()
+            brute.tiers[0][1].clear()
+    assert hits == model.hit_tokens > 0
+
+
+def model_of(**slots: int) -> HitModel:
+    """A model whose store has so many slots, and whose memory has none to speak of."""
+    parts = [Part({pool: 1}, slots.get(pool, 100)) for pool in ("kv", "dsa", "mamba", "swa")]
+    return HitModel(soak_spec(), [Part(dict.fromkeys(_STORE, 1), 0)], parts)
+
+
+def prompt(first: int, pages: int) -> array[int]:
+    return array("q", [first] * (pages * PAGE + 1))
+
+
+def test_a_path_loses_its_end_first_and_is_a_hit_where_a_state_is() -> None:
+    model = model_of(kv=5)
+    for end in (PAGE, 3 * PAGE):
+        model.publish("a", prompt(1, 3), 0, end, state=True)
+    model.publish("a", prompt(2, 3), 0, 3 * PAGE, state=True)  # takes the last page of the other
+
+    assert model.request("a", prompt(1, 3)) == PAGE, "two pages are left, and a state after the first"
+    assert model.request("b", prompt(1, 3)) == 0, "of somebody else"
+
+
+def test_a_use_keeps_a_path() -> None:
+    model = model_of(kv=4)
+    for first in (1, 2):
+        model.publish("a", prompt(first, 2), 0, 2 * PAGE, state=True)
+    model.request("a", prompt(1, 2))
+    model.publish("a", prompt(3, 2), 0, 2 * PAGE, state=True)
+
+    assert [model.request("a", prompt(first, 2)) for first in (1, 2)] == [2 * PAGE, 0]
+
+
+# Stores
+
+
+@pytest.mark.asyncio
+async def test_pools_have_equal_shares_of_a_folder(tmp_path: Path) -> None:
+    bounds = await FileStore(tmp_path, random.Random(0), 32 << 20).bounds(soak_spec())
+
+    assert [part.costs for part in bounds] == [{"kv": 4096}, {"dsa": 4096}, {"mamba": 8192}, {"swa": 4096}]
+    assert len({part.capacity for part in bounds}) == 1
+    assert 30 << 20 < sum(part.capacity for part in bounds) < 32 << 20
+
+
+@pytest.mark.engine("redis")
+@pytest.mark.asyncio
+async def test_a_server_says_what_its_pages_take(tmp_path: Path) -> None:
+    executable("redis-server")
+    store = RedisStore(tmp_path, random.Random(0), 32 << 20)
+    await store.start()
+    try:
+        (bound,) = await store.bounds(soak_spec())
+    finally:
+        await store.stop()
+
+    frames = {"kv": 8192, "dsa": 4352, "mamba": 12288, "swa": 5120}
+    assert all(size < bound.costs[pool] < 1.4 * size for pool, size in frames.items())
+    assert 28 << 20 < bound.capacity < 32 << 20
+
+
 def test_conversations_grow_and_are_replaced() -> None:
     talks = Talks(random.Random(0), 1)
     lengths = []
@@ -184,6 +364,13 @@ def test_conversations_grow_and_are_replaced() -> None:
         lengths.append(len(talk.tokens))
         talks.give_back(talk)
 
-    assert lengths[0] < 200
     assert max(lengths) < 30 * 16 + 40
     assert sorted(lengths) != lengths, "a new one began"
+
+
+def test_conversations_are_of_all_ages_from_the_beginning() -> None:
+    talks = Talks(random.Random(0), 100)
+
+    lengths = sorted(len(talks.take().tokens) for _ in range(100))
+
+    assert lengths[10] < 220 < lengths[50] < 420 < lengths[90]

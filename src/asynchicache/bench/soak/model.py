@@ -9,8 +9,8 @@ Four rules say all that happens:
 
 - **A request** of `t` tokens looks for its longest prefix of at most `(t - 1) // page_size` pages of which
   memory or the store has each thing that it needs. That is its hit, and a use of that prefix.
-- **A publication** of `n` pages brings the pages that were computed since the last one, and a state if one was
-  saved there, and is a use of the prefix of `n` pages.
+- **A publication** of `n` pages brings the pages that were computed since the last one, and a state if one
+  was saved there, and is a use of the prefix of `n` pages.
 - **A use** makes what the prefix needs the most recent, the end of the path before its beginning, and at one
   page states and windows before the pages of pools that cover all. What is not there is brought: a hit from
   storage comes to memory.

@@ -125,6 +125,7 @@ class SoakReport:
             "model_hit_rate": self._share(served.models.judged.hit_tokens),
             "model_gap": self.model_gap,
             "short_of_model": {reason: self._share(tokens) for reason, tokens in served.short.items()},
+            "not_durable": served.not_durable,
             "over_model": self._share(served.over),
             "model_memory_hit_rate": self._share(served.models.judged.memory_tokens),
             "undivided_hit_rate": self._share(served.models.undivided.hit_tokens),

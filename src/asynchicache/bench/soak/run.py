@@ -151,7 +151,7 @@ class Soak:
         threads = look(self._elapsed, self._served).threads
         async with HybridCache.open(soak_spec(), self._config()) as cache:
             stop = asyncio.Event()
-            engine = Engine(cache, self._served)
+            engine = Engine(cache, self._served, durable=self._patient)
             clients = {self._task(self._client(engine, stop), "client") for _ in range(self._options.clients)}
             operator = self._task(self._operate(cache, stop), "operator")
             left = max(self._seconds - self._elapsed, _LEAST_SECONDS)
@@ -193,7 +193,7 @@ class Soak:
 
     @property
     def _patient(self) -> bool:
-        """Nothing goes wrong, so hits are judged: none may be lost to a deadline."""
+        """Nothing goes wrong, so hits are judged: none may be lost to a deadline, or to a slow disk."""
         return not self._options.fault_seconds
 
     def _models(self, bounds: Sequence[Part]) -> Models:

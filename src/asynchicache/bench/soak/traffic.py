@@ -72,6 +72,7 @@ class Served:
         turns: served to their end; `abandoned`: by their clients; `gave_way`: for want of room.
         short: by the reason that the cache gives, tokens that hits were shorter than the model's.
         over: tokens that hits were longer.
+        not_durable: turns whose publications storage did not get, of those that waited for that.
         checked: pages and states that were compared.
         wrong: slots that held other bytes, in words.
     """
@@ -84,6 +85,7 @@ class Served:
     hit_tokens: Counter[Tier] = field(default_factory=Counter)
     short: Counter[str] = field(default_factory=Counter)
     over: int = 0
+    not_durable: int = 0
     checked: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -101,12 +103,15 @@ class Talk:
 
 
 class Talks:
-    """Conversations that wait for their next turn. Some begin alike; a long one is replaced by a new one."""
+    """Conversations that wait for their next turn. They are of all ages, and some
+    begin alike; a long one is replaced by a new one."""
 
     def __init__(self, chance: random.Random, count: int) -> None:
         self._chance = chance
         self._begins = [self._ids(10 * PAGE) for _ in range(4)]
         self._waiting = deque(self._new() for _ in range(count))
+        for talk in self._waiting:  # of all ages, as they are later on
+            talk.tokens.extend(self._ids(chance.randrange(LONGEST - len(talk.tokens))))
 
     def _ids(self, count: int) -> array[int]:
         return array("q", (self._chance.randrange(VOCABULARY) for _ in range(count)))
@@ -132,9 +137,11 @@ class Talks:
 class Engine:
     """Serves turns on one cache."""
 
-    def __init__(self, cache: HybridCache, served: Served) -> None:
+    def __init__(self, cache: HybridCache, served: Served, *, durable: bool = False) -> None:
+        """`durable`: a turn ends when storage has what it published, so that storage keeps up."""
         self._cache = cache
         self._served = served
+        self._durable = durable
         self._oracle = ByteOracle(cache.spec, cache.device_tensor)
         self._stream = cache.device.stream("compute")
         self._loop = asyncio.get_running_loop()
@@ -149,6 +156,8 @@ class Engine:
                 await turn.prefill()
                 await turn.decode(answer)
                 await self._computed()
+                if self._durable:
+                    self._served.not_durable += not await request.durable()
             finally:
                 request.close(after=self._stream)
         self._served.turns += 1
