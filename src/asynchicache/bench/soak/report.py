@@ -27,7 +27,7 @@ from asynchicache.types import Tier
 
 _MOST_TOLD = 20
 
-MOST_GAP = {"file": 0.01, "redis": 0.01}
+MOST_GAP = 0.01
 """How far the hit rate may be from the model's."""
 
 
@@ -85,9 +85,9 @@ class SoakReport:
             violations.append(f"memory moved by {memory.drift:.1%} of its level; {MOST_DRIFT:.0%} at most")
         if drift is not None and drift > MOST_HIT_DRIFT:
             violations.append(f"the hit rate moved by {drift:.3f}; {MOST_HIT_DRIFT} at most")
-        gap, most = model_gap(samples), MOST_GAP[options.storage]
-        if gap is not None and not options.fault_seconds and abs(gap) > most:
-            violations.append(f"the hit rate is {gap:+.2%} from the model's; {most:.0%} at most")
+        gap = model_gap(samples)
+        if gap is not None and not options.fault_seconds and abs(gap) > MOST_GAP:
+            violations.append(f"the hit rate is {gap:+.2%} from the model's; {MOST_GAP:.0%} at most")
         if not served.hits:
             violations.append("nothing was hit")
         return cls(

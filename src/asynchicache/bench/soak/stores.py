@@ -22,6 +22,7 @@ _FILE_BYTES = 16 << 10  # counted for the small files of a folder
 _ENTRIES_BYTES = 256 << 10  # of a segment, of which a pool of a soak has one
 _HEADER_BYTES = 4096  # before each page in Redis
 _KEY_BYTES = 120  # of a page in Redis
+_SAMPLES = 64  # keys that Redis compares to find the oldest; with its 5, many a path loses a page early
 _ANSWER_SECONDS = 30.0
 
 Fault = Callable[[HybridCache], Awaitable[None]]
@@ -107,6 +108,7 @@ class RedisStore:
         self._command = [program, "--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(folder)]
         self._command += ["--save", "", "--appendonly", "no"]
         self._command += ["--maxmemory", str(capacity_bytes), "--maxmemory-policy", "allkeys-lru"]
+        self._command += ["--maxmemory-samples", str(_SAMPLES)]
         setpriv = shutil.which("setpriv")
         if setpriv is not None:  # the kernel ends the server when this process ends, however it does
             self._command[:0] = [setpriv, "--pdeathsig", "KILL", "--"]
