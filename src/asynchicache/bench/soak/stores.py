@@ -22,7 +22,7 @@ _FILE_BYTES = 16 << 10  # counted for the small files of a folder
 _ENTRIES_BYTES = 256 << 10  # of a segment, of which a pool of a soak has one
 _HEADER_BYTES = 4096  # before each page in Redis
 _KEY_BYTES = 120  # of a page in Redis
-_SAMPLES = 64  # keys that Redis compares to find the oldest; with its 5, many a path loses a page early
+_SAMPLES = 64  # keys that Redis compares to find the oldest; its default is 5
 _ANSWER_SECONDS = 30.0
 
 Fault = Callable[[HybridCache], Awaitable[None]]
