@@ -211,17 +211,17 @@ class StoredPools:
 
     async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
         """Tell engines of pages that were used in memory, by component, the last one most recently."""
-        for number, digests in uses.items():
-            for name in self._books.sharing(number):
-                for start in range(0, len(digests), SLICE_PAGES):
-                    await self._touch(name, digests[start : start + SLICE_PAGES])
-                    await asyncio.sleep(0)  # engines in memory do not suspend
+        calls = [(name, digests) for number, digests in uses.items() for name in self._books.sharing(number)]
+        await asyncio.gather(*(self._touch(name, digests) for name, digests in calls))
 
     async def _touch(self, name: str, digests: Sequence[bytes]) -> None:
-        pool = self._pools.get(name)
-        if pool is not None and pool.guard.touchable:
+        for start in range(0, len(digests), SLICE_PAGES):
+            pool = self._pools.get(name)
+            if pool is None or not pool.guard.touchable:
+                return
             with suppress(ClosedError):
-                await pool.guard.touch(_keys(pool, digests))
+                await pool.guard.touch(_keys(pool, digests[start : start + SLICE_PAGES]))
+            await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def put(self, work: Store) -> list[Batch]:
         return await _gather(self._put(name, *pages) for name, pages in work.pages.items())

@@ -301,7 +301,7 @@ class GuardedPool:
     ) -> list[Outcome]:
         """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
         try:
-            taken = await self._turns.take(patience, put=verb in (PUT, TOUCH))
+            taken = await self._turns.take(patience, put=verb is PUT)  # a touch goes before the puts it is for
         except TimeoutError:  # others kept it busy: that is no failure of the engine's
             return self._refuse(verb, len(keys), Outcome.TIMEOUT)
         with taken as turn:
