@@ -132,7 +132,8 @@ class Fetcher:
         those who come later.
         """
         lacks = self._reader.lacks(sequence.tokens, sequence.seed)
-        if not lacks:
+        if not lacks:  # by now: others may have published it since the request matched
+            self._planner.rematch(sequence, fetched=False)
             return
         prefetch = _Prefetch(sequence, asyncio.get_running_loop().create_future())
         prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
