@@ -42,6 +42,8 @@ class Query:
         pages: how many pages could be restored at most.
         base: pages that are restorable without storage.
         here: pages whose full component is here.
+        tip: the node that the last of them is in.
+        version: of the tree, when it was made.
         digests: of all `pages`.
         local: by component beside the full one, a byte for each page before `here`, 1 if the page, or the
             state behind it, is here.
@@ -54,6 +56,8 @@ class Query:
     pages: int
     base: int
     here: int
+    tip: Node
+    version: int
     digests: list[bytes]
     local: dict[int, bytearray]
     pins: Pins
@@ -144,12 +148,7 @@ class Reader:
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of the first pages of a sequence that were computed before."""
         match = self._tree.match(tokens, seed, limit=self._most(tokens))
-        digests: list[bytes] = []
-        for node in reversed(_path(self._tip(tokens, match.node, match.full_pages))):
-            if node.digests is None:
-                break
-            digests += node.digests
-        return digests[: match.full_pages]
+        return _known_digests(self._tip(tokens, match.node, match.full_pages))[: match.full_pages]
 
     def _most(self, tokens: array[int]) -> int:
         """Pages that could be restored at most: there must be a token left to compute."""
@@ -172,9 +171,11 @@ class Reader:
         match = self._tree.match(tokens, seed, limit=pages)
         if match.pages >= pages or not self.asks(FULL):
             return None
-        if digests is None:
-            digests = page_digests(tokens[: pages * size], size, seed)
         tip, here = self._tip(tokens, match.node, match.full_pages), match.full_pages
+        if digests is None:
+            known = _known_digests(tip)[:here]
+            rest = tokens[len(known) * size : pages * size]
+            digests = known + page_digests(rest, size, known[-1] if known else seed)
         kept = self._ends(tip)
         for aux in self._tree.windows:
             kept += pins(aux, tip)  # a read completes them; it should not make room at their cost
@@ -182,7 +183,19 @@ class Reader:
             if node.digests is None and node.end <= here:
                 node.digests = digests[node.end - node.pages : node.end]
         local = self._local(tip, here)
-        query = Query(tokens, seed, pages, match.pages, here, digests, local, kept, self._writer.forgotten)
+        query = Query(
+            tokens,
+            seed,
+            pages,
+            match.pages,
+            here,
+            tip,
+            match.version,
+            digests,
+            local,
+            kept,
+            self._writer.forgotten,
+        )
         self._books.keep(query.pins)
         return query
 
@@ -221,11 +234,8 @@ class Reader:
     def stored_end(self, query: Query) -> Node | None:
         """The node that the last page here lies in, if it is on the host and storage is said to have it: to
         ask for that page along with the others shows whether storage still has what it had."""
-        if not query.here:
-            return None
-        match = self._tree.match(query.tokens, query.seed, limit=query.pages)
-        node = self._tip(query.tokens, match.node, match.full_pages)
-        if not node.stored >> FULL & 1 or match.full_pages != query.here or node in self._writer.storing():
+        node = query.tip
+        if not node.stored >> FULL & 1 or node in self._writer.storing():
             return None
         return node
 
@@ -397,10 +407,13 @@ class Reader:
     def _commit(self, read: Read, outcomes: Outcomes) -> Gained:
         """Put what arrived into the tree, up to the longest prefix that is restorable now."""
         query = read.query
-        match = self._tree.match(query.tokens, query.seed, limit=query.pages)
-        tip, here = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
-        gained, late = match.pages, _late(read, outcomes)
-        pages = hits.longest(self._arrived(read, outcomes, tip, here))
+        tip, here, base, local = query.tip, query.here, query.base, query.local
+        if query.version != self._tree.version:
+            match = self._tree.match(query.tokens, query.seed, limit=query.pages)
+            tip, here = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
+            base, local = match.pages, self._local(tip, here)
+        gained, late = base, _late(read, outcomes)
+        pages = hits.longest(self._arrived(read, outcomes, here, local))
         full = max(pages, self._wanted(read))
         # Lists, not sets: they compare identities in C, and an Enum's hash is Python code.
         hit = sum(results.count(Outcome.HIT) for results in outcomes.values())
@@ -408,10 +421,11 @@ class Reader:
         if hit < sum(map(len, outcomes.values())):
             reason = next(why for one, why in _REASONS if any(one in some for some in outcomes.values()))
         backups: list[Copy] = []
-        if full > match.pages:
+        if full > base:
             stands, backups = self._keep_on_host(query, tip) if here < full else (True, [])
-            if stands and self._insert(read, here, full, outcomes):
-                self._insert_others(read, pages, outcomes)
+            end = self._insert(read, here, full, outcomes) if stands else None
+            if end is not None:
+                self._insert_others(read, end, pages, outcomes)
                 gained = max(pages, gained)
             else:
                 reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
@@ -430,11 +444,9 @@ class Reader:
             default=0,
         )
 
-    def _arrived(self, read: Read, outcomes: Outcomes, tip: Node, here: int) -> int:
-        """Prefix lengths that are restorable with what arrived, and with what is here up to `tip`."""
-        query = read.query
-        local: dict[int, bytearray] = self._local(tip, here)
-        sets = []
+    def _arrived(self, read: Read, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]) -> int:
+        """Prefix lengths that are restorable with what arrived, and with what is here."""
+        query, sets = read.query, []
         for number in range(self._tree.width):
             there = b"\1" * here if number == FULL else local[number]
             came = self._came(read, number, outcomes)
@@ -451,20 +463,20 @@ class Reader:
             flags[first : last + 1] = b"\1" * (last + 1 - first)
         return flags
 
-    def _insert(self, read: Read, here: int, pages: int, outcomes: Outcomes) -> bool:
-        """Put full pages behind the first `here`, up to `pages` or to one that did not come; False if the
-        path to `here` is not on the host: the device failed meanwhile."""
+    def _insert(self, read: Read, here: int, pages: int, outcomes: Outcomes) -> Node | None:
+        """Put full pages behind the first `here`, up to `pages` or to one that did not come; the end of them,
+        or None if the path to `here` is not on the host: the device failed meanwhile."""
         query, numbers = read.query, read.pages.get(FULL, [])
         node = self._tree.reach(query.tokens, query.seed, min(here, pages))
         if node is None or node.residency[FULL_HOST] == ABSENT:
-            return False
+            return None
         first = bisect_left(numbers, node.end)
         last = first + _run_length(numbers, first, node.end, pages)
         results = outcomes.get(FULL, ())
         if results.count(Outcome.HIT) < len(results):
             last = next((at for at in range(first, last) if results[at] is not Outcome.HIT), last)
         if first == last:
-            return True
+            return node
         slots = read.slots[FULL]
         result = self._tree.insert_host(node, query.tokens, slots[first:last])
         read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
@@ -473,12 +485,15 @@ class Reader:
                 fresh.digests = query.digests[fresh.end - fresh.pages : fresh.end]
             if query.forgotten == self._writer.forgotten:
                 self._mark_stored(fresh, FULL)
-        return True
+        return result.node
 
-    def _insert_others(self, read: Read, pages: int, outcomes: Outcomes) -> None:
-        """Put into the tree what came of windows and states for a prefix of `pages` pages."""
-        end = self._tree.reach(read.query.tokens, read.query.seed, pages) if self._tree.components else None
-        if end is None or not pages:
+    def _insert_others(self, read: Read, node: Node, pages: int, outcomes: Outcomes) -> None:
+        """Put into the tree what came of windows and states for a prefix of `pages` pages, at `node` or
+        before it."""
+        if not (self._tree.components and pages):
+            return
+        end = node if node.end == pages else self._tree.reach(read.query.tokens, read.query.seed, pages)
+        if end is None:
             return
         for window in self._tree.windows:
             self._tree.cut_window(end, window.number)
@@ -557,6 +572,16 @@ def _path(node: Node) -> list[Node]:
         found.append(node)
         node = node.parent
     return found
+
+
+def _known_digests(tip: Node) -> list[bytes]:
+    """Digests of the pages up to `tip`, as far as they were computed."""
+    digests: list[bytes] = []
+    for node in reversed(_path(tip)):
+        if node.digests is None:
+            break
+        digests += node.digests
+    return digests
 
 
 def _late(read: Read, outcomes: Outcomes) -> dict[int, set[int]]:

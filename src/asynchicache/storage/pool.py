@@ -301,7 +301,8 @@ class GuardedPool:
     ) -> list[Outcome]:
         """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
         try:
-            taken = await self._turns.take(patience, put=verb is PUT)  # a touch goes before the puts it is for
+            # A touch does not wait with the puts: it is to come before them.
+            taken = await self._turns.take(patience, put=verb is PUT)
         except TimeoutError:  # others kept it busy: that is no failure of the engine's
             return self._refuse(verb, len(keys), Outcome.TIMEOUT)
         with taken as turn:

@@ -144,7 +144,9 @@ class CostOracle:
         if not pages or not self._calm():
             return
         self._ledger.costs[kind] += len(pages)
-        words = ", ".join(f"{count} of {pool!r}" for pool, count in Counter(pool for pool, _ in pages).items())
+        words = ", ".join(
+            f"{count} of {pool!r}" for pool, count in Counter(pool for pool, _ in pages).items()
+        )
         self._ledger.violations.append(f"{kind.replace('_', ' ')}: pages, {words}")
 
 
