@@ -29,9 +29,9 @@ async def main():
             await fill(bench, range(4))
         child = os.fork()
         if not child:
+            print(os.getpid(), flush=True)  # it has let go of the lock by now
             sys.stdin.readline()
             os._exit(0)
-        print(child, flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -17,9 +17,10 @@ from asynchicache.bench.replay.report import ReplayReport
 from asynchicache.bench.serve.clients import Turn
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.report import ServeReport
+from asynchicache.bench.soak.model import HitModel
 from asynchicache.bench.soak.report import SoakReport
 from asynchicache.bench.soak.samples import Sample
-from asynchicache.bench.soak.traffic import Served
+from asynchicache.bench.soak.traffic import Models, Served, soak_spec
 from asynchicache.bench.transfer import TransferReport, TransferRow
 from asynchicache.cli import demo, serve
 from asynchicache.cli.commands import COMMANDS, AnyCommand
@@ -135,7 +136,11 @@ def bench_served() -> RenderableType:
 
 def soaked() -> RenderableType:
     tokens = Counter(dict.fromkeys(Tier, 10**10))
-    played = Served(10**6, 10**4, 10**4, 10**11, tokens, 10**9, ["slot 1 has other bytes"])
+    model = HitModel(soak_spec(), [], [])
+    model.hit_tokens = model.memory_tokens = 10**10
+    played = Served(
+        Models(model, model), 10**6, 10**4, 10**4, 10**11, tokens, checked=10**9, wrong=["slot 1 is wrong"]
+    )
     return SoakReport(
         storage="redis",
         loop="uvloop",
@@ -143,10 +148,12 @@ def soaked() -> RenderableType:
         caches=9,
         happened={f"things of kind {kind}": 12_345 for kind in range(12)},
         served=played,
-        samples=[Sample(36000.0, 1 << 30, 10, 10, 10, 10**6, 10**11, 10**10)],
+        samples=[Sample(36000.0, 1 << 30, 10, 10, 10, 10**6, 10**11, 10**10, 10**10)],
         memory=None,
         hit_rates=[0.5],
         hit_drift=0.01,
+        model_gap=0.01,
+        unwritten={"shed": 12_345},
         stalls=[],
         starved=123,
         longest_stall_ms=12.0,

@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from asynchicache.controller.activity import Activity
 from asynchicache.controller.books import Books
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.fetching import Fetcher
 from asynchicache.controller.loading import Loader
 from asynchicache.controller.planner import Planner
 from asynchicache.controller.reading import Reader
+from asynchicache.controller.request import Request
+from asynchicache.controller.room_queue import RoomQueue
 from asynchicache.controller.sequence import Sequence
+from asynchicache.controller.storing import Storer
 from asynchicache.controller.writing import Writer
 from asynchicache.hashing import page_digests, pool_fingerprint
 from asynchicache.pools.allocator import SlotAllocator
@@ -32,7 +36,7 @@ from asynchicache.tree.matching import MatchingTree
 from asynchicache.tree.node import FULL, RESIDENT, place
 from asynchicache.tree.store import NodeStore
 from asynchicache.tree.tree import PathLease, UnifiedRadixTree
-from asynchicache.types import Outcome, Tier
+from asynchicache.types import MissReason, Outcome, Tier
 
 Patch = pytest.MonkeyPatch
 
@@ -419,3 +423,77 @@ def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
         return work
 
     patch.setattr(Writer, "store", unpinned)
+
+
+# Value: what a user asks, beside right bytes
+
+
+@bug
+def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
+    """Each waits for any read of its beginning, and after four of them gives up what storage has."""
+    read_all = Fetcher._read_all
+
+    async def in_turn(self: Fetcher, prefetch: Any) -> MissReason:
+        sequence, size = prefetch.sequence, self._planner.books.page_size
+        busy = self.__dict__.setdefault("planted", {})
+        head = (sequence.seed, sequence.tokens[:size].tobytes())
+        for _ in range(4):
+            if head not in busy:
+                break
+            await busy[head].wait()
+        else:
+            return MissReason.DEADLINE
+        busy[head] = asyncio.Event()
+        try:
+            return await read_all(self, prefetch)
+        finally:
+            busy.pop(head).set()
+
+    patch.setattr(Fetcher, "_read_all", in_turn)
+
+
+@bug
+def storage_is_not_told_of_uses_in_memory(patch: Patch) -> None:
+    patch.setattr(Storer, "use", nothing)
+
+
+@bug
+def beginnings_are_told_of_first(patch: Patch) -> None:
+    uses = Writer.uses
+
+    def reversed_uses(self: Writer, ends: Any) -> dict[int, list[bytes]]:
+        return {number: digests[::-1] for number, digests in uses(self, ends).items()}
+
+    patch.setattr(Writer, "uses", reversed_uses)
+
+
+@bug
+def durable_believes_its_marks(patch: Patch) -> None:
+    async def yes(self: Storer, node: Any) -> bool:
+        return True
+
+    patch.setattr(Storer, "confirm", yes)
+
+
+@bug
+def leaving_waits_for_no_stream_that_is_not_named(patch: Patch) -> None:
+    close = Request.close
+
+    def at_once(self: Request, after: Any = None) -> None:
+        if after is None and self._sequence is not None:
+            self._sequence.streams.clear()
+        close(self, after)
+
+    patch.setattr(Request, "close", at_once)
+
+
+@bug
+def waits_for_a_moment_when_nothing_is_in_flight(patch: Patch) -> None:
+    running = Activity.running
+    patch.setattr(Activity, "running", lambda self, until=None: running(self))
+
+
+@bug
+def large_requests_wait_for_ever(patch: Patch) -> None:
+    patch.setattr(RoomQueue, "blocks", lambda self, sequence: False)
+    patch.setattr(RoomQueue, "is_next", lambda self, waiter: True)

@@ -17,10 +17,12 @@ FEW_SEEDS = 50
 RARE = {
     "acknowledged_before_it_is_durable",
     "audit_sees_nothing",
+    "beginnings_are_told_of_first",
     "checksum_not_checked",
     "fingerprint_without_weight_version",
     "freed_twice",
     "index_not_asked_for",
+    "large_requests_wait_for_ever",
     "loading_page_served_without_its_fence",
     "minimum_instead_of_intersection",
     "needless_quarantine_leaks",

@@ -121,7 +121,8 @@ def _costs(findings: Findings) -> str:
     costs = findings.costs
     needless = ("asked_twice", "read_twice", "read_needlessly", "written_twice")
     return (
-        f"pages of storage: {costs['asked']:,} asked for, {costs['read']:,} read, {costs['written']:,} written; "
+        f"pages of storage: {costs['asked']:,} asked for, {costs['read']:,} read, "
+        f"{costs['written']:,} written; "
         f"{costs['read_in_vain']:,} read while others computed them, "
         f"{sum(costs[kind] for kind in needless):,} for nothing"
     )

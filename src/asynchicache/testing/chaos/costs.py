@@ -1,4 +1,4 @@
-"""What a cache asks of storage that it need not: pages read twice, questions asked twice, pages written twice."""
+"""What a cache asks of storage that it need not: pages read or written twice, questions asked twice."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CostOracle:
     - No page is read while the same cache reads it already, or that was in memory when it was asked for and
       still is. What others publish between the question and the read is counted only.
     - No page is written that was written before, unless storage lost it or memory did in between.
-    - No page that is not in memory is asked for while it is being asked for, or again by requests that waited,
-      all of them, while it was.
+    - No page that is not in memory is asked for while it is being asked for, or again by requests that
+      waited, all of them, while it was.
 
     Where storage went wrong calls are repeated, and nothing is bounded.
     """
@@ -126,8 +126,9 @@ class CostOracle:
         return [page for page in pages if page[1] in there]
 
     def _needless(self, pages: Sequence[Page], asked: Container[bytes]) -> list[Page]:
-        """Pages that are asked for by others, or that everybody who wants them waited for already when they were
-        asked for last. To ask whether storage still has what is in memory, or has it by now, is another question.
+        """Pages that are asked for by others, or that everybody who wants them waited for already when they
+        were asked for last. To ask whether storage still has what is in memory, or has it by now, is another
+        question.
         """
         again = [page for page in pages if page[1] in asked or self._knew(page)]
         there = self._there(self._pools[0]) if again else ()

@@ -38,8 +38,8 @@ from asynchicache.tree.node import FULL, FULL_HOST, TIERS, Node, place
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 
 ROUNDS = 3
-"""Questions and reads, one after the other, that a request may have to wait for: somebody else's, then its own,
-and one more where the two overlap."""
+"""Questions and reads, one after the other, that a request may have to wait for: somebody else's, then its
+own, and one more where the two overlap."""
 
 NOISE_SECONDS = 0.003
 """Of waits, beside those for storage: turns of the loop, checks on another thread."""
@@ -158,7 +158,7 @@ class HitOracle:
         return case
 
     def matched(self, request: Request, case: Case, *, now: bool = True) -> None:
-        """What it matched must be what is in memory; `now`: it has looked in this very turn, so all of that."""
+        """What it matched must be what is in memory; `now`: it has looked in this turn, so all of that."""
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
         if got > there or (now and got < there):
@@ -260,8 +260,8 @@ class HitOracle:
         bound = ROUNDS * parts * (len(self._pools) * asks + reads) + NOISE_SECONDS
         if waited > bound:
             self._violated(
-                f"wait: a request waited {waited:.4f} s for storage, whose slowest answers took {asks:.4f} s and "
-                f"{reads:.4f} s"
+                f"wait: a request waited {waited:.4f} s for storage, whose slowest answers took {asks:.4f} s "
+                f"and {reads:.4f} s"
             )
 
     @contextmanager
@@ -308,7 +308,8 @@ class HitOracle:
             return
         if not (self._has.get(reason) and (case.held_back or case.furthest > pages)):
             self._violated(
-                f"reason: {reason.value}, with {pages} of {case.limit} pages; full pages reached {case.furthest}"
+                f"reason: {reason.value}, with {pages} of {case.limit} pages; "
+                f"full pages reached {case.furthest}"
             )
 
     # What happens meanwhile

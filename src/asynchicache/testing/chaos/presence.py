@@ -1,4 +1,4 @@
-"""What of a prompt is there, found by looking at every page: in the tree by its nodes, in the store by its keys.
+"""What of a prompt is there, found by looking at every page: in the tree by its nodes, in the store by keys.
 
 None of it uses what the library finds its own hits with: `match`, its bisection, or sets of lengths.
 """

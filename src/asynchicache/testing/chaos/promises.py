@@ -45,7 +45,7 @@ class Promises:
 
     def made(self, promise: Promise, path: Path, gone: set[tuple[bytes, str]]) -> None:
         """`durable` was True just now, `gone` since it was called."""
-        keys = [key for key in path.keys() if (key.digest, key.pool) not in gone]
+        keys = [key for key in path.every_key() if (key.digest, key.pool) not in gone]
         missing = [key for key in keys if key not in self._store]
         if missing:
             pools = ", ".join(sorted({key.pool for key in missing}))

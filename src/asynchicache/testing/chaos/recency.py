@@ -37,7 +37,7 @@ class Path(NamedTuple):
     full: Sequence[Sequence[ObjectKey]]
     ends: Sequence[ObjectKey]
 
-    def keys(self) -> Iterator[ObjectKey]:
+    def every_key(self) -> Iterator[ObjectKey]:
         for page in self.full:
             yield from page
         yield from self.ends
@@ -73,7 +73,7 @@ class Recency:
         """
         now = self._clock()
         self._know(path)
-        for key in path.keys():
+        for key in path.every_key():
             self._latest[key] = now
             if known(key):
                 self._touched[key].append(now)
@@ -85,7 +85,7 @@ class Recency:
 
     def _know(self, path: Path) -> None:
         self.asked(path.digests)
-        for key in path.keys():
+        for key in path.every_key():
             self._paths[key] = path
 
     def forgot(self, key: ObjectKey) -> None:
@@ -110,13 +110,13 @@ class Recency:
         rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, since))
         if size + rivals + self._sizes.get(incoming, size) <= _ROOM * capacity:
             self._ledger.violations.append(
-                f"forgotten: a page of {key.pool!r} made room, though all that was used since, {rivals} bytes, "
-                f"and its own {size} are less than the {capacity} that storage holds"
+                f"forgotten: a page of {key.pool!r} made room, though all that was used since, {rivals} "
+                f"bytes, and its own {size} are less than the {capacity} that storage holds"
             )
 
     def _used_since(self, key: ObjectKey, since: float) -> list[ObjectKey]:
-        """The pages that may be taken for used later than one that was used then: with each of them, those before
-        it on its path."""
+        """The pages that may be taken for used later than one that was used then: with each of them, those
+        before it on its path."""
         used = {
             other.digest
             for other, latest in self._latest.items()
@@ -145,7 +145,7 @@ class Recency:
     def _restorable(self, path: Path, key: ObjectKey) -> bool:
         """Whether something could have been restored with a page of a path: nothing else of it was lost."""
         if path.ends:
-            return all(other in self._store for other in path.keys() if other != key)
+            return all(other in self._store for other in path.every_key() if other != key)
         page = path.digests.index(key.digest)
         return all(other in self._store for keys in path.full[: page + 1] for other in keys if other != key)
 

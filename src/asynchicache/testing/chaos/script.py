@@ -150,8 +150,8 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Traffic that goes on until all the calls made beside it have ended.
 
     Attributes:
-        prompts: each of so many clients begins with one of them again and again, and goes on with pages of its
-            own.
+        prompts: each of so many clients begins with one of them again and again, and goes on with pages
+            of its own.
         pages: how many those are.
         calls: `flush`, `drain`, `durable`, `reserve`, `detach`, one after the other.
         large: pages that the request of `durable` and `reserve` takes.

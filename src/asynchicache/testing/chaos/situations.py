@@ -77,8 +77,8 @@ def _again(turn: Turn) -> Turn:
 
 
 def draw_return(chance: random.Random, seed: int, model: Model) -> Script:
-    """Many requests at the same moment that resume where one has ended, whose pages and state others have since
-    driven to the host; some of them are audited on their way back."""
+    """Many requests at the same moment that resume where one has ended, whose pages and state others have
+    since driven to the host; some of them are audited on their way back."""
     model = _replaced(model, states=True)
     size, many = model.page_size, chance.randrange(5, 11)
     shared = tuple(range(chance.randrange(1, 6) * size))

@@ -12,8 +12,8 @@ from asynchicache.testing.chaos.clients import FOREVER, Engine
 from asynchicache.testing.chaos.script import Steady, Turn
 
 BOUND_SECONDS = 0.3
-"""In which what was under way when a call was made has long ended: a copy takes 0.1 ms, a call of storage 0.5, a
-request of this traffic 3; who needs many slots waits for some requests that came before."""
+"""In which what was in flight when a call was made has long ended: a copy takes 0.1 ms, a storage call 0.5,
+a request of this traffic 3; a request of many slots waits for some that came before."""
 
 _BEGINNING = 0.003
 """Seconds until all clients are at work."""
@@ -78,11 +78,17 @@ class SteadyTraffic:
             case "durable":
                 return self._one(Turn(prompt=large, durable=True))
             case "reserve":
-                return self._one(Turn(prompt=large))
+                return self._reserve(large)
             case "detach":
                 return self._detach()
             case _:
                 raise UsageError(f"{what!r} is none of the calls that a script may make beside traffic")
+
+    async def _reserve(self, prompt: tuple[int, ...]) -> None:
+        """Wait for all the room that a large request needs at once."""
+        async with self._engine.cache.request(prompt) as request:
+            await request.load()
+            await request.reserve(len(prompt))
 
     async def _detach(self) -> None:
         await self._engine.cache.detach_storage()

@@ -1,5 +1,5 @@
-"""Storage that outlives caches, goes wrong by a script, and is watched: what is stored must be right, and when
-nothing went wrong is known."""
+"""Storage that outlives caches, goes wrong by a script, and is watched: what is stored must be right, and
+when nothing went wrong is known."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class ChaosStorage:
         return found
 
     def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
-        """Whether nothing went wrong with storage since then, and what did before is over: every call is made,
-        and has been answered in time and rightly."""
+        """Whether nothing went wrong with storage since then, and what did before is over: every call is
+        made, and has been answered in time and rightly."""
         self._look()
         stored = controller._stored  # noqa: SLF001 - the kit looks inside
         if not stored or self._faulty.injected["swap"] or controller.storer.clearing:
