@@ -20,9 +20,9 @@ from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
+from asynchicache.storage.deadlines import named
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.storage.strangers import named
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.tree.policies import policy
 from asynchicache.types import PrefetchPolicy, WritePolicy

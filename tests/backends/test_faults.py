@@ -15,8 +15,8 @@ from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome

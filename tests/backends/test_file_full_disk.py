@@ -13,7 +13,7 @@ import pytest
 from asynchicache.backends.file import FileBackend, open_backend
 from asynchicache.backends.file.segments import ASK_AGAIN_SECONDS
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.testing.backends import Bench
 from asynchicache.types import Outcome
 from storage.file_stores import bench_at, capacity_for, fill, open_bench, there

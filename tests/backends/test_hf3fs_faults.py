@@ -15,7 +15,7 @@ import pytest
 from asynchicache.backends.hf3fs import open_backend
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.pool import GuardedPool, PoolLimits
+from asynchicache.storage.guard import GuardedPool, PoolLimits
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import Outcome

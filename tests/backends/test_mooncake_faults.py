@@ -15,7 +15,7 @@ from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.store import Store
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.pool import GuardedPool, PoolLimits
+from asynchicache.storage.guard import GuardedPool, PoolLimits
 from asynchicache.testing.backends import Bench
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import Outcome

@@ -14,8 +14,8 @@ import pytest
 
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.testing.backends import Bench
 from asynchicache.types import Outcome
 from engines import module

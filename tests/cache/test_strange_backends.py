@@ -17,7 +17,7 @@ from asynchicache import HybridCache, ModelSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import CacheError, ConfigError, StorageError
 from asynchicache.specs import PoolSpec, TensorSpec
-from asynchicache.storage import strangers
+from asynchicache.storage import deadlines
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine
 from asynchicache.types import MissReason
@@ -51,7 +51,7 @@ async def give_up() -> None:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "GRACE_SECONDS", SOON)
+    monkeypatch.setattr(deadlines, "GRACE_SECONDS", SOON)
 
 
 class StrangeBackend(MemoryBackend):

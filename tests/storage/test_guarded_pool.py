@@ -17,8 +17,8 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import Capabilities
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from asynchicache.testing.seeded import SeededWorld, run_seeded

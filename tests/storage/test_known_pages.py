@@ -14,9 +14,9 @@ from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.known import KnownKeys, KnownStatistics
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.presence import KnownKeys, KnownStatistics
 from asynchicache.storage.protocol import Capabilities, PoolEngine
 from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
 from asynchicache.types import Outcome

@@ -15,11 +15,10 @@ from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage import strangers
+from asynchicache.storage import deadlines
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.guard import GuardedPool, open_guarded
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.opening import open_guarded
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import PoolBinding, StorageBackend
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from storage.file_stores import backend_at
@@ -71,7 +70,7 @@ class LateBackend(MemoryBackend):
 async def test_an_engine_that_comes_during_the_grace_is_closed(
     port: AsyncioPort, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(strangers, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(deadlines, "GRACE_SECONDS", 60.0)
     backend = LateBackend()
     backend.cancelled = backend.go.set
     with pytest.raises(StorageError, match="took longer than"):
@@ -84,7 +83,7 @@ async def test_an_engine_that_comes_during_the_grace_is_closed(
 async def test_an_engine_that_comes_after_the_grace_is_closed(
     port: AsyncioPort, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(strangers, "GRACE_SECONDS", SOON)
+    monkeypatch.setattr(deadlines, "GRACE_SECONDS", SOON)
     backend = LateBackend()
     with pytest.raises(StorageError, match="took longer than"):
         await opening(backend, port, opening=SOON)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asynchicache.errors import StorageError
-from asynchicache.storage.strangers import at_once
+from asynchicache.storage.deadlines import at_once
 
 
 async def raising(error: BaseException) -> None:

@@ -14,8 +14,8 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import Capabilities
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from asynchicache.types import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache.storage.turns import Patience, Turns
+from asynchicache.storage.deadlines import Patience, Turns
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 
 

@@ -26,7 +26,7 @@ from asynchicache.controller.writing import Writer
 from asynchicache.hashing import page_digests, pool_fingerprint
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.pool import GuardedPool
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.engine import TransferEngine

@@ -15,12 +15,11 @@ from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.deadlines import close
+from asynchicache.storage.guard import GuardedPool, open_guarded
 from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.opening import open_guarded
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
-from asynchicache.storage.strangers import close
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)

@@ -19,8 +19,8 @@ from asynchicache.integrations.page_memory import Bytes, PageMemory, copy_pieces
 from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import Batch
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import Outcome
 

@@ -22,10 +22,10 @@ from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
 from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.deadlines import close
+from asynchicache.storage.guard import open_guarded
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.opening import open_guarded
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.storage.strangers import close
 
 logger = logging.getLogger(__name__)
 

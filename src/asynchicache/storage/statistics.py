@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from asynchicache.histograms import Distribution, Histogram
 from asynchicache.storage.breaker import BreakerState
-from asynchicache.storage.known import KnownStatistics
+from asynchicache.storage.presence import KnownStatistics
 from asynchicache.types import Outcome
 
 _MOVED = frozenset({Outcome.HIT, Outcome.STORED})

@@ -24,8 +24,8 @@ from asynchicache.layouts import SlotLayout
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.deadlines import at_once
 from asynchicache.storage.protocol import PoolEngine, StorageBackend, TouchableEngine
-from asynchicache.storage.strangers import at_once
 from asynchicache.types import Outcome
 
 _POISON = b"\xa5"

@@ -24,8 +24,8 @@ from asynchicache.config import open_backend
 from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
+from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.pool import GuardedPool
 from asynchicache.storage.protocol import PoolEngine, StorageBackend
 from asynchicache.types import Outcome
 

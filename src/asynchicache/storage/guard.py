@@ -1,33 +1,196 @@
 """What the core wraps around every engine, so that none needs it: batches, turns, deadlines, a
-breaker, checks, counts. A slow, failing, hanging or lying engine costs a miss, never more. A little above
-400 lines: each call is begun, answered, ended and waited for in one place.
+breaker, checks, counts. A slow, failing, hanging or lying engine costs a miss, never more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState, CircuitBreaker
-from asynchicache.storage.checks import Checks
-from asynchicache.storage.known import KnownPages
+from asynchicache.storage.deadlines import Patience, Turns, at_once, bounded, close, failure, named
 from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.protocol import PoolBinding, PoolEngine, TouchableEngine
+from asynchicache.storage.presence import KnownPages
+from asynchicache.storage.protocol import (
+    Capabilities,
+    PoolBinding,
+    PoolEngine,
+    StorageBackend,
+    TouchableEngine,
+)
 from asynchicache.storage.statistics import PoolStatistics, Tally
-from asynchicache.storage.strangers import at_once, bounded, close, failure
-from asynchicache.storage.turns import Patience, Turns
-from asynchicache.storage.verbs import DELETE, EXISTS, GET, PUT, TOUCH, VERBS, Verb, failed
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
+
+
+# The five kinds of call that an engine takes: how to ask, what may be answered.
+
+Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[Sequence[Outcome]]]
+
+
+class Verb(NamedTuple):
+    """One kind of call.
+
+    Attributes:
+        name: the engine's method.
+        ask: calls it; the slots are ignored where it takes none.
+        answers: outcomes that mean something.
+        refused: the outcome of pages for which the engine was not asked.
+        moves: whether pages move between slots and storage.
+        repeatable: asking again after a failure can do no harm.
+        vital: its failures open the breaker. Else it is only tried while the breaker is closed.
+    """
+
+    name: str
+    ask: Ask
+    answers: tuple[Outcome, ...]
+    refused: Outcome
+    moves: bool
+    repeatable: bool = True
+    vital: bool = True
+
+    def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
+        """How many pages came to which outcome."""
+        # list.count compares identities in C; an Enum's hash, which a Counter needs, is Python code.
+        return {outcome: outcomes.count(outcome) for outcome in self.answers}
+
+    def check(self, outcomes: list[Outcome], pages: int) -> None:
+        """
+        Raises:
+            StorageError: these are no answers, or not one a page.
+        """
+        if len(outcomes) != pages:
+            raise StorageError(f"{len(outcomes)} outcomes for {pages} keys")
+        if sum(map(outcomes.count, self.answers)) != pages:
+            strange = next(outcome for outcome in outcomes if outcome not in self.answers)
+            raise StorageError(f"{strange} is no answer to {self.name}")
+
+
+async def _exists(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
+    hit, miss = Outcome.HIT, Outcome.MISS  # to look a member up costs more than all else a key does here
+    return [hit if there else miss for there in _bits(await engine.exists(keys))]
+
+
+def _bits(answers: bytes | bytearray) -> bytes | bytearray:
+    """
+    Raises:
+        StorageError: one is neither 0 nor 1: outcomes, say, all of which are true.
+    """
+    binary = isinstance(answers, bytes | bytearray)  # then it is looked at in C
+    strange = answers.translate(None, b"\0\1") if binary else [bit for bit in answers if bit not in (0, 1)]
+    if strange:
+        raise StorageError(f"{strange[0]!r} is no answer to exists, which is 0 or 1")
+    return answers
+
+
+async def _touch(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
+    if isinstance(engine, TouchableEngine):
+        await engine.touch(keys)
+    return [Outcome.HIT] * len(keys)
+
+
+EXISTS = Verb("exists", _exists, (Outcome.HIT, Outcome.MISS, Outcome.FAILED), Outcome.FAILED, moves=False)
+GET = Verb(
+    "get",
+    lambda engine, keys, slots: engine.get(keys, slots),
+    (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=True,
+)
+PUT = Verb(
+    "put",
+    lambda engine, keys, slots: engine.put(keys, slots),
+    (Outcome.STORED, Outcome.EXISTS, Outcome.REJECTED, Outcome.FAILED),
+    Outcome.REJECTED,
+    moves=True,
+    repeatable=False,  # half of it may have been written, and a full disk gets no emptier
+)
+DELETE = Verb(
+    "delete",
+    lambda engine, keys, _: engine.delete(keys),
+    (Outcome.HIT, Outcome.MISS, Outcome.REJECTED, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=False,
+)
+TOUCH = Verb(
+    "touch",
+    _touch,
+    (Outcome.HIT, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=False,
+    repeatable=False,  # the next use says it again
+    vital=False,  # an engine that cannot be told of uses can be read and written all the same
+)
+VERBS = (EXISTS, GET, PUT, DELETE, TOUCH)
+
+
+def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
+    """Numbers of the pages that failed; None is an engine that gave no answer."""
+    if outcomes is None:
+        return list(range(pages))
+    if Outcome.FAILED not in outcomes:  # in C; nearly always so
+        return []
+    return [index for index, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]
+
+
+# What of a read is checked by the core, and what an engine is believed.
+
+
+class Checks:
+    """The checks that an engine leaves to the core.
+
+    Args:
+        binding: the pool's slots.
+        capabilities: `checks` and `shared` say what the engine does itself.
+        port: threads; a page is hashed in one.
+    """
+
+    def __init__(self, binding: PoolBinding, capabilities: Capabilities, port: Port) -> None:
+        self._binding = binding
+        self._capabilities = capabilities
+        self._port = port
+
+    async def check(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        """The outcomes of a read; those of pages that are not what was sealed are CORRUPT."""
+        if Outcome.HIT not in outcomes:  # in C
+            return outcomes
+        if not self._capabilities.checks:
+            return await self._port.run_blocking(partial(_each, self._binding.check, keys, slots, outcomes))
+        if self._capabilities.shared:  # others write there too, under names and at places of their choice
+            return _each(self._named, keys, slots, outcomes)
+        return outcomes
+
+    def _named(self, slot: int, key: ObjectKey) -> Outcome:
+        """Whether the header in `slot` is that of `key`: some microseconds, whatever the size of the page."""
+        found = self._binding.identify(self._binding.header(slot))
+        return Outcome.HIT if found == key else Outcome.CORRUPT
+
+
+def _each(
+    check: Callable[[int, ObjectKey], Outcome],
+    keys: Sequence[ObjectKey],
+    slots: Sequence[int],
+    outcomes: list[Outcome],
+) -> list[Outcome]:
+    return [
+        check(slot, key) if outcome is Outcome.HIT else outcome
+        for key, slot, outcome in zip(keys, slots, outcomes, strict=True)
+    ]
+
+
+# The calls.
 
 _FAMILY = attrgetter("fingerprint", "pool", "shard")
 
@@ -459,3 +622,32 @@ class GuardedPool:
             f"<GuardedPool {self._binding.pool}: {len(self._calls)} running, "
             f"{self._abandoned} lingering, breaker {self._breaker.state.value}>"
         )
+
+
+# Opening.
+
+
+async def open_guarded(
+    backend: StorageBackend, binding: PoolBinding, port: Port, limits: PoolLimits
+) -> GuardedPool:
+    """The backend's engine for a pool, made safe to call; one that nobody will use is closed.
+
+    Args:
+        backend: where the pages are.
+        binding: the pool.
+        port: clock and threads.
+        limits: patience with the backend; it has `opening` seconds.
+
+    Raises:
+        StorageError: the backend cannot be used, took too long, raised, or gave no engine.
+    """
+    what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
+    unused = f"an engine of pool {binding.pool!r} that nobody uses"
+    unwanted = partial(close, seconds=limits.closing, what=unused)
+    with named(what):
+        engine = await bounded(backend.open_pool(binding), limits.opening, what, unwanted=unwanted)
+        try:
+            return GuardedPool(engine, binding, port, limits)
+        except BaseException:
+            await unwanted(engine)
+            raise
