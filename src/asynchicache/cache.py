@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
@@ -55,6 +57,16 @@ from asynchicache.types import token_array
 _log = logging.getLogger(__name__)
 
 
+class RequestTracer(Tracer, Protocol):
+    """A tracer that also makes the requests, so that it can put their calls beneath a span."""
+
+    def request(
+        self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
+    ) -> Request:
+        """A request whose spans are beneath the one that `traceparent` (W3C) names."""
+        ...
+
+
 class HybridCache:
     """Keeps what a hybrid model computed in device memory, host memory and storage.
 
@@ -66,6 +78,7 @@ class HybridCache:
         self.config = config
         self._rooms = rooms
         self._controller = rooms.controller
+        self._tracer: RequestTracer | None = None
 
     @classmethod
     @asynccontextmanager
@@ -142,14 +155,15 @@ class HybridCache:
         self._controller.check_open()
         controller = self._controller
         seed = controller.namespaces.seed(namespace, salt)
-        if controller.tracer is None:
+        if self._tracer is None:
             request = Request(controller, token_array(tokens)[:], seed)
         else:
-            request = controller.tracer.request(controller, token_array(tokens)[:], seed, traceparent)
+            request = self._tracer.request(controller, token_array(tokens)[:], seed, traceparent)
         return request if stream is None else request.run_on(stream)
 
-    def trace(self, tracer: Tracer | None) -> None:
+    def trace(self, tracer: RequestTracer | None) -> None:
         """Tell a tracer (`integrations.otel`) what takes time from now on; None for nobody, at no cost."""
+        self._tracer = tracer
         self._controller.trace(tracer)
 
     def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.tracing import Span
+from asynchicache.controller.tracing import Span, Tracer
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import Flight
 from asynchicache.tree.node import Node, Pins
@@ -42,6 +42,15 @@ class Copy:
         sequence.users += 1
         self.user = sequence
         return self
+
+
+def begin_span(tracer: Tracer, copy: Copy) -> Span:
+    """The span of a copy that is about to be submitted."""
+    slots = {transfer.pool: len(transfer.sources) for transfer in copy.transfers}
+    user = copy.user
+    if copy.direction is not Direction.LOAD or user is None:
+        return tracer.copying(copy.direction.value, slots, 0, "")
+    return tracer.copying(copy.direction.value, slots, user.hit_pages, user.tier.name.lower())
 
 
 @dataclass(slots=True, eq=False)

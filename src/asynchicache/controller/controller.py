@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from asynchicache.controller.actions import Copy
+from asynchicache.controller.actions import Copy, begin_span
 from asynchicache.controller.fetching import Fetcher, PrefetchOptions
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.controller.planner import Planner
@@ -346,7 +346,7 @@ class HybridCacheController:
         ticket = None
         for copy in copies:
             if self.tracer is not None:
-                copy.span = self.tracer.copying(copy)
+                copy.span = begin_span(self.tracer, copy)
             copy.period = self._activity.begin(copy.period)
             done = partial(self._copied, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))

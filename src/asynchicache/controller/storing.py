@@ -177,7 +177,8 @@ class Storer:
             if not begun:
                 await self._budget.wait(size)
                 begun = True
-            span = self.tracer.storing(work) if self.tracer is not None else None
+            if self.tracer is not None:
+                span = self.tracer.storing({pool: len(slots) for pool, (_, slots) in work.pages.items()})
             await self.tell_uses()
             batches = await self._stored.put(work)
             stored = self._count(batches)

@@ -1,41 +1,37 @@
-"""What a tracer is told, if there is one. The library knows no tracing package; `integrations.otel` does."""
+"""The protocol of a tracer. The core imports no tracing package; `integrations.otel` implements it."""
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from asynchicache.controller.actions import Copy, Store
-    from asynchicache.controller.controller import HybridCacheController
-    from asynchicache.controller.request import Request
+from collections.abc import Mapping
+from typing import Protocol
 
 
 class Span(Protocol):
-    """Something that takes time, begun."""
+    """An operation that has begun."""
 
     def finish(self, error: BaseException | None = None, **attributes: str | int) -> None:
-        """It has ended; `attributes` say what became of it."""
+        """The operation has ended; `attributes` describe the result."""
         ...
 
 
 class Tracer(Protocol):
-    """Begins spans; on the cache's loop, and never raises."""
+    """Begins spans. It is called on the cache's loop and never raises."""
 
-    def request(
-        self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
-    ) -> Request:
-        """A request that tells of its phases, beneath the span that `traceparent` (W3C) names."""
+    def copying(self, kind: str, slots: Mapping[str, int], hit_pages: int, tier: str) -> Span:
+        """A copy is submitted.
+
+        Args:
+            kind: `load`, `backup` or `fork` (within the device).
+            slots: by pool, how many slots are copied.
+            hit_pages: pages of the prefix that a request's load restores.
+            tier: the lowest tier that this prefix comes from; empty if no request loads it.
+        """
         ...
 
-    def copying(self, copy: Copy) -> Span:
-        """A copy between device and host, or within the device, is submitted."""
-        ...
-
-    def storing(self, work: Store) -> Span:
-        """A write to storage begins."""
+    def storing(self, slots: Mapping[str, int]) -> Span:
+        """A write to storage begins; `slots`: by pool, how many pages or states."""
         ...
 
     def evicting(self, pool: str, tier: str, slots: int) -> Span:
-        """So many slots are wanted of a pool in a tier."""
+        """An eviction begins that should free `slots` slots of a pool in a tier."""
         ...

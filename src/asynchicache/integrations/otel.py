@@ -21,11 +21,9 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from asynchicache.cache import HybridCache
-from asynchicache.controller.actions import Copy, Store
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.request import Hit, Request
 from asynchicache.streams.base import Stream
-from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.ticket import Ticket
 
 PREFIX = "asynchicache."
@@ -66,16 +64,14 @@ class CacheTracer:
         with self._tracer.start_as_current_span(PREFIX + name, attributes=_named(attributes)) as span:
             yield span
 
-    def copying(self, copy: Copy) -> OpenSpan:
-        pages = {f"slots.{transfer.pool}": len(transfer.sources) for transfer in copy.transfers}
-        attributes: dict[str, str | int] = dict(pages)
-        user = copy.user
-        if copy.direction is Direction.LOAD and user is not None:
-            attributes |= {"hit_tokens": user.hit_pages * self._page_size, "tier": user.tier.name.lower()}
-        return self._begin(copy.direction.value, attributes)
+    def copying(self, kind: str, slots: Mapping[str, int], hit_pages: int, tier: str) -> OpenSpan:
+        attributes: dict[str, str | int] = {f"slots.{pool}": count for pool, count in slots.items()}
+        if tier:
+            attributes |= {"hit_tokens": hit_pages * self._page_size, "tier": tier}
+        return self._begin(kind, attributes)
 
-    def storing(self, work: Store) -> OpenSpan:
-        return self._begin("store", {f"slots.{pool}": len(slots) for pool, (_, slots) in work.pages.items()})
+    def storing(self, slots: Mapping[str, int]) -> OpenSpan:
+        return self._begin("store", {f"slots.{pool}": count for pool, count in slots.items()})
 
     def evicting(self, pool: str, tier: str, slots: int) -> OpenSpan:
         return self._begin("evict", {"pool": pool, "tier": tier, "wanted": slots})
