@@ -40,10 +40,10 @@ test: $(STAMP)  ## the tests, without those marked soak or gpu
 # What decides is pure, so the tests of its own rooms are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
 coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at least
 	mkdir -p build
-	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/controller \
+	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/planner tests/controller \
 	    tests/storage/test_hits.py tests/transfer/test_plan.py -q --cov asynchicache --cov-branch --cov-report= $(ARGS)
 	COVERAGE_FILE=build/.coverage $(BIN)/python -m coverage report --fail-under 98 --show-missing --skip-covered --include \
-	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/controller/planner.py'
+	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/planner/*'
 
 # The tests run in a process of their own for each mutant, one after another: 100 take about 15 minutes.
 mutants: $(STAMP)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"

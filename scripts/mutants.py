@@ -34,6 +34,7 @@ PACKAGE = ROOT / "src" / "asynchicache"
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.toml"
 ROOMS = {
     "tree": ["tests/tree"],
+    "planner": ["tests/planner", "tests/controller", "tests/cache"],
     "controller": ["tests/controller", "tests/cache"],
     "transfer": ["tests/transfer"],
     "storage": ["tests/storage"],

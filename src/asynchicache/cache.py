@@ -18,19 +18,18 @@ import msgspec
 import torch
 
 from asynchicache.config import CacheConfig, open_backend
-from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.controller.planner import Planner
+from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
-from asynchicache.controller.stored import Attachment, StoredPools
-from asynchicache.controller.subscriptions import EventSubscription
+from asynchicache.controller.storage_pools import Attachment, StoredPools
 from asynchicache.controller.tasks import OwnedTasks, shielded
-from asynchicache.controller.tracing import Tracer
 from asynchicache.errors import ClosedError, ConfigError, UsageError
 from asynchicache.events import PagesStored
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
+from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import starving
 from asynchicache.pools.memory import memory_budget
 from asynchicache.pools.sizing import Memory, plan_slots
@@ -43,6 +42,7 @@ from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.tracing import Tracer
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.opening import (

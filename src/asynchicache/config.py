@@ -14,10 +14,10 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from asynchicache.controller.checkpoints import CheckpointPolicy
-from asynchicache.controller.fetching import PrefetchOptions
+from asynchicache.controller.prefetch import PrefetchOptions
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
+from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
 from asynchicache.storage.deadlines import named

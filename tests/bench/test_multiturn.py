@@ -9,8 +9,8 @@ from asynchicache.bench.multiturn import MultiturnOptions, ceiling, run_multitur
 from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.bench.tally import HitReport
 from asynchicache.bench.virtual import VirtualRunner
-from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.errors import ConfigError
+from asynchicache.planner.request_state import Sequence as RequestSequence
 from asynchicache.types import Tier
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import read_trace
-from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.errors import ConfigError
+from asynchicache.planner.checkpoints import CheckpointPolicy
 
 GOOD = {"timestamp_ms": 5, "input_length": 10, "block_size": 4, "hash_runs": [7, 2]}
 

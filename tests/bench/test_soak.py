@@ -19,9 +19,9 @@ from asynchicache.bench.soak.traffic import Engine, Talks, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.cli.main import main
-from asynchicache.controller.planner import Planner
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ConfigError
+from asynchicache.planner.planner import Planner
 from engines import executable, module
 
 SECONDS = 0.1

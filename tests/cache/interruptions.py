@@ -18,7 +18,7 @@ import asynchicache
 from asynchicache import CacheConfig, HybridCache, ModelSpec, PrefetchOptions, PrefetchPolicy, Request
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import synthetic_spec
-from asynchicache.controller.subscriptions import EventSubscription
+from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.checks import assert_clean

@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 
-from asynchicache.controller.books import Books
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.errors import ClosedError, InternalError
+from asynchicache.planner.state import Books
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction

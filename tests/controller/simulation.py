@@ -10,11 +10,11 @@ import random
 from array import array
 from collections.abc import Mapping
 
-from asynchicache.controller.actions import Copy, Store
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.sequence import Retired, Sequence
 from asynchicache.errors import CapacityError
 from asynchicache.hashing import page_digests
+from asynchicache.planner.actions import Copy, Store
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Retired, Sequence
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.types import Outcome, Tier, WritePolicy, trailing_pages

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from asynchicache.controller.stored import _worst
+from asynchicache.controller.storage_pools import _worst
 from asynchicache.errors import CapacityError
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynchicache.controller.served import OTHERS, NamespaceServed, Served
+from asynchicache.controller.hit_counters import OTHERS, NamespaceServed, Served
 from asynchicache.types import MissReason, Tier
 
 

@@ -27,7 +27,7 @@ MAX_FUNCTION_LINES = 60
 TASK_BOUNDARIES = {
     "backends/file/writer.py",
     "backends/redis/sender.py",
-    "controller/fetching.py",
+    "controller/prefetch.py",
     "controller/tasks.py",
     "integrations/bridge.py",
     "integrations/transformers/decoding.py",

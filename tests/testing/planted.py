@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asynchicache.controller.activity import Activity
-from asynchicache.controller.books import Books
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.controller.fetching import Fetcher
-from asynchicache.controller.loading import Loader
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.reading import Reader
+from asynchicache.controller.prefetch import Fetcher
 from asynchicache.controller.request import Request
-from asynchicache.controller.room_queue import RoomQueue
-from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.storing import Storer
-from asynchicache.controller.writing import Writer
+from asynchicache.controller.storage_writer import Storer
 from asynchicache.hashing import page_digests, pool_fingerprint
+from asynchicache.planner.activity import Activity
+from asynchicache.planner.backup import Writer
+from asynchicache.planner.fetch import Reader
+from asynchicache.planner.load import Loader
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.room_queue import RoomQueue
+from asynchicache.planner.state import Books
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
@@ -216,7 +216,7 @@ def digest_chained_wrong(patch: Patch) -> None:
         return page_digests(tokens, page_size, b"")
 
     patch.setattr("asynchicache.tree.matching.page_digests", unchained)
-    patch.setattr("asynchicache.controller.reading.page_digests", unchained)
+    patch.setattr("asynchicache.planner.fetch.page_digests", unchained)
     patch.setattr("asynchicache.tree.verify.page_digests", unchained)
 
 
@@ -381,7 +381,7 @@ def partial_read_counts_as_whole(patch: Patch) -> None:
 
 @bug
 def index_not_asked_for(patch: Patch) -> None:
-    patch.setattr("asynchicache.controller.stored._worst", lambda results: list(results[0]))
+    patch.setattr("asynchicache.controller.storage_pools._worst", lambda results: list(results[0]))
 
 
 @bug

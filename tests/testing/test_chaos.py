@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asynchicache.controller.planner import Planner
 from asynchicache.errors import ConfigError, InternalError
+from asynchicache.planner.planner import Planner
 from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.run import Report, run_script

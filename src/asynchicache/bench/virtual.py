@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from asynchicache.bench.synthetic import Transcript
 from asynchicache.bench.tally import Turn
-from asynchicache.controller.actions import Copy
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.sequence import Sequence as RequestSequence
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence as RequestSequence
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import FULL, Node

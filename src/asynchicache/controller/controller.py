@@ -13,25 +13,25 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from asynchicache.controller.actions import Copy, begin_span
-from asynchicache.controller.fetching import Fetcher, PrefetchOptions
+from asynchicache.controller.event_hub import EventHub
+from asynchicache.controller.hit_counters import Served
 from asynchicache.controller.namespaces import Namespaces
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.questions import PresenceQuestions
-from asynchicache.controller.room_queue import RoomQueue, Waiter
-from asynchicache.controller.sequence import Retired
-from asynchicache.controller.sequence import Sequence as RequestSequence
-from asynchicache.controller.served import Served
-from asynchicache.controller.stored import StoredPools
-from asynchicache.controller.storing import Storer
-from asynchicache.controller.subscriptions import EventHub
+from asynchicache.controller.prefetch import Fetcher, PrefetchOptions
+from asynchicache.controller.presence_queries import PresenceQuestions
+from asynchicache.controller.storage_pools import StoredPools
+from asynchicache.controller.storage_writer import Storer
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.controller.tracing import Tracer
 from asynchicache.controller.verify import UnderWay, problems
 from asynchicache.errors import CapacityError, ClosedError, RequestStateError
 from asynchicache.histograms import Histogram
+from asynchicache.planner.actions import Copy, begin_span
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Retired
+from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.room_queue import RoomQueue, Waiter
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.tracing import Tracer
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.controller.sequence import Sequence as RequestSequence
 from asynchicache.errors import RequestStateError
+from asynchicache.planner.request_state import Sequence as RequestSequence
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import FULL

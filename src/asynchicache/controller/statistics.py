@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asynchicache.controller.books import Books, Counters
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.controller.served import Served
-from asynchicache.controller.stored import StoredPools
-from asynchicache.controller.storing import Traffic
+from asynchicache.controller.hit_counters import Served
+from asynchicache.controller.storage_pools import StoredPools
+from asynchicache.controller.storage_writer import Traffic
 from asynchicache.histograms import Distribution
+from asynchicache.planner.state import Books, Counters
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.statistics import TransferStatistics

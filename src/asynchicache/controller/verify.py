@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from asynchicache.controller.books import Books
-from asynchicache.controller.planner import Planner
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.state import Books
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.tree.node import LOADING, SAVING, Node, place
 from asynchicache.types import Tier

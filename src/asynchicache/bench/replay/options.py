@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from asynchicache.bench.options import check_minimums, option
 from asynchicache.bench.synthetic import synthetic_spec
-from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.errors import ConfigError
+from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.tree.policies import POLICIES
 from asynchicache.types import WritePolicy
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
 from asynchicache.bench.virtual import InstantCache
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.sequence import Sequence
 from asynchicache.errors import CapacityError
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence
 from asynchicache.tree.node import FULL, place
 from asynchicache.types import TOKEN_BYTES, MissReason, Tier
 

@@ -18,8 +18,8 @@ from asynchicache.bench.replay.sizes import Sizes, plan_sizes
 from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import Trace, read_trace
 from asynchicache.bench.synthetic import synthetic_spec
-from asynchicache.controller.books import Books
-from asynchicache.controller.planner import Planner
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.state import Books
 from asynchicache.tree.node import FULL_DEVICE, place
 from asynchicache.types import Tier, WritePolicy
 

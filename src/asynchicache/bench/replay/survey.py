@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asynchicache.bench.replay.trace import Ids, Trace
-from asynchicache.controller.checkpoints import CheckpointPolicy
 from asynchicache.errors import ConfigError
+from asynchicache.planner.checkpoints import CheckpointPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from asynchicache.controller.books import Books
 from asynchicache.errors import CapacityError
+from asynchicache.planner.state import Books
 from asynchicache.pools.slabs import Slab
 from asynchicache.streams.base import Event, Graph, Stream
 from asynchicache.streams.drivers import Run, SeededDriver

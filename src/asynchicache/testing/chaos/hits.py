@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
-from asynchicache.controller.books import Books
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
+from asynchicache.planner.state import Books
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import Luck
 from asynchicache.testing.chaos.ledger import Ledger

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynchicache.cache import HybridCache
-from asynchicache.controller.actions import Copy
-from asynchicache.controller.books import Books
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.state import Books
 from asynchicache.testing.oracle import POISON
 from asynchicache.tree.node import TIERS, Node, place
 from asynchicache.types import Tier

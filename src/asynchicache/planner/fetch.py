@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from asynchicache.controller.actions import Copy
-from asynchicache.controller.books import Books
-from asynchicache.controller.writing import Writer
 from asynchicache.hashing import common_pages, page_digests
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.backup import Writer
+from asynchicache.planner.state import Books
 from asynchicache.storage import hits
 from asynchicache.tree.components import Component, pins
 from asynchicache.tree.copies import missing_on_host

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asynchicache.controller.stored import Presence, StoredPools
+from asynchicache.controller.storage_pools import Presence, StoredPools
 from asynchicache.hashing import common_pages
 from asynchicache.types import MissReason
 

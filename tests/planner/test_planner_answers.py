@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynchicache.controller.checkpoints import CheckpointPolicy
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.sequence import Sequence
 from asynchicache.errors import CapacityError
+from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence
 from asynchicache.tree.node import FULL_DEVICE
 from asynchicache.types import MissReason, Tier
 from controller.simulation import Simulation

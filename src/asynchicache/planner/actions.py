@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.tracing import Span, Tracer
+from asynchicache.planner.request_state import Sequence
+from asynchicache.tracing import Span, Tracer
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import Flight
 from asynchicache.tree.node import Node, Pins

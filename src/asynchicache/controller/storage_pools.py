@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, suppress
 from operator import and_
 from typing import NamedTuple, Self
 
-from asynchicache.controller.actions import Store
-from asynchicache.controller.books import Books
-from asynchicache.controller.reading import Outcomes, Read
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
+from asynchicache.planner.actions import Store
+from asynchicache.planner.fetch import Outcomes, Read
+from asynchicache.planner.state import Books
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close

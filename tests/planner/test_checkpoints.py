@@ -7,10 +7,10 @@ from array import array
 import pytest
 
 from asynchicache.bench.synthetic import synthetic_spec
-from asynchicache.controller.checkpoints import CheckpointPolicy
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.sequence import Sequence
 from asynchicache.errors import ConfigError
+from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence
 
 PAGE = 4
 SLOTS = {"kv": (64, 0), "mamba": (16, 0)}

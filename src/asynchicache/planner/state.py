@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from asynchicache.controller.actions import Transfers
-from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.tracing import Tracer
 from asynchicache.errors import ConfigError
+from asynchicache.planner.actions import Transfers
+from asynchicache.planner.request_state import Sequence
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.specs import ModelSpec
+from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import Flight, Wanted
 from asynchicache.tree.node import FULL_DEVICE, TIERS, Pins, place

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynchicache.controller.reading import Query
+from asynchicache.planner.fetch import Query
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST
 from asynchicache.types import MissReason, Outcome, WritePolicy
 from controller.simulation import Simulation

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from asynchicache.controller.actions import Copy
-from asynchicache.controller.books import Books
-from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.windows import WindowKeeper
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.state import Books
+from asynchicache.planner.windows import WindowKeeper
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from asynchicache.controller.actions import Copy, Mark, Store
-from asynchicache.controller.activity import Activity
-from asynchicache.controller.books import Books
+from asynchicache.planner.actions import Copy, Mark, Store
+from asynchicache.planner.activity import Activity
+from asynchicache.planner.state import Books
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from asynchicache.controller.sequence import Sequence
+from asynchicache.planner.request_state import Sequence
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asynchicache.controller.books import Books
-from asynchicache.controller.sequence import Retired, Sequence, Window
+from asynchicache.planner.request_state import Retired, Sequence, Window
+from asynchicache.planner.state import Books
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.node import Node, place
 from asynchicache.tree.tree import Inserted, Pages

@@ -8,15 +8,15 @@ from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sized
 from dataclasses import dataclass
 
-from asynchicache.controller.actions import Copy
-from asynchicache.controller.digesting import sliced_digests
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.questions import PresenceQuestions
-from asynchicache.controller.reading import Gained, Outcomes, Query, Read
-from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.stored import StoredPools, linger
+from asynchicache.controller.digests import sliced_digests
+from asynchicache.controller.presence_queries import PresenceQuestions
+from asynchicache.controller.storage_pools import StoredPools, linger
 from asynchicache.errors import ConfigError
 from asynchicache.histograms import Histogram
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.fetch import Gained, Outcomes, Query, Read
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence
 from asynchicache.storage.limits import Batch
 from asynchicache.tree.node import FULL, Node
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number

@@ -2,7 +2,7 @@
 
 Pure and synchronous: each method changes the tree and the allocators at one point and returns the
 copies to carry out; `copied` takes back how one ended. What goes down to host and storage is planned in
-`controller.writing`, what comes up from storage in `controller.reading`.
+`planner.backup`, what comes up from storage in `planner.fetch`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
-from asynchicache.controller.actions import Copy, Transfers
-from asynchicache.controller.activity import Activity
-from asynchicache.controller.books import Books
-from asynchicache.controller.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
-from asynchicache.controller.loading import Loader, by_place
-from asynchicache.controller.reading import Reader
-from asynchicache.controller.sequence import Sequence
-from asynchicache.controller.windows import WindowKeeper
-from asynchicache.controller.writing import Writer
 from asynchicache.errors import CapacityError
+from asynchicache.planner.actions import Copy, Transfers
+from asynchicache.planner.activity import Activity
+from asynchicache.planner.backup import Writer
+from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
+from asynchicache.planner.fetch import Reader
+from asynchicache.planner.load import Loader, by_place
+from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.state import Books
+from asynchicache.planner.windows import WindowKeeper
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies

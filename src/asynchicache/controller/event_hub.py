@@ -7,11 +7,11 @@ from collections import deque
 from typing import Self
 from weakref import WeakSet
 
-from asynchicache.controller.announcing import Announcer
+from asynchicache.controller.event_encoder import Announcer
 from asynchicache.controller.namespaces import Namespaces
-from asynchicache.controller.planner import Planner
 from asynchicache.errors import ConfigError
 from asynchicache.events import CacheEvent, EventsDropped, PagesStored
+from asynchicache.planner.planner import Planner
 from asynchicache.types import check_number
 
 _NODES_A_TURN = 256

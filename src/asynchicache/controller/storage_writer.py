@@ -8,15 +8,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from asynchicache.controller.actions import Store
-from asynchicache.controller.digesting import complete_digests
-from asynchicache.controller.planner import Planner
-from asynchicache.controller.questions import PresenceQuestions
-from asynchicache.controller.stored import SLICE_PAGES, Attachment, Presence, StoredPools, linger
-from asynchicache.controller.tracing import Tracer
+from asynchicache.controller.digests import complete_digests
+from asynchicache.controller.presence_queries import PresenceQuestions
+from asynchicache.controller.storage_pools import SLICE_PAGES, Attachment, Presence, StoredPools, linger
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
+from asynchicache.planner.actions import Store
+from asynchicache.planner.planner import Planner
 from asynchicache.storage.limits import Batch
+from asynchicache.tracing import Tracer
 from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
 from asynchicache.types import MissReason, Outcome, ShedReason
 
