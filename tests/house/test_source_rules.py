@@ -39,7 +39,7 @@ TASK_BOUNDARIES = {
     "testing/chaos/run.py",
     "testing/seeded_loop.py",
     "transfer/engine.py",
-    "transfer/ticks.py",
+    "transfer/record.py",
 }
 
 # The environment is an option like any other, and options are read in one place.

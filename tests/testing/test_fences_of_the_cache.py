@@ -14,8 +14,8 @@ import pytest
 from asynchicache import CacheConfig
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.testing.seeded import SeededWorld, run_seeded
-from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.fences import Fence
+from asynchicache.transfer.schedule import Batcher
 from testing.compute import SPEC, Engine, clients
 
 SEEDS = range(40)

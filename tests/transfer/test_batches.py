@@ -9,11 +9,10 @@ from types import ModuleType
 import pytest
 
 from asynchicache.specs import PoolSpec, TensorSpec
-from asynchicache.transfer import batches, hazards, plan
-from asynchicache.transfer.batches import Batcher
+from asynchicache.transfer import plan, schedule
 from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent
-from asynchicache.transfer.record import GroupState
-from asynchicache.transfer.ticks import Submission
+from asynchicache.transfer.record import GroupState, Submission
+from asynchicache.transfer.schedule import Batcher
 
 OPERATIONS, PAGES, LAYERS = 512, 16, 4
 SLOTS = OPERATIONS * 2 * PAGES
@@ -57,11 +56,11 @@ def test_operations_of_one_tick_are_planned_once_for_each_pool_and_direction(
     batcher = Batcher(POOLS, LAYERS, 1, lambda: GroupState(lambda: None))
     calls = _counted(
         monkeypatch,
-        (batches, "merge"),
+        (schedule, "merge"),
         (plan, "_runs"),
         (plan, "check_slots"),
-        (hazards.Independence, "holds"),
-        (hazards.HazardTable, "mark"),
+        (schedule.Independence, "holds"),
+        (schedule.HazardTable, "mark"),
     )
 
     records = batcher.batch([Submission(LAYERS, operation=wish) for wish in wishes])

@@ -22,9 +22,8 @@ from asynchicache.pools.slabs import Pinner
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory
+from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces, split_runs
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
-from asynchicache.transfer.pieces import cut_runs, pieces, split_runs
 from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, merge
 from pools.cuda_runtime import PlayedRuntime
 

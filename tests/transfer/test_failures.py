@@ -12,13 +12,12 @@ import pytest
 
 from asynchicache.errors import ClosedError, DeviceError, TransferError
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer import batches
+from asynchicache.transfer import schedule
 from asynchicache.transfer.copies import PlanCopies
-from asynchicache.transfer.hazards import HazardTable
 from asynchicache.transfer.plan import CacheOperation, Direction, merge
-from asynchicache.transfer.record import LayerStatus
+from asynchicache.transfer.record import LayerStatus, Tick
+from asynchicache.transfer.schedule import HazardTable
 from asynchicache.transfer.ticket import Ticket
-from asynchicache.transfer.ticks import Tick
 
 Build = Callable[..., CacheOperation]
 
@@ -225,7 +224,7 @@ async def test_a_tick_that_cannot_be_planned_fails_whole_and_keeps_nobody_waitin
 
         with monkeypatch.context() as exhausted:
             if broken == "merge":
-                exhausted.setattr(batches, "merge", merged)
+                exhausted.setattr(schedule, "merge", merged)
             else:
                 mark = HazardTable.mark
                 exhausted.setattr(HazardTable, "mark", lambda *args: (refuse(), mark(*args)))

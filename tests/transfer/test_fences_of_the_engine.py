@@ -19,13 +19,12 @@ from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.base import Event
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.testing.seeded import SeededWorld, run_seeded
-from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
-from asynchicache.transfer.hazards import HazardTable, Independence
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import TransferView
+from asynchicache.transfer.schedule import Batcher, HazardTable, Independence
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import PoolTransfer, Tier
 from streams.conftest import notify

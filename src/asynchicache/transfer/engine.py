@@ -27,15 +27,22 @@ from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample, AuditStatistics, PageAudit
-from asynchicache.transfer.batches import Batcher
 from asynchicache.transfer.copies import PageCopier, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable
-from asynchicache.transfer.plan import CacheOperation, Direction, check_slots
-from asynchicache.transfer.record import GroupState, TransferRecord
-from asynchicache.transfer.slots import slot_array
+from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, slot_array
+from asynchicache.transfer.record import (
+    Done,
+    GroupState,
+    Reads,
+    Submission,
+    Tick,
+    TransferRecord,
+    Untold,
+    call_done,
+)
+from asynchicache.transfer.schedule import Batcher
 from asynchicache.transfer.statistics import Landed, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
-from asynchicache.transfer.ticks import Done, Reads, Submission, Tick, Untold, call_done
 from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from asynchicache.errors import DeviceError, RequestStateError
 from asynchicache.streams.base import Event, Stream
-from asynchicache.transfer.record import LayerStatus, TransferView
-from asynchicache.transfer.ticks import Tick
+from asynchicache.transfer.record import LayerStatus, Tick, TransferView
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between looks of a thread that waits; they double. A look takes the CUDA driver's lock."""

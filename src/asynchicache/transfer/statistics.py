@@ -9,7 +9,7 @@ from asynchicache.histograms import Distribution, Histogram
 from asynchicache.transfer.audit import AuditStatistics
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import Direction
-from asynchicache.transfer.ticks import Submission
+from asynchicache.transfer.record import Submission
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Self
 
 from asynchicache.errors import TransferError, UsageError
 from asynchicache.transfer.fences import Fence, HostFence
-from asynchicache.transfer.record import LayerStatus, TransferView
-from asynchicache.transfer.ticks import Submission
+from asynchicache.transfer.record import LayerStatus, Submission, TransferView
 
 _WORST_FIRST = (LayerStatus.FAILED, LayerStatus.PENDING, LayerStatus.SUBMITTED)
 
