@@ -12,7 +12,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @contextmanager
-def beside_captures() -> Iterator[None]:
+def relaxed_capture_mode() -> Iterator[None]:
     """What the body asks of CUDA breaks nobody's capture.
 
     In the global mode, torch's default, a capture does not survive a call of any thread that could wait

@@ -164,13 +164,13 @@ def test_calls_are_made_with_the_pinners_gpu_current(monkeypatch: pytest.MonkeyP
             return super().cudaHostUnregister(pointer)
 
     @contextmanager
-    def beside_captures() -> Iterator[None]:
+    def relaxed_capture_mode() -> Iterator[None]:
         current.append(current[-1] + 10)
         yield
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(slabs, "beside_captures", beside_captures)
+    monkeypatch.setattr(slabs, "relaxed_capture_mode", relaxed_capture_mode)
     seen: list[int] = []
     slab = Slab(4096)
     slab.pin(Pinner(Watched(), index=1), 0, 4096)

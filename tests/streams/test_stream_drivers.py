@@ -51,7 +51,7 @@ def test_who_gives_way_lets_a_stream_begin() -> None:
         stream.launch(lambda: order.append("copy"))
         for _ in range(20_000):
             if not order:
-                device.give_way()
+                device.yield_to_streams()
         order.append("next")
     finally:
         sys.setswitchinterval(interval)

@@ -121,8 +121,8 @@ async def test_what_is_submitted_counts_before_the_tick_ends(open_rig, operation
 @pytest.mark.parametrize(
     ("driver", "group_bytes", "expected"),
     [
-        ("thread", 1, ["group", "give way", "group", "group"]),
-        ("thread", 1 << 30, ["group", "give way", "group"]),  # the first group closes at the first bytes
+        ("thread", 1, ["group", "yield", "group", "group"]),
+        ("thread", 1 << 30, ["group", "yield", "group"]),  # the first group closes at the first bytes
         ("inline", 1, ["group", "group", "group"]),
     ],
 )
@@ -130,9 +130,11 @@ async def test_the_first_group_may_begin_before_the_others_are_enqueued(
     open_rig, operation: Build, monkeypatch, driver: str, group_bytes: int, expected: list[str]
 ) -> None:
     steps: list[str] = []
-    enqueue, give_way = PlanCopies.enqueue, ThreadDriver.give_way
+    enqueue, yield_to_streams = PlanCopies.enqueue, ThreadDriver.yield_to_streams
     monkeypatch.setattr(PlanCopies, "enqueue", lambda *args: (steps.append("group"), enqueue(*args)))
-    monkeypatch.setattr(ThreadDriver, "give_way", lambda one: (steps.append("give way"), give_way(one)))
+    monkeypatch.setattr(
+        ThreadDriver, "yield_to_streams", lambda one: (steps.append("yield"), yield_to_streams(one))
+    )
     async with open_rig(driver, group_bytes=group_bytes) as rig:
         await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         assert steps == expected

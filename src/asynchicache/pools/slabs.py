@@ -14,7 +14,7 @@ from typing import Protocol, SupportsInt
 
 import torch
 
-from asynchicache.captures import beside_captures
+from asynchicache.captures import relaxed_capture_mode
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, DeviceError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.numa import device_node, prefer_node
@@ -149,7 +149,7 @@ class HostRegistration:
         Raises:
             DeviceError: CUDA refused.
         """
-        with torch.cuda.device(self._index), beside_captures():
+        with torch.cuda.device(self._index), relaxed_capture_mode():
             _advise_forks(address, nbytes, mmap.MADV_DONTFORK)
             code = int(self._runtime.cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
             if code != 0:
@@ -160,7 +160,7 @@ class HostRegistration:
 
     def close(self) -> None:
         """Unpin; twice is harmless. What the system refuses to unpin is logged, and stays pinned."""
-        with torch.cuda.device(self._index), beside_captures():
+        with torch.cuda.device(self._index), relaxed_capture_mode():
             while self._runs:
                 address, nbytes = self._runs.pop()
                 code = int(self._runtime.cudaHostUnregister(address))

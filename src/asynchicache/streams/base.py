@@ -129,7 +129,7 @@ class Device(Protocol):
         """While the context is open, what is enqueued on `stream` does not run: it becomes the graph."""
         ...
 
-    def give_way(self) -> None:
+    def yield_to_streams(self) -> None:
         """Let what was enqueued begin before this thread enqueues more: for a moment, and never on the
         loop. Where the device does not share the processor's interpreter with us, nothing happens.
         """

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from asynchicache.captures import beside_captures
+from asynchicache.captures import relaxed_capture_mode
 from asynchicache.errors import ClosedError, ConfigError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.base import Event, Stream
 from asynchicache.streams.waiter import Reached, Waiter
@@ -171,7 +171,7 @@ class CudaDevice:
         mode = "thread_local"
         return torch.cuda.graph(graph.torch_graph, stream=stream.torch_stream, capture_error_mode=mode)
 
-    def give_way(self) -> None:
+    def yield_to_streams(self) -> None:
         """A GPU begins by itself."""
 
     def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
@@ -230,13 +230,13 @@ class CudaDevice:
         return self.attempt(call) if self.thread.asking else self.attempt(self._beside, call)
 
     def _beside(self, call: Callable[[], T]) -> T:
-        with self.here(), beside_captures():
+        with self.here(), relaxed_capture_mode():
             return call()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
         """What each `ask` of this thread does first is done once, for a thread that does nothing else."""
-        with self.within(self.here, beside_captures):
+        with self.within(self.here, relaxed_capture_mode):
             self.thread.asking = True
             yield
 

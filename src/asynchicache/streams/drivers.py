@@ -34,7 +34,7 @@ class Driver(Protocol):
         """Block this thread until `reached` is set by work that was handed over."""
         ...
 
-    def give_way(self) -> None:
+    def yield_to_streams(self) -> None:
         """Let what was handed over begin, before this thread hands over more."""
         ...
 
@@ -67,7 +67,7 @@ class ThreadDriver:
     def wait(self, reached: threading.Event) -> None:
         reached.wait()
 
-    def give_way(self) -> None:
+    def yield_to_streams(self) -> None:
         """A thread that enqueues keeps the interpreter for 5 ms (`sys.getswitchinterval`) if it does not
         block; a stream's thread that was woken for the first copy would wait for all the others."""
         time.sleep(_MOMENT)
@@ -104,7 +104,7 @@ class InlineDriver:
     def wait(self, reached: threading.Event) -> None:
         reached.wait()
 
-    def give_way(self) -> None:
+    def yield_to_streams(self) -> None:
         """What may run has run."""
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class SeededDriver:
                 raise InternalError("the loop waits for work that only the loop could run")
             self._fire(min(due)[1])
 
-    def give_way(self) -> None:
+    def yield_to_streams(self) -> None:
         """The seed decides when work begins."""
 
     def close(self) -> None:

@@ -113,8 +113,8 @@ class _Machine:
             mark.callbacks.append(lambda _: reached.set())
         self._driver.wait(reached)
 
-    def give_way(self) -> None:
-        self._driver.give_way()
+    def yield_to_streams(self) -> None:
+        self._driver.yield_to_streams()
 
     def close(self) -> None:
         with self._lock:
@@ -389,9 +389,9 @@ class EmulatedDevice:
             self._machine.capturing.remove(thread)
             own.graph = None
 
-    def give_way(self) -> None:
-        """Let a stream's thread begin, where streams have threads; see `ThreadDriver.give_way`."""
-        self._machine.give_way()
+    def yield_to_streams(self) -> None:
+        """Let a stream's thread begin, where streams have threads; see `ThreadDriver.yield_to_streams`."""
+        self._machine.yield_to_streams()
 
     def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
         """Call `reached(error)` once when the work before the latest record of `event` has run, or was

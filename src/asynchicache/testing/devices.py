@@ -46,8 +46,8 @@ class LossyDevice:
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(stream)
 
-    def give_way(self) -> None:
-        self._inner.give_way()
+    def yield_to_streams(self) -> None:
+        self._inner.yield_to_streams()
 
     def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
         if self._lost():

@@ -313,7 +313,7 @@ class TransferEngine:
                 self._reactor.track(self._device, stream, reached, event=event, urgent=record.urgency(index))
                 if index == 0 and len(plan.groups) > 1 and self._submitter is not None:
                     self._tell(begun)  # the first layers are what a forward waits for
-                    self._device.give_way()
+                    self._device.yield_to_streams()
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""

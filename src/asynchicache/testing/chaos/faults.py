@@ -137,8 +137,8 @@ class ChaosDevice:
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(_bare(stream))
 
-    def give_way(self) -> None:
-        self._inner.give_way()
+    def yield_to_streams(self) -> None:
+        self._inner.yield_to_streams()
 
     def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
         if self._luck.strikes("notification.lost", self._faults.lost):
