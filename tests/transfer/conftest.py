@@ -200,11 +200,9 @@ def open_rig() -> OpenRig:
 def operation() -> Callable[..., CacheOperation]:
     """`operation(Direction.LOAD, kv=([0, 1], [4, 5]), mamba=([0], [2]))`."""
 
-    def build(
-        direction: Direction, /, *, priority: int = 0, **slots: tuple[Sequence[int], Sequence[int]]
-    ) -> CacheOperation:
+    def build(direction: Direction, /, **slots: tuple[Sequence[int], Sequence[int]]) -> CacheOperation:
         transfers = tuple(PoolTransfer(pool, *sides) for pool, sides in slots.items())
-        return CacheOperation(direction, transfers, priority)
+        return CacheOperation(direction, transfers)
 
     return build
 

@@ -149,13 +149,13 @@ def test_the_reach_of_each_direction(count: int) -> None:
 
 
 def test_an_operation_may_move_nothing_and_nobody_says_otherwise() -> None:
-    nothing = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []),), 0, (("kv", 5, 5),))
+    nothing = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []),), (("kv", 5, 5),))
     some = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []), PoolTransfer("mamba", [0], [0])))
 
     assert (nothing.empty, nothing.reach, CacheOperation(Direction.LOAD, ()).empty) == (True, (), True)
     assert (some.empty, some.reach) == (False, (("kv", -1, -1), ("mamba", 0, 0)))
     with pytest.raises(AttributeError):
-        some.priority = 3
+        some.direction = Direction.BACKUP
 
 
 @pytest.mark.parametrize("transfer", [5, "kv", ("kv", [1]), None])
@@ -164,10 +164,10 @@ def test_transfers_of_another_form_are_refused(transfer: object) -> None:
         CacheOperation(Direction.LOAD, (transfer,))
 
 
-@pytest.mark.parametrize(("direction", "priority"), [("load", 0), (Direction.LOAD, "high"), (None, 0)])
-def test_directions_and_priorities_are_checked(direction: object, priority: object) -> None:
-    with pytest.raises(UsageError, match=r"must be a Direction, priority .* an int"):
-        CacheOperation(direction, (), priority)
+@pytest.mark.parametrize("direction", ["load", None])
+def test_directions_are_checked(direction: object) -> None:
+    with pytest.raises(UsageError, match="must be a Direction"):
+        CacheOperation(direction, ())
 
 
 @pytest.mark.parametrize("pool", [None, 7, b"kv", ["kv"], {"kv": 1}])
@@ -275,15 +275,6 @@ def test_an_operation_ends_with_the_last_group_that_holds_its_bytes(operation: B
 
     assert [plan.groups[index].start for index in plan.last_groups[:2]] == [3, 4]
     assert plan.last_groups[2] == -1
-
-
-def test_the_most_urgent_operation_decides(operation: Build) -> None:
-    plan = _merge(
-        operation(Direction.LOAD, priority=3, kv=([0], [0])),
-        operation(Direction.LOAD, priority=1, kv=([1], [1])),
-    )
-
-    assert plan.priority == 1
 
 
 def _random_operations(rng: random.Random, direction: Direction) -> list[CacheOperation]:

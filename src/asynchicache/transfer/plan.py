@@ -64,7 +64,6 @@ class CacheOperation(msgspec.Struct, frozen=True):
     Attributes:
         direction: from which tier to which.
         transfers: by pool, slots to slots; a pool may come more than once.
-        priority: lower is sooner; of operations of one tick only, see `transfer.schedule`.
         reach: of each transfer, so that whoever knows the pools checks it in no time; none if there is
             nothing to move. Not to be given: it is worked out.
     """
@@ -72,18 +71,17 @@ class CacheOperation(msgspec.Struct, frozen=True):
     # A struct: to set the fields of a frozen dataclass takes longer than to check a few slots.
     direction: Direction
     transfers: tuple[PoolTransfer, ...]
-    priority: int = 0
     reach: tuple[Reach, ...] = ()
 
     def __post_init__(self) -> None:
         """
         Raises:
-            UsageError: no direction, a priority that is no integer, lists of unequal length, a slot that
-                is no integer or negative, a destination twice, or a slot forked and written at once.
+            UsageError: no direction, lists of unequal length, a slot that is no integer or negative, a
+                destination twice, or a slot forked and written at once.
         """
         direction = self.direction
-        if not isinstance(direction, Direction) or not isinstance(self.priority, int):
-            raise UsageError(f"{direction!r} must be a Direction, priority {self.priority!r} an int")
+        if not isinstance(direction, Direction):
+            raise UsageError(f"{direction!r} must be a Direction")
         transfers, reaches, moves, plain = [], [], False, set()
         for transfer in self.transfers:
             pool, sources, destinations = copy = copied(transfer)
@@ -158,7 +156,6 @@ class TransferPlan:
 
     Attributes:
         direction: theirs.
-        priority: the lowest of theirs, which is the soonest.
         runs: by pool, int64 `[runs, 3]` of (first source slot, first destination slot, slots), the
             same for all tensors and layers.
         groups: in the order they are to be copied; together they hold every layer of the model.
@@ -167,7 +164,6 @@ class TransferPlan:
     """
 
     direction: Direction
-    priority: int
     runs: Mapping[str, Slots]
     groups: tuple[LayerGroup, ...]
     last_groups: tuple[int, ...]
@@ -211,7 +207,6 @@ def merge(
     )
     return TransferPlan(
         direction=direction,
-        priority=min(operation.priority for operation in operations),
         runs={pool: _runs(direction, pool, *slots) for pool, slots in columns.items()},
         groups=groups,
         last_groups=_last_groups(operations, groups),

@@ -133,8 +133,8 @@ def _recent(tables: Iterable[Slots], slots: Slots, since: int) -> set[int]:
     return found
 
 
-_URGENCY = {Direction.FORK: 0, Direction.LOAD: 1, Direction.BACKUP: 2}
-"""Of transfers that could start at once: forks are small, and forwards wait for them and for loads."""
+_MOST_URGENT_FIRST = (Direction.FORK, Direction.LOAD, Direction.BACKUP)
+"""Forks are small, and forwards wait for them and for loads."""
 
 
 class Batcher:
@@ -167,8 +167,8 @@ class Batcher:
     def batch(self, submissions: Sequence[Submission]) -> list[TransferRecord]:
         """The transfers of one tick, in the order to enqueue them; every ticket is told what it sees.
 
-        Independent operations of one direction and priority are one transfer. Among independent transfers
-        the lower priority number goes first, and of equal ones forks and loads before backups.
+        Independent operations of one direction are one transfer. Among independent transfers forks and loads
+        go before backups.
         """
         self._forget_finished()
         self._made = []
@@ -208,12 +208,10 @@ class Batcher:
         return 1 + bisect_left(sizes, True, key=lambda size: not self._independence.holds(operations[:size]))
 
     def _round(self, submissions: Iterable[Submission]) -> list[TransferRecord]:
-        merged: dict[tuple[int, int], list[Submission]] = {}
+        merged: dict[Direction, list[Submission]] = {direction: [] for direction in _MOST_URGENT_FIRST}
         for submission in submissions:
-            operation = submission.operation
-            urgency = operation.priority, _URGENCY[operation.direction]
-            merged.setdefault(urgency, []).append(submission)
-        return [self._record(merged[urgency]) for urgency in sorted(merged)]
+            merged[submission.operation.direction].append(submission)
+        return [self._record(together) for together in merged.values() if together]
 
     def _record(self, submissions: Sequence[Submission]) -> TransferRecord:
         operations = [submission.operation for submission in submissions]
