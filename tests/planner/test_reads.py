@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynchicache.planner.fetch import Query
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST
-from asynchicache.types import MissReason, Outcome, WritePolicy
+from asynchicache.hashing import page_digests
+from asynchicache.planner.fetch import Gained, Query, Read
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
+from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 from controller.simulation import Simulation
 
 PROMPT = list(range(1, 18))
@@ -85,3 +86,382 @@ def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[S
 
     assert (choice.read, choice.reason, choice.backups) == (None, MissReason.STATE, [])
     sim.planner.reader.drop(query)
+
+
+# How far, and from where
+
+
+STATES = 1
+
+
+def roomy(simulations: list[Simulation], *, mamba: bool = False, swa: int = 0, host: int = 64) -> Simulation:
+    slots = {"kv": (64, host)}
+    if mamba:
+        slots["mamba"] = (8, 8)
+    if swa:
+        slots["swa"] = (16, 16)
+    sim = Simulation(
+        random.Random(0), states=mamba, windows={"swa": swa} if swa else {}, slots=slots,
+        policy=WritePolicy.WRITE_BACK,
+    )  # fmt: skip
+    simulations.append(sim)
+    return sim
+
+
+def chosen(sim: Simulation, query: Query, *present: bytes, join: bool = True) -> Read:
+    choice = sim.planner.reader.choose(query, dict(enumerate(present)), join=join)
+    sim.start(choice.backups)
+    assert choice.read is not None
+    assert choice.reason is MissReason.NONE
+    return choice.read
+
+
+def answered(sim: Simulation, read: Read, **outcomes: list[Outcome]) -> list[Gained]:
+    """What a read brings; all of it, but for the outcomes of pools that are named."""
+    names = sim.planner.books.names
+    gained = sim.planner.reader.deliver(
+        read,
+        {
+            number: outcomes.get(names[number], [Outcome.HIT] * len(slots))
+            for number, slots in read.slots.items()
+        },
+    )
+    for one in gained:
+        sim.start(one.backups)
+        sim.planner.reader.finish(one.read)
+    return gained
+
+
+def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    reader = sim.planner.reader
+    tokens = sim.open(PROMPT).tokens
+
+    assert reader.lacks(tokens, b"") == 8
+    served(sim, 6)
+    assert reader.lacks(tokens, b"") == 5
+    assert reader.lacks(tokens[:6], b"") == 0, "a token is left to compute"
+    assert reader.lacks(tokens[:7], b"") == 0
+    assert reader.lacks(tokens[:9], b"") == 1
+    assert reader.ask(tokens[:7], b"") is None
+    assert reader.ask(tokens[:8], b"") is None
+    query = reader.ask(tokens[:9], b"")
+    assert query is not None
+    assert (query.pages, query.base, query.here) == (4, 3, 3)
+    reader.drop(query)
+
+
+def test_a_host_without_slots_asks_for_nothing(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations, host=0)
+    tokens = sim.open(PROMPT).tokens
+
+    assert not sim.planner.reader.asks(0)
+    assert sim.planner.reader.lacks(tokens, b"") == 0
+    assert sim.planner.reader.ask(tokens, b"") is None
+
+
+def test_digests_are_computed_once(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    served(sim, 6)
+    reader, tokens = sim.planner.reader, sim.open(PROMPT).tokens
+    chain = page_digests(tokens[:16], 2, b"")
+
+    assert reader.known_digests(tokens, b"") == []
+    query = reader.ask(tokens, b"")
+    assert query is not None
+    assert query.digests == chain
+    assert reader.known_digests(tokens, b"") == chain[:3], "what is in the tree keeps its own"
+    assert reader.known_digests(tokens[:5], b"") == chain[:2]
+    again = reader.ask(tokens, b"")
+    assert again is not None
+    assert again.digests == chain
+    for one in (query, again):
+        reader.drop(one)
+
+
+@pytest.mark.parametrize(("window", "first"), [(1, 3), (2, 2), (3, 1), (8, 0)])
+def test_the_first_page_of_a_window_that_a_longer_prefix_may_need(
+    simulations: list[Simulation], window: int, first: int
+) -> None:
+    sim = roomy(simulations, swa=window)
+    served(sim, 6)
+    query = asked(sim)
+
+    assert query.base == 3
+    assert sim.planner.reader.first_page(query, 1) == first
+    sim.planner.reader.drop(query)
+
+
+HAS = b"\1" * PAGES
+
+
+@pytest.mark.parametrize(
+    ("kv", "mamba", "target", "pages"),
+    [
+        (HAS, HAS, 8, {0: [3, 4, 5, 6, 7], 1: [7]}),
+        (HAS, b"\0\0\0\0\0\1\0\0", 6, {0: [3, 4, 5], 1: [5]}),
+        (b"\0\0\0\1\1\0\1\1", HAS, 5, {0: [3, 4], 1: [4]}),
+        (b"\0\0\0\1", HAS, 4, {0: [3], 1: [3]}),
+    ],
+    ids=["all", "one state", "a gap", "a short answer"],
+)
+def test_the_longest_prefix_that_memory_and_storage_have_together_is_read(
+    simulations: list[Simulation], kv: bytes, mamba: bytes, target: int, pages: dict[int, list[int]]
+) -> None:
+    sim = roomy(simulations, mamba=True)
+    served(sim, 6)
+    query = asked(sim)
+    assert (query.base, query.here, bytes(query.local[STATES])) == (3, 3, b"\0\0\1")
+
+    read = chosen(sim, query, kv, mamba)
+
+    assert (read.target, read.pages, read.needs, read.joined) == (target, pages, [], False)
+    assert {number: len(slots) for number, slots in read.slots.items()} == {
+        n: len(p) for n, p in pages.items()
+    }
+    assert read.digests(0) == [query.digests[page] for page in pages[0]]
+    (gained,) = answered(sim, read)
+    assert (gained.read, gained.pages, gained.arrived) == (read, target, len(pages[0]) + 1)
+    assert gained.reason is MissReason.NONE
+    assert sim.open(PROMPT).matched_pages == target
+
+
+@pytest.mark.parametrize(
+    ("kv", "mamba", "reason"),
+    [
+        (b"", b"", MissReason.COLD),
+        (b"\1\1\1\0\1\1\1\1", HAS, MissReason.COLD),
+        (HAS, b"\1\1\1\0\0\0\0\0", MissReason.STATE),
+        (b"\0\0\0\1\0\0\0\0", b"\0\0\0\0\1", MissReason.STATE),
+    ],
+)
+def test_why_nothing_is_read(
+    simulations: list[Simulation], kv: bytes, mamba: bytes, reason: MissReason
+) -> None:
+    sim = roomy(simulations, mamba=True)
+    served(sim, 6)
+    query = asked(sim)
+
+    choice = sim.planner.reader.choose(query, {0: kv, 1: mamba})
+    assert (choice.read, choice.reason, choice.backups) == (None, reason, [])
+    sim.planner.reader.drop(query)
+
+
+def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> None:
+    slots = {"kv": (64, 64), "mamba": (8, 8), "swa": (16, 16)}
+    sim = Simulation(random.Random(0), windows={"swa": 2}, slots=slots)
+    simulations.append(sim)
+    query = asked(sim)
+    choose = sim.planner.reader.choose
+
+    found = [
+        choose(query, {0: HAS, 1: mamba, 2: swa}).reason
+        for mamba, swa in ((b"\0\0\0\0\1", b"\0" * 8), (b"\0" * 8, b"\0\0\0\1\1"), (b"\0\1", b"\0\0\1\1"))
+    ]
+    assert found == [MissReason.WINDOW, MissReason.STATE, MissReason.STATE]
+    sim.planner.reader.drop(query)
+
+
+def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations, swa=3)
+    served(sim, 8)
+    sim.planner.books.evict(place(1, Tier.DEVICE), 1, dirty=True)
+    query = asked(sim)
+    assert bytes(query.local[1]) == b"\0\1\1\1"
+
+    read = chosen(sim, query, b"\1" * 5, HAS)
+    assert (read.target, read.pages) == (5, {0: [4], 1: [4]})
+    (gained,) = answered(sim, read)
+    assert gained.pages == 5
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "pages", "reason"),
+    [
+        ([Outcome.MISS] * 5, 3, MissReason.COLD),
+        ([Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT], 5, MissReason.COLD),
+        ([Outcome.HIT] * 4 + [Outcome.CORRUPT], 7, MissReason.CORRUPT),
+        ([Outcome.TIMEOUT, Outcome.MISS, Outcome.FAILED, Outcome.HIT, Outcome.HIT], 3, MissReason.DEADLINE),
+        ([Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.HIT, Outcome.HIT], 4, MissReason.STORAGE_FAILED),
+        (
+            [Outcome.HIT, Outcome.MISS, Outcome.REJECTED, Outcome.HIT, Outcome.HIT],
+            4,
+            MissReason.STORAGE_FAILED,
+        ),
+        ([Outcome.HIT, Outcome.CORRUPT, Outcome.TIMEOUT, Outcome.HIT, Outcome.HIT], 4, MissReason.CORRUPT),
+    ],
+)
+def test_what_comes_of_a_read_that_falls_short(
+    simulations: list[Simulation], outcomes: list[Outcome], pages: int, reason: MissReason
+) -> None:
+    sim = roomy(simulations)
+    served(sim, 6)
+    read = chosen(sim, asked(sim), HAS)
+    (gained,) = answered(sim, read, kv=outcomes)
+
+    assert (gained.pages, gained.arrived, gained.reason) == (pages, outcomes.count(Outcome.HIT), reason)
+    assert sim.open(PROMPT).matched_pages == pages
+    host = sim.planner.books.free[FULL_HOST]
+    assert host.held == sum(len(node.held(FULL_HOST)) for node in sim.planner.books.tree.nodes())
+
+
+def test_slots_of_a_late_page_stay_with_the_read_until_it_is_finished(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    read = chosen(sim, asked(sim), HAS)
+    late = read.slots[0][4]
+    host = sim.planner.books.free[FULL_HOST]
+    outcomes = [Outcome.HIT] * 3 + [Outcome.MISS, Outcome.TIMEOUT] + [Outcome.HIT] * 3
+
+    (gained,) = sim.planner.reader.deliver(read, {0: outcomes})
+
+    assert gained.pages == 3
+    assert read.slots == {0: [late]}
+    assert host.held == 3 + 1
+    sim.verify()
+    sim.planner.reader.finish(read)
+    assert (host.held, host.quarantined) == (3, 0)
+
+
+def test_slots_that_an_engine_may_write_to_for_ever_are_never_lent_again(
+    simulations: list[Simulation],
+) -> None:
+    sim = roomy(simulations)
+    read = chosen(sim, asked(sim), HAS)
+    sim.planner.reader.deliver(read, {0: [Outcome.TIMEOUT] * 8})
+    sim.planner.reader.finish(read, safe=False)
+
+    host = sim.planner.books.free[FULL_HOST]
+    assert (host.held, host.quarantined) == (0, 8)
+
+
+def test_what_storage_brought_is_known_to_be_there(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations, mamba=True)
+    answered(sim, chosen(sim, asked(sim), HAS, HAS))
+    assert [(node.pages, node.stored) for node in sim.planner.books.tree.nodes()] == [(8, 0b11)]
+
+
+def test_what_came_while_storage_was_forgotten_is_not(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations, mamba=True)
+    read = chosen(sim, asked(sim), HAS, HAS)
+    sim.planner.writer.forget_stored()
+
+    assert answered(sim, read)[0].pages == 8
+    assert [node.stored for node in sim.planner.books.tree.nodes()] == [0]
+
+
+def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations, mamba=True)
+    read = chosen(sim, asked(sim), HAS, HAS)
+    served(sim, 10)
+    books = sim.planner.books
+    for node in list(books.tree.nodes()):
+        sim.start(sim.planner.writer.backup(node))
+    sim.settle()
+
+    (gained,) = answered(sim, read)
+
+    assert gained.pages == 8
+    assert books.free[FULL_HOST].held == 8
+    assert books.free[place(STATES, Tier.HOST)].held == 2
+    assert sorted(node.end for node in books.tree.nodes()) == [5, 8]
+
+
+def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations, host=5)
+    served(sim, 6)
+    query = asked(sim)
+    books = sim.planner.books
+    taken = books.free[FULL_HOST].allocate(3)  # two are left for three pages
+    choice = sim.planner.reader.choose(query, {0: HAS})
+
+    assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
+    books.free[FULL_HOST].release(taken)
+    sim.planner.reader.drop(query)
+
+
+# Side by side
+
+
+def test_a_read_leaves_out_what_another_one_brings_and_waits_for_it(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    assert short is not None
+    first = chosen(sim, short, HAS)
+    second = chosen(sim, asked(sim), HAS)
+    assert (first.pages, first.needs, first.joined) == ({0: [0, 1, 2, 3, 4]}, [], False)
+    assert (second.pages, second.needs, second.joined) == ({0: [5, 6, 7]}, [first], True)
+    assert second.target == 8
+
+    assert answered(sim, second) == []
+    gained = answered(sim, first)
+    assert [(one.read, one.pages, one.arrived) for one in gained] == [(first, 5, 5), (second, 8, 3)]
+
+
+def test_who_has_waited_in_vain_reads_by_itself(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    first, second = chosen(sim, asked(sim), HAS), chosen(sim, asked(sim), HAS, join=False)
+
+    assert second.pages == first.pages
+    assert (second.needs, second.joined) == ([], False)
+    assert [one.pages for one in answered(sim, first)] == [8]
+    assert [one.pages for one in answered(sim, second)] == [8]
+    assert sim.planner.books.free[FULL_HOST].held == 8
+
+
+def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
+    simulations: list[Simulation],
+) -> None:
+    """Their sequences part after three pages, of which both have two in memory already."""
+    sim = roomy(simulations)
+    served(sim, 4)
+    other = sim.planner.reader.ask(sim.open([*PROMPT[:6], *range(50, 61)]).tokens, b"")
+    assert other is not None
+    first, second = chosen(sim, other, HAS), chosen(sim, asked(sim), HAS)
+
+    assert first.pages == {0: [2, 3, 4, 5, 6, 7]}
+    assert (second.pages, second.needs) == ({0: [3, 4, 5, 6, 7]}, [first])
+    third = sim.planner.reader.ask(sim.open([*PROMPT[:4], *range(70, 75)]).tokens, b"")
+    assert third is not None
+    apart = chosen(sim, third, HAS)
+    assert (apart.pages, apart.needs, apart.joined) == ({0: [2, 3]}, [], False)
+    for read, pages in ((apart, 4), (first, 8), (second, 8)):
+        assert [one.pages for one in answered(sim, read)] == [pages]
+
+
+def test_who_waited_for_a_read_that_failed_is_given_what_still_fits(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    assert short is not None
+    first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
+    assert answered(sim, second) == []
+
+    gained = answered(sim, first, kv=[Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT])
+    assert [(one.read, one.pages) for one in gained] == [(first, 2), (second, 2)]
+    assert sim.planner.books.free[FULL_HOST].held == 2
+
+
+def test_pages_without_a_state_are_put_in_where_others_stand_on_them(simulations: list[Simulation]) -> None:
+    """The first read fails to bring its state; the second one's prefix needs only the state at its end."""
+    sim = roomy(simulations, mamba=True)
+    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    assert short is not None
+    first = chosen(sim, short, HAS, HAS)
+    second = chosen(sim, asked(sim), HAS, HAS)
+    assert second.pages == {0: [5, 6, 7], 1: [7]}
+    assert answered(sim, second) == []
+
+    gained = answered(sim, first, mamba=[Outcome.MISS])
+    assert [(one.read, one.pages, one.arrived) for one in gained] == [(first, 0, 5), (second, 8, 4)]
+    assert [one.reason for one in gained] == [MissReason.COLD, MissReason.NONE]
+
+
+def test_what_a_read_stands_on_stays_while_it_waits(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    assert short is not None
+    first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
+    answered(sim, first)
+    sim.planner.books.evict(FULL_HOST, 64, dirty=True)
+
+    assert sim.planner.books.free[FULL_HOST].held == 5 + 3
+    assert [one.pages for one in answered(sim, second)] == [8]

@@ -1,0 +1,220 @@
+"""Questions to storage: what others are asking already is not asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from asynchicache.controller.presence_queries import PresenceQuestions
+from asynchicache.controller.storage_pools import Presence
+from asynchicache.types import MissReason
+
+
+class Store:
+    """Answers when it is told to, and keeps what it was asked."""
+
+    def __init__(self, *there: bytes) -> None:
+        self.there = set(there)
+        self.reason = MissReason.NONE
+        self.gate = asyncio.Event()
+        self.asked: list[tuple[int, list[bytes], bool]] = []
+
+    async def exists(self, number: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
+        self.asked.append((number, list(digests), fresh))
+        reason = self.reason
+        await self.gate.wait()
+        return Presence(bytes(digest in self.there for digest in digests), reason)
+
+
+def path(name: str, length: int = 6) -> list[bytes]:
+    """Digests of a path; where names agree from the left, paths do."""
+    return [(name[: page + 1].ljust(page + 1, name[-1]) + str(page)).encode() for page in range(length)]
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def ask(questions: PresenceQuestions, *args: object, **kwargs: object) -> asyncio.Task[Presence]:
+    """Ask, and let the question get as far as storage."""
+    task = asyncio.create_task(questions.ask(*args, **kwargs))  # type: ignore[arg-type]
+    await turns()
+    return task
+
+
+@pytest.mark.asyncio
+async def test_the_pages_that_are_asked_for_are_answered_in_order() -> None:
+    digests = path("a")
+    store = Store(digests[2], digests[4])
+    store.gate.set()
+
+    answer = await PresenceQuestions(store).ask(1, digests, range(1, 5))
+
+    assert answer == Presence(b"\0\1\0\1", MissReason.NONE)
+    assert store.asked == [(1, digests[1:5], False)]
+
+
+@pytest.mark.asyncio
+async def test_what_was_answered_is_asked_again_later() -> None:
+    digests = path("a")
+    store = Store()
+    store.gate.set()
+    questions = PresenceQuestions(store)
+
+    assert (await questions.ask(0, digests, range(2))).flags == b"\0\0"
+    store.there.update(digests)
+    assert (await questions.ask(0, digests, range(2))).flags == b"\1\1"
+    assert len(store.asked) == 2
+
+
+@pytest.mark.asyncio
+async def test_those_that_ask_at_once_share_one_call_and_their_common_pages() -> None:
+    first, second = path("aaab"), path("aaac")
+    assert first[:3] == second[:3] != first[3:] != second[3:]
+    store = Store(first[0], first[2], second[4])
+    store.gate.set()
+    questions = PresenceQuestions(store)
+
+    answers = await asyncio.gather(
+        questions.ask(0, first, range(4)),
+        questions.ask(0, second, range(1, 6)),
+        questions.ask(0, first, range(4)),
+    )
+
+    assert [answer.flags for answer in answers] == [b"\1\0\1\0", b"\0\1\0\1\0", b"\1\0\1\0"]
+    assert store.asked == [(0, [*first[:4], *second[3:6]], False)]
+
+
+@pytest.mark.asyncio
+async def test_only_what_nobody_asks_is_asked_around_what_others_do() -> None:
+    digests = path("a", 10)
+    store = Store(digests[1], digests[2], digests[4], digests[7], digests[9])
+    questions = PresenceQuestions(store)
+    later = await ask(questions, 0, digests, range(6, 8))
+    earlier = await ask(questions, 0, digests, range(2, 4))
+
+    whole = await ask(questions, 0, digests, range(1, 10))
+    store.gate.set()
+
+    assert (await whole).flags == b"\1\1\0\1\0\0\1\0\1"
+    assert (await earlier).flags == b"\1\0"
+    assert (await later).flags == b"\0\1"
+    assert [asked for _, asked, _ in store.asked] == [
+        digests[6:8],
+        digests[2:4],
+        [digests[1], *digests[4:6], *digests[8:10]],
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all() -> None:
+    digests = path("a")
+    store = Store(digests[1], digests[3])
+    questions = PresenceQuestions(store)
+    remembered = await ask(questions, 0, digests, range(3))
+    fresh = await ask(questions, 0, digests, range(1, 5), fresh=True)
+    both = await ask(questions, 0, digests, range(5))
+    other = await ask(questions, 0, digests, range(2, 5), fresh=True)
+    store.gate.set()
+
+    assert (await remembered).flags == b"\0\1\0"
+    assert (await fresh).flags == b"\1\0\1\0"
+    assert (await both).flags == b"\0\1\0\1\0"
+    assert (await other).flags == b"\0\1\0"
+    assert store.asked == [(0, digests[:3], False), (0, digests[1:5], True)]
+
+
+@pytest.mark.asyncio
+async def test_components_are_asked_for_apart() -> None:
+    digests = path("a")
+    store = Store(*digests)
+    questions = PresenceQuestions(store)
+    tasks = [await ask(questions, number, digests, range(2)) for number in (0, 1)]
+    store.gate.set()
+
+    assert [(await task).flags for task in tasks] == [b"\1\1", b"\1\1"]
+    assert [number for number, _, _ in store.asked] == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_the_first_trouble_is_what_an_answer_tells() -> None:
+    digests = path("a")
+    store = Store(*digests)
+    questions = PresenceQuestions(store)
+    calm = await ask(questions, 0, digests, range(1))
+    store.reason = MissReason.DEADLINE
+    late = await ask(questions, 0, digests, range(1, 2))
+    store.reason = MissReason.STORAGE_FAILED
+    whole = await ask(questions, 0, digests, range(3))
+    store.gate.set()
+
+    assert (await calm).reason is MissReason.NONE
+    assert (await late).reason is MissReason.DEADLINE
+    assert await whole == Presence(b"\1\1\1", MissReason.DEADLINE)
+
+
+@pytest.mark.asyncio
+async def test_who_stands_on_a_question_that_is_given_up_asks_by_itself() -> None:
+    digests = path("a")
+    store = Store(digests[1], digests[4])
+    questions = PresenceQuestions(store)
+    first = await ask(questions, 0, digests, range(4))
+    second = await ask(questions, 0, digests, range(1, 6))
+    first.cancel()
+    await turns()
+    store.gate.set()
+
+    assert (await second).flags == b"\1\0\0\1\0"
+    assert first.cancelled()
+    assert [asked for _, asked, _ in store.asked] == [digests[:4], digests[4:6], digests[1:4]]
+
+
+@pytest.mark.asyncio
+async def test_who_asks_for_others_too_may_give_up() -> None:
+    """The first of those that ask at once makes the call for all of them."""
+    one, other = path("a"), path("b")
+    store = Store(*one, *other)
+    questions = PresenceQuestions(store)
+    tasks = [asyncio.create_task(questions.ask(0, digests, range(2))) for digests in (one, other)]
+    await turns()
+    tasks[0].cancel()
+    await turns()
+    store.gate.set()
+
+    assert (await tasks[1]).flags == b"\1\1"
+    assert [asked for _, asked, _ in store.asked] == [[*one[:2], *other[:2]], other[:2]]
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_the_call_of_another_may_give_up() -> None:
+    one, other = path("a"), path("b")
+    store = Store(*one)
+    questions = PresenceQuestions(store)
+    tasks = [asyncio.create_task(questions.ask(0, digests, range(2))) for digests in (one, other)]
+    await turns()
+    tasks[1].cancel()
+    await turns()
+    again = await ask(questions, 0, other, range(2))
+    store.gate.set()
+
+    assert (await tasks[0]).flags == b"\1\1"
+    assert (await again).flags == b"\0\0"
+    assert len(store.asked) == 1, "its question is still in flight"
+
+
+@pytest.mark.asyncio
+async def test_three_calls_at_once_and_the_rest_together() -> None:
+    paths = [path(name) for name in "abcdef"]
+    store = Store(*paths[4])
+    questions = PresenceQuestions(store)
+    tasks = [await ask(questions, 0, digests, range(2)) for digests in paths]
+    assert [asked for _, asked, _ in store.asked] == [digests[:2] for digests in paths[:3]]
+    apart = await ask(questions, 0, paths[0], range(1), fresh=True)
+    assert len(store.asked) == 4, "another kind has calls of its own"
+    store.gate.set()
+
+    assert [(await task).flags for task in (*tasks, apart)] == [b"\0\0"] * 4 + [b"\1\1", b"\0\0", b"\0"]
+    assert [asked for _, asked, _ in store.asked][4:] == [[d for digests in paths[3:] for d in digests[:2]]]

@@ -1,0 +1,290 @@
+"""Who holds which slot, and what making room costs: exact counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from asynchicache.errors import ConfigError
+from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.state import Counters
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place
+from asynchicache.types import PoolTransfer, Tier, WritePolicy
+from controller.simulation import Simulation
+
+BACK = WritePolicy.WRITE_BACK
+
+
+def simulation(
+    policy: WritePolicy = BACK, windows: dict[str, int] | None = None, **slots: tuple[int, int]
+) -> Simulation:
+    return Simulation(random.Random(0), states="mamba" in slots, windows=windows, slots=slots, policy=policy)
+
+
+def published(sim: Simulation, tokens: list[int], *stops: int) -> Node:
+    sequence = sim.open(tokens)
+    sim.load(sequence)
+    for stop in stops or (len(tokens),):
+        assert sim.compute(sequence, stop)
+    node = sequence.lease.node
+    sim.close(sequence)
+    return node
+
+
+def saved(sim: Simulation, node: Node) -> None:
+    for copy in sim.planner.writer.backup(node):
+        sim.planner.copied(copy, None)
+
+
+# Room
+
+
+def test_room_that_is_free_costs_nothing() -> None:
+    sim = simulation(kv=(8, 8))
+    published(sim, [1, 2, 3, 4])
+    books = sim.planner.books
+
+    assert books.make_room(FULL_DEVICE, 6)
+    assert books.counters == Counters(evicted=[0, 0])
+    assert books.make_room(FULL_DEVICE, 7)
+    assert books.counters.evicted == [1, 0], "no more than it takes"
+    assert books.free[FULL_DEVICE].available == 7
+
+
+def test_room_that_cannot_be_made_is_refused_and_what_may_go_has_gone() -> None:
+    sim = simulation(kv=(8, 8))
+    published(sim, [1, 2, 3, 4])
+    running = sim.open([5, 6, 7, 8])
+    sim.load(running)
+    sim.planner.extend(running, 4)
+    books = sim.planner.books
+
+    assert not books.make_room(FULL_DEVICE, 7)
+    assert books.free[FULL_DEVICE].available == 6
+    assert books.make_room(FULL_DEVICE, 6)
+    assert books.has_room({FULL_DEVICE: 6, FULL_HOST: 8}) is None
+    assert books.has_room({FULL_DEVICE: 6, FULL_HOST: 9}) == FULL_HOST
+    assert books.has_room({FULL_DEVICE: 7, FULL_HOST: 9}) == FULL_DEVICE
+    assert books.has_room({}) is None
+    sim.close(running)
+
+
+@pytest.mark.parametrize(
+    ("policy", "demoted", "lost"), [(BACK, 2, 0), (WritePolicy.WRITE_THROUGH_SELECTIVE, 0, 2)]
+)
+def test_under_write_back_pages_with_a_copy_on_the_host_go_first(
+    policy: WritePolicy, demoted: int, lost: int
+) -> None:
+    sim = simulation(policy, kv=(6, 8))
+    dirty = published(sim, [1, 2, 3, 4])
+    clean = published(sim, [5, 6, 7, 8])
+    saved(sim, clean)
+    books = sim.planner.books
+
+    assert books.make_room(FULL_DEVICE, 4)
+    assert (books.counters.demoted, books.counters.lost) == (demoted, lost)
+    assert books.counters.evicted == [2, 0]
+    assert (dirty.parent is None) == bool(lost)
+    assert books.make_room(FULL_DEVICE, 6)
+    assert (books.counters.demoted, books.counters.lost) == (2, 2)
+    sim.verify()
+
+
+def test_what_is_evicted_is_counted_by_place() -> None:
+    sim = simulation(kv=(8, 8), mamba=(4, 4))
+    for first in (1, 3):
+        saved(sim, published(sim, [first, 2, 3, 4]))
+    books = sim.planner.books
+
+    books.evict(place(1, Tier.HOST), 1, dirty=True)
+    books.evict(FULL_DEVICE, 4, dirty=True)
+    assert books.counters.evicted == [4, 0, 2, 1]
+    assert [free.held for free in books.free] == [0, 4, 0, 1]
+    books.evict(FULL_HOST, 0, dirty=True)
+    books.evict(FULL_HOST, -3, dirty=True)
+    assert books.counters.evicted == [4, 0, 2, 1], "nothing was wanted"
+
+
+class Tracer:
+    """Takes down what is told of evictions."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def evicting(self, pool: str, tier: str, slots: int) -> Tracer:
+        self.told.append((pool, tier, slots))
+        return self
+
+    def finish(self, error: BaseException | None = None, **attributes: str | int) -> None:
+        assert error is None
+        self.told.append(attributes)
+
+
+def test_an_eviction_is_traced_with_what_became_of_it() -> None:
+    sim = simulation(kv=(8, 8), mamba=(4, 4))
+    saved(sim, published(sim, [1, 2, 3, 4]))
+    published(sim, [5, 6])
+    tracer = sim.planner.books.tracer = Tracer()  # type: ignore[assignment]
+
+    sim.planner.books.evict(FULL_DEVICE, 8, dirty=True)
+    sim.planner.books.evict(place(1, Tier.HOST), 1, dirty=True)
+    assert tracer.told == [
+        ("kv", "device", 8),
+        {"freed": 3, "demoted": 2, "lost": 1},
+        ("mamba", "host", 1),
+        {"freed": 1, "demoted": 0, "lost": 0},
+    ]
+
+
+def test_a_copy_of_the_counters_stays_as_it_was() -> None:
+    counters = Counters(evicted=[1, 2], demoted=3)
+    copy = counters.copy()
+    assert copy == counters
+    counters.evicted[0] += 1
+    counters.demoted += 1
+    assert copy == Counters(evicted=[1, 2], demoted=3)
+
+
+# Windows
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "words"),
+    [
+        (3, 0, "has 3 device pages; one request needs 4, a window of 3 and the page it writes"),
+        (4, 2, "has 2 host pages; one window needs 3"),
+    ],
+)
+def test_a_pool_without_room_for_a_window_is_refused(device: int, host: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        simulation(windows={"swa": 3}, kv=(8, 8), swa=(device, host))
+
+
+@pytest.mark.parametrize(("device", "host"), [(4, 0), (4, 3)])
+def test_room_for_one_window_is_enough(device: int, host: int) -> None:
+    sim = simulation(windows={"swa": 3}, kv=(8, 8), swa=(device, host))
+    assert [free.capacity for free in sim.planner.books.free] == [8, 8, device, host]
+
+
+# Slots of others
+
+
+def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
+    sim = simulation(kv=(8, 8), mamba=(4, 4))
+    left: list[tuple[str, list[int]]] = []
+
+    def note(pool: str, slots: Iterable[int]) -> None:
+        left.append((pool, list(slots)))
+
+    books = sim.planner.books
+    books.watch_host(note)
+    node = published(sim, [1, 2])
+    saved(sim, node)
+    pages, states = (list(node.held(place(number, Tier.HOST))) for number in (0, 1))
+    books.evict(FULL_HOST, 1, dirty=True)
+
+    assert sorted(left) == [("kv", pages), ("mamba", states)]
+    assert books.sharing(0) == ["kv"]
+    assert books.transfers(1, [5], [6]) == [PoolTransfer("mamba", [5], [6])]
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_slots_that_a_device_may_still_write_to_are_not_lent_again(poisoned: bool) -> None:
+    sim = simulation(kv=(8, 8))
+    books = sim.planner.books
+    slots = books.free[FULL_HOST].allocate(2)
+
+    books.give_back(FULL_HOST, slots, poisoned=poisoned)
+    assert books.free[FULL_HOST].quarantined == (2 if poisoned else 0)
+    assert books.free[FULL_HOST].available == (6 if poisoned else 8)
+
+
+def test_a_failed_copy_condemns_where_it_went() -> None:
+    sim = simulation(kv=(8, 8), mamba=(4, 4))
+    books = sim.planner.books
+    slots = books.free[place(1, Tier.HOST)].allocate(1)
+
+    books.condemn(Tier.HOST, books.transfers(1, [0], slots))
+    books.free[place(1, Tier.HOST)].release(slots)
+    assert [free.quarantined for free in books.free] == [0, 0, 0, 1]
+
+
+def test_host_slots_that_are_not_ready_are_not_lent() -> None:
+    sim = simulation(kv=(8, 8), mamba=(4, 4))
+    books = sim.planner.books
+
+    books.open_host("mamba", 1)
+    books.open_host("kv", 3)
+    assert [free.available for free in books.free] == [8, 3, 4, 1]
+
+
+# What is wrong
+
+
+def leaked(sim: Simulation, sequence: Sequence) -> None:
+    sim.planner.books.free[FULL_DEVICE].allocate(1)
+
+
+def stolen(sim: Simulation, sequence: Sequence) -> None:
+    sequence.pages.append(sequence.pages[-1] + 1)
+
+
+def shared(sim: Simulation, sequence: Sequence) -> None:
+    sequence.duplicates.append(sequence.pages[-1])
+
+
+def state_leaked(sim: Simulation, sequence: Sequence) -> None:
+    sim.planner.books.free[place(1, Tier.DEVICE)].allocate(1)
+
+
+def state_shared(sim: Simulation, sequence: Sequence) -> None:
+    sequence.snapshots[1] = sequence.states[1]
+
+
+def window_shared(sim: Simulation, sequence: Sequence) -> None:
+    number = sim.planner.books.names.index("swa")
+    sim.planner.books.private.append(
+        lambda: {place(number, Tier.DEVICE): list(sequence.windows[number].own)[:1]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (leaked, ["kv device slots: [1] leaked or stolen"]),
+        (stolen, ["kv device slots: [1] leaked or stolen"]),
+        (shared, ["kv device slots: a slot has two owners"]),
+        (state_leaked, ["mamba device slots: [1] leaked or stolen"]),
+        (state_shared, ["mamba device slots: a slot has two owners"]),
+        (window_shared, ["swa device slots: a slot has two owners"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_slot_has_one_owner(damage, words: list[str]) -> None:
+    sim = simulation(windows={"swa": 2}, kv=(8, 8), mamba=(4, 4), swa=(8, 8))
+    sequence = sim.open([1, 2])
+    sim.load(sequence)
+    sim.planner.extend(sequence, 2)
+    assert sim.planner.books.verify() == []
+
+    damage(sim, sequence)
+    assert sim.planner.books.verify() == words
+    sequence.lease.close()
+
+
+def test_slots_of_a_copy_whose_page_is_gone_have_an_owner() -> None:
+    sim = simulation(kv=(8, 8))
+    node = published(sim, [1, 2, 3, 4])
+    saved(sim, node)
+    sim.planner.books.evict(FULL_DEVICE, 2, dirty=True)
+    first, second = sim.open([1, 2, 3, 4, 5]), sim.open([1, 2, 3, 4, 6])
+    (load,) = sim.planner.loader.load(first)
+    assert sim.planner.books.verify() == []
+    sim.planner.copied(load, RuntimeError("planted"))
+    assert sim.planner.books.verify() == []
+    assert sim.planner.books.free[FULL_DEVICE].quarantined == 2
+    for sequence in (first, second):
+        sim.close(sequence)
+    sim.verify()
