@@ -150,11 +150,6 @@ class MemoryStore:
 _NAMED: dict[str, MemoryStore] = {}
 
 
-def forget_store(name: str) -> None:
-    """Let go of a named store's pages; a cache that has it open keeps them until it closes."""
-    _NAMED.pop(name, None)
-
-
 class MemoryEngine:
     """One pool's pages in a `MemoryStore`.
 

@@ -1,7 +1,6 @@
 """Pages of an engine that has no event loop: its own memory, its own keys, our storage."""
 
 import mmap
-import select
 import tempfile
 
 from asynchicache.integrations.bridge import LoopBridge
@@ -24,7 +23,7 @@ with tempfile.TemporaryDirectory() as folder:
     memory_of_the_engine[: 2 * PAGE_BYTES] = b"a" * PAGE_BYTES + b"b" * PAGE_BYTES
     writing = pool.put(["page 0", "page 1"], [0, 1])
     bridge.submit(writing, nbytes=2 * memory.page_bytes, tag="my request")
-    select.select([bridge.fileno()], [], [])
+    bridge.drain()
     for job in bridge.finished():
         print(job.tag, [outcome.value for outcome in job.result()])
 

@@ -64,7 +64,6 @@ class MissReason(Enum):
     STORAGE_FAILED = "storage_failed"  # storage failed, or refused
     CORRUPT = "corrupt"  # storage delivered other bytes than were sealed
     TRANSFER_FAILED = "transfer_failed"  # a copy between device and host failed
-    DISABLED = "disabled"  # the tier, or the request, does not take part
     CLOSED = "closed"  # the cache was closing
 
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from asynchicache.backends.memory import MemoryBackend, forget_store, open_backend
+from asynchicache.backends.memory import MemoryBackend, open_backend
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
@@ -76,19 +76,15 @@ async def test_a_page_larger_than_all_there_is_changes_nothing() -> None:
 
 @pytest.mark.asyncio
 async def test_a_named_store_outlives_its_backend() -> None:
-    try:
-        async with backend_with({"name": "kept"}) as backend:
-            bench = await open_bench(backend)
-            await bench.put(bench.keys(1), [0])
-        async with backend_with({"name": "kept"}) as backend:
-            bench = await open_bench(backend)
-            assert await bench.get(bench.keys(1), [1]) == [HIT]
-        async with backend_with({"name": "other"}) as backend:
-            bench = await open_bench(backend)
-            assert await bench.get(bench.keys(1), [1]) == [MISS]
-    finally:
-        forget_store("kept")
-        forget_store("other")
+    async with backend_with({"name": "kept"}) as backend:
+        bench = await open_bench(backend)
+        await bench.put(bench.keys(1), [0])
+    async with backend_with({"name": "kept"}) as backend:
+        bench = await open_bench(backend)
+        assert await bench.get(bench.keys(1), [1]) == [HIT]
+    async with backend_with({"name": "other"}) as backend:
+        bench = await open_bench(backend)
+        assert await bench.get(bench.keys(1), [1]) == [MISS]
     async with backend_with({}) as backend:
         bench = await open_bench(backend)
         assert await bench.get(bench.keys(1), [1]) == [MISS]
@@ -96,15 +92,12 @@ async def test_a_named_store_outlives_its_backend() -> None:
 
 @pytest.mark.asyncio
 async def test_pages_put_without_a_seal_are_trusted_later() -> None:
-    try:
-        async with backend_with({"name": "unsealed", "checksum": False}) as backend:
-            bench = await open_bench(backend)
-            await bench.put(bench.keys(1), [0])
-        async with backend_with({"name": "unsealed"}) as backend:
-            bench = await open_bench(backend)
-            assert await bench.get(bench.keys(1), [1]) == [HIT]
-    finally:
-        forget_store("unsealed")
+    async with backend_with({"name": "unsealed", "checksum": False}) as backend:
+        bench = await open_bench(backend)
+        await bench.put(bench.keys(1), [0])
+    async with backend_with({"name": "unsealed"}) as backend:
+        bench = await open_bench(backend)
+        assert await bench.get(bench.keys(1), [1]) == [HIT]
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ import pytest
 
 from asynchicache import HybridCache, ModelSpec
 from asynchicache.backends.file.shape import SegmentShape
-from asynchicache.backends.memory import MemoryBackend, MemoryStore, forget_store
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
@@ -60,10 +60,7 @@ async def newest_are_back(**options: object) -> list[int]:
 async def test_the_newest_conversations_that_fit_are_back_after_a_restart_in_memory() -> None:
     """Sixty-four pages are eight shared ones, and seven conversations' own."""
     bound = {"name": "promises", "capacity_bytes": 64 * _page_bytes(PAGES_ONLY)}
-    try:
-        found = await newest_are_back(storage="memory", storage_options=bound)
-    finally:
-        forget_store("promises")
+    found = await newest_are_back(storage="memory", storage_options=bound)
     assert found == [64] * 7 + [32] * 13
 
 

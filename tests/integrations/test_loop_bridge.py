@@ -9,7 +9,6 @@ import asyncio
 import gc
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageEr
 from asynchicache.integrations import bridge as bridge_module
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
 from asynchicache.integrations.gate import ByteGate
-from asynchicache.integrations.wakeups import EventfdWakeup, SocketWakeup, open_wakeup
 
 PATIENCE = 30.0  # of a test that waits for what must come; it never runs out
 
@@ -81,10 +79,6 @@ class Held:
         self._go.set()
 
 
-def readable(bridge: LoopBridge, timeout: float = 0.0) -> bool:
-    return bool(select.select([bridge.fileno()], [], [], timeout)[0])
-
-
 def test_a_job_runs_and_gives_its_result(bridge: LoopBridge) -> None:
     job = bridge.submit(answer(7), tag="seven")
     assert job.result(PATIENCE) == 7
@@ -132,15 +126,12 @@ def test_submit_waits_for_nothing_even_if_the_loop_is_blocked(bridge: LoopBridge
     assert blocking.wait(PATIENCE)
 
 
-def test_the_queue_gives_each_job_once_and_its_descriptor_tells_when(bridge: LoopBridge) -> None:
+def test_the_queue_gives_each_job_once(bridge: LoopBridge) -> None:
     assert bridge.finished() == []
-    assert not readable(bridge)
     jobs = [bridge.submit(answer(n), tag=n) for n in range(20)]
     waited = bridge.submit(answer(), queued=False)
     assert bridge.drain(PATIENCE)
-    assert readable(bridge)
     assert [job.tag for job in bridge.finished()] == [job.tag for job in jobs]
-    assert not readable(bridge)
     assert bridge.finished() == []
     assert waited.done()
 
@@ -269,7 +260,7 @@ def test_cancels_deadlines_and_ends_race_and_every_job_ends_once() -> None:
     assert bridge.drain(PATIENCE)
     assert Counter(map(id, bridge.finished())) == Counter(map(id, jobs)), "each once"
     assert all(job.done() and job.state is not JobState.PENDING for job in jobs)
-    assert (bridge.pending, bridge.pending_bytes) == (0, 0)
+    assert bridge.pending == 0
     assert {job.exception() is None for job in jobs if job.state is JobState.DONE} == {True}
     assert bridge.call(answer(), nbytes=64) == 42, "no byte is lost"
     assert bridge.close()
@@ -478,34 +469,6 @@ def test_an_interrupted_call_cancels_its_coroutine(
     assert ended.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("make", [EventfdWakeup, SocketWakeup])
-def test_a_wakeup_is_readable_while_it_is_set(make: type[EventfdWakeup | SocketWakeup]) -> None:
-    wakeup = make()
-    for _ in range(3):
-        assert select.select([wakeup.fileno()], [], [], 0)[0] == []
-        wakeup.set()
-        wakeup.set()
-        assert select.select([wakeup.fileno()], [], [], 0)[0]
-        wakeup.clear()
-        wakeup.clear()
-    wakeup.close()
-    wakeup.close()
-    wakeup.set()
-    wakeup.clear()
-    assert wakeup.fileno() == -1
-
-
-def test_without_eventfd_there_are_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "eventfd")
-    wakeup = open_wakeup()
-    assert isinstance(wakeup, SocketWakeup)
-    wakeup.close()
-    bridge = LoopBridge()
-    bridge.submit(answer()).result(PATIENCE)
-    assert readable(bridge)
-    assert bridge.close()
-
-
 def _in_child(check: Callable[[], Awaitable[None] | None]) -> int:
     """The exit status of a forked child that runs `check`: 0 if it raised nothing."""
     child = os.fork()
@@ -528,7 +491,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(bridge: LoopBridge) ->
     assert ended.wait(PATIENCE)
 
     def child() -> None:
-        assert bridge.finished() == [], "they are the parent's, and so is what its descriptor says"
+        assert bridge.finished() == [], "they are the parent's"
         job.cancel()
         with pytest.raises(ClosedError, match="after the fork"):
             bridge.submit(answer())
@@ -553,7 +516,6 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(bridge: LoopBridge) ->
     assert _in_child(child) == 0
     forked.set()
     holder.join(PATIENCE)
-    assert readable(bridge)
     held.release()
     assert job.result(PATIENCE) == 1
     assert bridge.finished() == [ended, job]

@@ -1,7 +1,13 @@
 """An event loop in a thread of its own, for hosts that have none: submit a coroutine, poll for its end.
 
 Every adapter of a synchronous engine stands on it. Nothing of the host's ever runs on the loop: ends
-of jobs are told through a queue and a file descriptor.
+of jobs are told through a queue.
+
+Not anyio's blocking portal, because jobs lend the host's memory to storage calls:
+- The future of a portal is cancelled at once, while its coroutine still runs. A job ends with its coroutine.
+- A cancel scope cancels again in every iteration of the loop. A coroutine that first waits for its storage
+  call to end would keep the CPU busy until then. A job's task is cancelled once.
+- Leaving a portal waits for its tasks and its thread without limit. `close` has one.
 """
 
 from __future__ import annotations
@@ -23,7 +29,6 @@ from typing import Any, TypeVar
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageError
 from asynchicache.integrations.gate import ByteGate
 from asynchicache.integrations.jobs import Job, JobState
-from asynchicache.integrations.wakeups import open_wakeup
 
 T = TypeVar("T")
 
@@ -85,7 +90,6 @@ class LoopBridge:
         self._runs: dict[Job[Any], _Run] = {}
         self._bytes = 0
         self._finished: deque[Job[Any]] = deque()
-        self._wakeup = open_wakeup()
         self._refusal: str | None = None
         """Why nothing more is taken; None while the bridge is open."""
         self._process = os.getpid()
@@ -98,11 +102,6 @@ class LoopBridge:
     def pending(self) -> int:
         """Jobs that have not ended."""
         return len(self._runs)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of jobs that have not ended, those that wait for room included."""
-        return self._bytes
 
     @property
     def closed(self) -> bool:
@@ -166,17 +165,12 @@ class LoopBridge:
 
     def finished(self) -> list[Job[Any]]:
         """Jobs that have ended since the last call, each once, in the order of their ends; never waits."""
-        if self._forked:  # the descriptor is shared with the parent, and its lock may be held for ever
+        if self._forked:  # a thread of the parent may have held the lock, which nothing releases here
             return []
         with self._changed:
             jobs = list(self._finished)
             self._finished.clear()
-            self._wakeup.clear()
         return jobs
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while `finished` has something; not to be read or closed."""
-        return self._wakeup.fileno()
 
     # The end.
 
@@ -193,7 +187,7 @@ class LoopBridge:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Take no more jobs, wait for those that are pending, cancel the rest, and end the thread.
 
-        `finished` still gives what ended, but its descriptor is closed. Twice is harmless.
+        `finished` still gives what ended. Calling it twice is harmless.
 
         Args:
             timeout_s: seconds that jobs have to end by themselves; cancelled ones get 1 s more.
@@ -206,7 +200,6 @@ class LoopBridge:
             UsageError: called on the bridge's own loop.
         """
         if self._forked:
-            self._wakeup.close()
             return True
         if threading.current_thread() is self._thread:
             raise UsageError("a bridge cannot be closed from its own loop: it would wait for itself")
@@ -231,8 +224,6 @@ class LoopBridge:
         self._thread.join(timeout_s)
         if self._thread.is_alive():  # a coroutine blocks it
             self._abandon("the bridge was closed while its loop was blocked")
-        with self._changed:
-            self._wakeup.close()
         atexit.unregister(self._exit)
         return clean and not self._thread.is_alive()
 
@@ -291,7 +282,6 @@ class LoopBridge:
         """End a job for its submitter; the lock is held."""
         if run.queued:  # first, so that whoever sees the job done finds it in the queue
             self._finished.append(run.job)
-            self._wakeup.set()
         run.job.finish(state, value, error)
 
     def _end(

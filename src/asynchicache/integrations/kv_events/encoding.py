@@ -56,9 +56,7 @@ class EventEncoder:
             group = self._groups.get(event.pool)
             if group is None:
                 continue
-            found = (
-                self._stored(event, group) if isinstance(event, PagesStored) else self._removed(event, group)
-            )
+            found = self._encoded(event, group)
             merged = _merged(last, found)
             if merged is None and last is not None:
                 yield last
@@ -66,7 +64,7 @@ class EventEncoder:
         if last is not None:
             yield last
 
-    def _one(self, event: PagesStored | PagesRemoved, group: _Group) -> BlockStored | BlockRemoved:
+    def _encoded(self, event: PagesStored | PagesRemoved, group: _Group) -> BlockStored | BlockRemoved:
         return self._stored(event, group) if isinstance(event, PagesStored) else self._removed(event, group)
 
     def _stored(self, event: PagesStored, group: _Group) -> BlockStored:
