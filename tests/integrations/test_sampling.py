@@ -55,6 +55,25 @@ def test_few_are_left(values: dict[str, float], kept: set[int]) -> None:
     assert set(draws(300, **values)) == kept
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8}, {"temperature": 0.3, "top_p": 0.5}],
+)
+def test_draws_are_those_of_a_plain_computation(values: dict[str, float]) -> None:
+    """Sort, cut and draw by hand: the warpers leave the same tokens, with the same probabilities."""
+    sampling = Sampling(**{"temperature": 0.8, "seed": 3, **values})
+    sampler, generator = Sampler(sampling), torch.Generator().manual_seed(3)
+    seeded = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        logits = torch.randn(2000, generator=seeded) * 3
+        scores = (logits - logits.max()) / sampling.temperature
+        ranked, tokens = scores.sort(descending=True)
+        reached = ranked[: sampling.top_k or len(ranked)].softmax(-1).cumsum(-1)
+        kept = tokens[: 1 + int((reached[:-1] < sampling.top_p).sum())]
+        left = torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept]).softmax(-1)
+        assert sampler.choose(logits) == int(torch.multinomial(left, 1, generator=generator))
+
+
 def test_a_seed_says_all() -> None:
     first, second = (Sampler(Sampling(temperature=2.0, seed=5)) for _ in range(2))
     assert [first.choose(LOGITS) for _ in range(50)] == [second.choose(LOGITS) for _ in range(50)]

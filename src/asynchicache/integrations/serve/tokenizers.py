@@ -161,6 +161,9 @@ class _SlidingDetokenizer:
 
     Tokenizers join tokens in ways that depend on their neighbours, so a token has no text of its own. After
     `decode_token` of Hugging Face's text-generation-inference.
+
+    Not `tokenizers.decoders.DecodeStream`: it never shows bytes that are not valid UTF-8, decodes all of
+    them again with every token, and drops what is left at the end of an answer.
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:

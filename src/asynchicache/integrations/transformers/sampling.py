@@ -6,25 +6,31 @@ import math
 from dataclasses import dataclass
 
 import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from asynchicache.errors import ConfigError
 
 _MAX_SEED = 2**64 - 1
-_COLDEST = torch.finfo(torch.float32).tiny  # what is smaller may be 0 to a kernel
+_COLDEST = torch.finfo(torch.float32).tiny  # a kernel may take a smaller number for 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The likeliest token, or one that is drawn.
+    """Take the likeliest token, or draw one.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token, whatever the rest says.
-        top_p: draw among the likeliest tokens whose probabilities reach this sum. Default: 1, all.
-        top_k: draw among so many of the likeliest tokens. Default: 0, all.
-        seed: of the draws, 0 to 2**64 - 1; None draws one.
+        temperature: logits are divided by it; 0 takes the likeliest token and ignores the other options.
+        top_p: draw among the likeliest tokens whose probabilities sum up to this. Default: 1, all.
+        top_k: draw among the k likeliest tokens; tokens with the k-th one's logit stay too. Default: 0, all.
+        seed: of the draws, 0 to 2**64 - 1; None picks one at random.
 
     Raises:
-        ConfigError: a value is out of its range; names it.
+        ConfigError: a value is out of its range; the message names it.
     """
 
     temperature: float = 0.0
@@ -47,10 +53,11 @@ GREEDY = Sampling()
 
 
 class Sampler:
-    """Chooses the tokens of one sequence; drawing goes on where it was."""
+    """Chooses the tokens of one sequence. Each draw continues the sequence's random numbers."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+        self._greedy = sampling.temperature == 0
+        self._warpers = _warpers(sampling)
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
@@ -58,33 +65,32 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """A token id by its logits `[vocabulary]`.
+        """Choose a token id by its logits `[vocabulary]`.
 
         Raises:
-            RuntimeError: the best of them is no finite number: the model has failed.
+            RuntimeError: the largest logit is not a finite number: the model has failed.
         """
-        if self._sampling.temperature == 0:
+        if self._greedy:
             return _likeliest(logits)
         scores = logits.detach().to("cpu", torch.float32)
-        # Below the likeliest's 0 a division may overflow: to minus infinity, which is no probability.
-        scores = (scores - scores.max()) / max(self._sampling.temperature, _COLDEST)
-        # In the order of the vocabulary: among ranks the smallest error would swap two close tokens.
-        likely = self._limited(scores).softmax(-1)
-        return int(torch.multinomial(likely, 1, generator=self._generator))
+        # Below the likeliest's 0 a division may overflow: to minus infinity, which is probability 0.
+        likely = self._warpers(None, (scores - scores.max()).unsqueeze(0)).softmax(-1)
+        # Drawn in vocabulary order: in order of probability, a rounding error would swap two close tokens.
+        return int(torch.multinomial(likely[0], 1, generator=self._generator))
 
-    def _limited(self, scores: torch.Tensor) -> torch.Tensor:
-        """`scores` without those that `top_k` and `top_p` leave out."""
-        if not self._sampling.top_k and self._sampling.top_p == 1:
-            return scores
-        ranked, tokens = scores.sort(descending=True)
-        reached = ranked[: self._sampling.top_k or len(ranked)].softmax(-1).cumsum(-1)
-        # The first token whose predecessors reach the sum already is out; the likeliest never is.
-        kept = tokens[: 1 + int((reached[:-1] < self._sampling.top_p).sum())]
-        return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    """Return transformers' warpers, in the order in which its `generate` applies them."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST))])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers
 
 
 def _likeliest(logits: torch.Tensor) -> int:
-    """`argmax` takes NaN for the largest number, and finds token 0 where all are minus infinity."""
+    # argmax takes NaN for the largest number, and answers 0 where all logits are minus infinity.
     token = logits.argmax()
     best = float(logits[token])
     if not math.isfinite(best):

@@ -15,6 +15,9 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class StopRule:
     """Where the output of one request ends.
 
+    Not transformers' `StopStringCriteria`: it decodes the whole vocabulary for each new set of strings, which
+    takes seconds for 128,000 tokens and would block the event loop.
+
     Args:
         max_new_tokens: 1 at least.
         token_ids: any of these is the last token.
