@@ -20,6 +20,7 @@ import torch
 from asynchicache.config import CacheConfig, open_backend
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.event_hub import EventSubscription
+from asynchicache.controller.executor import Executor
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.storage_pools import Attachment, StoredPools
@@ -120,10 +121,10 @@ class HybridCache:
             await shielded(stack.aclose())
 
     async def _close(self) -> None:
-        self._controller.close()
+        self._controller.executor.close()
         try:
             async with asyncio.timeout(self.config.close_seconds):
-                await self._controller.idle()
+                await self._controller.executor.idle()
                 await self._controller.storer.tell_uses()
         except TimeoutError:
             _log.warning("closed with work under way after %s s", self.config.close_seconds)
@@ -152,7 +153,7 @@ class HybridCache:
             InvalidTokensError: no tokens, or ids that are no integers of 0 to 2**63 - 1.
             ClosedError: the cache is closed.
         """
-        self._controller.check_open()
+        self._controller.executor.check_open()
         controller = self._controller
         seed = controller.namespaces.seed(namespace, salt)
         if self._tracer is None:
@@ -196,13 +197,13 @@ class HybridCache:
             ClosedError: the cache is closed before that.
         """
         await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
-        await self._controller.settled()
+        await self._controller.executor.settled()
 
     async def flush(self) -> None:
         """Forget everything in device and host memory that no request holds, once what is in flight now has
         ended; storage is left alone."""
-        await self._controller.turn()
-        await self._controller.settled()
+        await self._controller.executor.checkpoint()
+        await self._controller.executor.settled()
         self._controller.planner.flush()
 
     async def attach_storage(
@@ -223,7 +224,7 @@ class HybridCache:
             UsageError: the cache has storage already, or it is being detached.
             ClosedError: the cache is closed.
         """
-        await self._controller.turn()
+        await self._controller.executor.checkpoint()
         self._controller.storer.check_none()  # before a store is opened that could be the same folder
         given = None if isinstance(storage, str) else storage
         config = self.config
@@ -232,10 +233,10 @@ class HybridCache:
         if isinstance(storage, str):
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
         rooms = self._rooms
-        with self._controller.busy():  # closing waits
+        with self._controller.executor.busy():  # closing waits
             attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
             try:
-                self._controller.check_open()
+                self._controller.executor.check_open()
                 self._controller.storer.attach(attachment)
             except (ClosedError, UsageError):
                 await attachment.aclose()
@@ -257,7 +258,7 @@ class HybridCache:
             StorageError: storage failed.
             ClosedError: the cache was closed, or storage detached, before it answered.
         """
-        await self._controller.turn()
+        await self._controller.executor.checkpoint()
         return await self._controller.storer.clear()
 
     def events(self, *, limit: int = 10_000) -> EventSubscription:
@@ -270,7 +271,7 @@ class HybridCache:
             ConfigError: the limit is below 1.
             ClosedError: the cache is closed.
         """
-        self._controller.check_open()
+        self._controller.executor.check_open()
         return self._controller.events.subscribe(limit)
 
     async def snapshot(self) -> list[PagesStored]:
@@ -280,7 +281,7 @@ class HybridCache:
         them leads to the same end. Pages that are in storage only are not in it. Linear in the tree; the
         digests that it needs are computed in turns with other tasks.
         """
-        await self._controller.turn()
+        await self._controller.executor.checkpoint()
         return await self._controller.events.snapshot()
 
     def verify(self, *, idle: bool = False) -> list[str]:
@@ -297,7 +298,7 @@ class HybridCache:
         return collect_statistics(self._controller, self._rooms.engine, self._rooms.stored)
 
     def __repr__(self) -> str:
-        state = "closed" if self._controller.closing else "open"
+        state = "closed" if self._controller.executor.closing else "open"
         return f"<HybridCache {state}, {self.spec.model}, {self._controller.planner.books.free}>"
 
 
@@ -356,11 +357,8 @@ async def _open_rooms(
     await tasks.ready()
     controller = HybridCacheController(
         planner,
-        device,
-        reactor,
-        engine,
+        Executor(planner, device, reactor, engine, tasks),
         stored,
-        tasks,
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
         count_namespaces=config.count_namespaces,

@@ -96,7 +96,7 @@ def digests_of_other_tokens(opened: Opened) -> None:
 
 
 def a_slot_given_back_under_a_copy(opened: Opened) -> None:
-    (operation, *_) = opened.controller._engine.live()
+    (operation, *_) = opened.controller.executor._engine.live()
     pool, _, destinations = operation.transfers[0]
     assert pool == "kv"
     opened.books.free[FULL_DEVICE].release([int(destinations[0])])
@@ -105,7 +105,7 @@ def a_slot_given_back_under_a_copy(opened: Opened) -> None:
 def two_copies_into_one_slot(opened: Opened) -> None:
     for _ in range(2):
         operation = CacheOperation(Direction.BACKUP, (PoolTransfer("kv", [0], [30]),))
-        opened.controller._engine.submit(operation, done=lambda _: None)
+        opened.controller.executor._engine.submit(operation, done=lambda _: None)
 
 
 def an_arrival_that_nobody_brings(opened: Opened) -> None:
@@ -119,12 +119,12 @@ def a_write_of_what_has_not_come(opened: Opened) -> None:
 
 
 def copies_that_are_not_counted(opened: Opened) -> None:
-    opened.controller._activity._counts.clear()
+    opened.controller.executor._activity._counts.clear()
 
 
 def a_task_that_outlives_the_cache(opened: Opened) -> None:
-    opened.controller._tasks.spawn(asyncio.sleep(60.0)).set_name("forgotten")
-    opened.controller._stopped = True
+    opened.controller.executor._tasks.spawn(asyncio.sleep(60.0)).set_name("forgotten")
+    opened.controller.executor.stopped = True
 
 
 class Seen(Exception):

@@ -90,18 +90,23 @@ class Rig:
         self.late: list[asyncio.Task[None]] = []
         self.moves = 0
         stored: Any = self.storage
+        executor: Any = self
         self.storer = Storer(
-            self.sim.planner, stored, PresenceQuestions(stored), limit_bytes=limit, spawn=self._spawn,
-            spawn_late=self._spawn_late, moved=self._moved,
-        )  # fmt: skip
+            self.sim.planner, executor, stored, PresenceQuestions(stored), limit_bytes=limit
+        )
 
-    def _spawn(self, work: Coroutine[object, object, None], period: int | None) -> None:
+    @property
+    def calls(self) -> set[asyncio.Task[None]]:
+        return {task for task, _ in self.tasks}
+
+    def call(self, work: Coroutine[object, object, None], period: int | None = None) -> None:
+        """As the executor's."""
         self.tasks.append((asyncio.ensure_future(work), period))
 
-    def _spawn_late(self, work: Coroutine[object, object, None]) -> None:
+    def call_late(self, work: Coroutine[object, object, None]) -> None:
         self.late.append(asyncio.ensure_future(work))
 
-    def _moved(self) -> None:
+    def notify(self) -> None:
         self.moves += 1
 
     def hosted(self, tokens: list[int]) -> Node:

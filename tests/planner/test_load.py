@@ -445,7 +445,7 @@ def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> 
     sequence = grown(sim, LONG, 8)
     retired = sim.planner.windows.retire(sequence, 8)
     assert retired is not None
-    sim.planner.windows.finish(retired, poisoned=True)
+    sim.planner.windows.finish(retired, RuntimeError("the device failed"))
 
     assert sim.planner.books.free[place(1, Tier.DEVICE)].quarantined == 2
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.executor import Executor
 from asynchicache.controller.prefetch import Fetcher
 from asynchicache.controller.request import Request
 from asynchicache.controller.storage_writer import Storer
@@ -27,6 +27,7 @@ from asynchicache.planner.state import Books
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
+from asynchicache.streams.base import Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.engine import TransferEngine
@@ -75,7 +76,7 @@ def copies_do_not_wait_for_copies(patch: Patch) -> None:
 
 @bug
 def backup_does_not_wait_for_the_forward(patch: Patch) -> None:
-    patch.setattr(HybridCacheController, "_behind", nothing)
+    patch.setattr(Executor, "order_after", nothing)
 
 
 @bug
@@ -93,23 +94,24 @@ def lost_notification_is_not_looked_for(patch: Patch) -> None:
 
 @bug
 def freed_under_a_running_forward(patch: Patch) -> None:
-    release = HybridCacheController.release
+    close = Request.close
 
-    def at_once(self: HybridCacheController, sequence: Sequence) -> None:
-        sequence.streams.clear()
-        release(self, sequence)
+    def at_once(self: Request, after: Stream | None = None) -> None:
+        if self._sequence is not None:
+            self._sequence.streams.clear()
+        close(self)
 
-    patch.setattr(HybridCacheController, "release", at_once)
+    patch.setattr(Request, "close", at_once)
 
 
 @bug
 def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
     release = Planner.release
 
-    def at_once(self: Planner, sequence: Sequence) -> None:
+    def at_once(self: Planner, sequence: Sequence, error: BaseException | None = None) -> None:
         if sequence in self.books.sequences:
             sequence.users = 1
-            release(self, sequence)
+            release(self, sequence, error)
 
     patch.setattr(Planner, "release", at_once)
 
@@ -164,9 +166,9 @@ def _pin_quietly(self: NodeStore, pins: Any, node: Any, at: int) -> None:
 
 @bug
 def window_freed_under_the_forward_that_reads_it(patch: Patch) -> None:
-    retire = HybridCacheController._retire
+    retire = Request._retire
     patch.setattr(
-        HybridCacheController,
+        Request,
         "_retire",
         lambda self, sequence, length, after: retire(self, sequence, length, None),
     )

@@ -7,12 +7,12 @@ engine, which knows of no trees, needs them is shown in `tests/transfer/test_fen
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from asynchicache import CacheConfig
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.executor import Executor
+from asynchicache.controller.request import Request
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.fences import Fence
 from asynchicache.transfer.schedule import Batcher
@@ -42,22 +42,23 @@ def test_forwards_get_the_right_bytes() -> None:
     assert all(run_seeded(seed, crowd)[1] for seed in range(5))
 
 
-def _release_at_once(self: HybridCacheController, sequence: Any) -> None:
-    sequence.streams.clear()
-    ORIGINAL_RELEASE(self, sequence)
+def _close_at_once(self: Request, after: object = None) -> None:
+    if self._sequence is not None:
+        self._sequence.streams.clear()
+    ORIGINAL_CLOSE(self)
 
 
-ORIGINAL_RELEASE = HybridCacheController.release
+ORIGINAL_CLOSE = Request.close
 FENCES = {
     "copies behind the forward that writes their source": (
-        HybridCacheController,
-        "_behind",
-        lambda self, sequence, stream: None,
+        Executor,
+        "order_after",
+        lambda self, stream: None,
     ),
     "the next owner behind the forward that reads a slot": (
-        HybridCacheController,
-        "release",
-        _release_at_once,
+        Request,
+        "close",
+        _close_at_once,
     ),
     "a forward behind its tickets": (Fence, "wait_on", lambda self, stream: None),
     "a forward behind what others bring": (Batcher, "_writers", lambda *_: iter(())),

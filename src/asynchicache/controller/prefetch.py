@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
 from asynchicache.controller.digests import sliced_digests
+from asynchicache.controller.executor import Executor
 from asynchicache.controller.presence_queries import PresenceQuestions
 from asynchicache.controller.storage_pools import StoredPools, linger
+from asynchicache.controller.storage_writer import Storer
 from asynchicache.errors import ConfigError
 from asynchicache.histograms import Histogram
-from asynchicache.planner.actions import Copy
 from asynchicache.planner.fetch import Gained, Outcomes, Query, Read
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import Sequence
 from asynchicache.storage.limits import Batch
-from asynchicache.tree.node import FULL, Node
+from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
 
 _log = logging.getLogger(__name__)
@@ -90,35 +91,28 @@ class Fetcher:
     def __init__(
         self,
         planner: Planner,
+        executor: Executor,
         stored: StoredPools,
         questions: PresenceQuestions,
+        storer: Storer,
         options: PrefetchOptions,
-        *,
-        carry_out: Callable[[list[Copy]], object],
-        mend: Callable[[Node], object],
-        spawn: Callable[[Coroutine[object, object, None]], None],
-        spawn_late: Callable[[Coroutine[object, object, None]], None],
     ) -> None:
         """
         Args:
             planner: decides what is read.
+            executor: runs reads and copies.
             stored: where it comes from.
             questions: asks storage what it has.
+            storer: writes anew what storage has lost.
             options: how long requests wait.
-            carry_out: carries out copies.
-            mend: told of the end of a path that storage has lost, though it is marked as stored.
-            spawn: runs a read.
-            spawn_late: waits for calls that have outlived theirs.
         """
         self._planner = planner
         self._reader = planner.reader
         self._stored = stored
         self._questions = questions
         self._options = options
-        self._carry_out = carry_out
-        self._mend = mend
-        self._spawn = spawn
-        self._spawn_late = spawn_late
+        self._executor = executor
+        self._storer = storer
         self._commits: dict[Read, asyncio.Future[Gained]] = {}
         self._readers: dict[Read, _Prefetch] = {}
         self._late: set[Read] = set()  # an engine may still write to slots of theirs
@@ -131,13 +125,15 @@ class Fetcher:
         When the request gives up, by its deadline or because it is cancelled, the read goes on for
         those who come later.
         """
+        if not self._stored or self._executor.failure is not None:
+            return
         lacks = self._reader.lacks(sequence.tokens, sequence.seed)
         if not lacks:  # by now: others may have published it since the request matched
             self._planner.rematch(sequence, fetched=False)
             return
         prefetch = _Prefetch(sequence, asyncio.get_running_loop().create_future())
         prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
-        self._spawn(self._run(prefetch))
+        self._executor.call(self._run(prefetch))
         if not prefetch.awaited:
             return
         seconds = self._options.deadline(lacks * self._planner.books.page_size)
@@ -219,7 +215,7 @@ class Fetcher:
         finally:
             if read is None:
                 self._reader.drop(query)
-        self._carry_out(choice.backups)
+        self._executor.run(choice.backups)
         if read is None:
             return None, choice.reason if trouble is MissReason.NONE else trouble
         gained = await self._fill(prefetch, read)
@@ -237,7 +233,7 @@ class Fetcher:
             end = self._reader.stored_end(query)
             reason = await self._ask(known, FULL, digests, range(query.here - (end is not None), query.pages))
             if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.here - 1]:
-                self._mend(end)
+                self._storer.write_lost(end)
             reach = known.reach(query.here)
             for number in range(1, len(self._planner.books.names)):
                 if self._reader.asks(number):
@@ -268,7 +264,7 @@ class Fetcher:
         finally:
             if late:
                 self._late.add(read)
-                self._spawn_late(self._finish_late(read, commit, late))
+                self._executor.call_late(self._finish_late(read, commit, late))
             for gained in self._reader.deliver(read, outcomes):
                 self._committed(gained)
         return await asyncio.shield(commit)
@@ -276,7 +272,7 @@ class Fetcher:
     def _committed(self, gained: Gained) -> None:
         """What a read brought is in the tree: the request keeps it at once, before it can be evicted."""
         self.pages_read += gained.arrived
-        self._carry_out(gained.backups)
+        self._executor.run(gained.backups)
         prefetch = self._readers.pop(gained.read)
         if not prefetch.settled:
             self._planner.rematch(prefetch.sequence)

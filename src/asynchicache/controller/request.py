@@ -5,13 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.errors import RequestStateError
+from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import Sequence as RequestSequence
 from asynchicache.streams.base import Stream
+from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Tier, as_count, token_array
@@ -48,6 +51,7 @@ class Request:
     def __init__(self, controller: HybridCacheController, tokens: array[int], seed: bytes) -> None:
         self._controller = controller
         self._planner = controller.planner
+        self._executor = controller.executor
         self._seed = seed
         self._namespace = controller.namespaces.named(seed)
         self._tokens = tokens
@@ -61,12 +65,12 @@ class Request:
     async def __aenter__(self) -> Self:
         if self._sequence is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
-        self._controller.check_open()
+        self._executor.check_open()
         self._sequence = self._planner.open(self._tokens, self._seed)
         if self._stream is not None:
             self._sequence.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
-        self._controller.open(self._sequence)
+        self._executor.run(self._planner.meet(self._sequence))
         return self
 
     async def __aexit__(
@@ -97,10 +101,16 @@ class Request:
             after: one more stream that may still read or write the request's slots.
         """
         sequence, self._sequence, self._closed = self._sequence, None, True
-        if sequence is not None:
-            if after is not None:
-                sequence.runs_on(after)
-            self._controller.release(sequence)
+        if sequence is None:
+            return
+        if after is not None:
+            sequence.runs_on(after)
+        sequence.closed = True
+        for stream in list(sequence.streams) if not self._executor.stopped else ():
+            sequence.users += 1
+            self._executor.when_reached(stream, partial(self._planner.release, sequence))
+        self._planner.release(sequence)
+        self._executor.notify()
 
     def _open(self) -> RequestSequence:
         if self._sequence is None:
@@ -116,7 +126,7 @@ class Request:
 
     def _in_use(self) -> RequestSequence:
         sequence = self._open()
-        self._controller.check_open()
+        self._executor.check_open()
         return sequence
 
     def _unfinished(self) -> RequestSequence:
@@ -127,7 +137,7 @@ class Request:
 
     def _growing(self, verb: str, tokens: int) -> tuple[RequestSequence, int]:
         sequence, count = self._unfinished(), as_count(verb, tokens)
-        self._controller.check_open()
+        self._executor.check_open()
         if count < 0:
             raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
         return sequence, count
@@ -228,8 +238,8 @@ class Request:
         Always a cancellation point; the read goes on for others when this waiter leaves.
         """
         sequence = self._unloaded("prefetch")
-        await self._controller.turn()
-        await self._controller.prefetch(sequence)
+        await self._executor.checkpoint()
+        await self._controller.fetcher.prefetch(sequence)
         return self.hit
 
     def rest(self) -> None:
@@ -240,7 +250,8 @@ class Request:
         Raises:
             RequestStateError: after `load`.
         """
-        self._controller.rest(self._unloaded("rest"))
+        self._planner.rest(self._unloaded("rest"))
+        self._executor.notify()
 
     def rematch(self) -> Hit:
         """Match again, and keep that: others may have published more of the prompt meanwhile.
@@ -248,7 +259,7 @@ class Request:
         Raises:
             RequestStateError: after `load`.
         """
-        self._controller.planner.rematch(self._unloaded("rematch"), fetched=False)
+        self._planner.rematch(self._unloaded("rematch"), fetched=False)
         return self.hit
 
     def _unloaded(self, verb: str) -> RequestSequence:
@@ -269,8 +280,8 @@ class Request:
             ClosedError: the cache was.
         """
         sequence = self._unloaded("admit")
-        await self._controller.turn()
-        await self._controller.admit(sequence)
+        await self._executor.checkpoint()
+        await self._controller.admission.admit(sequence)
         return self.hit
 
     def load(self, *, counted: bool = True) -> Ticket:
@@ -287,7 +298,17 @@ class Request:
             raise RequestStateError("load() was called already; its ticket serves every waiter")
         if sequence.resting:
             raise RequestStateError("the request rests; call rematch() first")
-        return self._controller.load(sequence, counted=counted)
+        if self._executor.failure is None:
+            copies = self._planner.loader.load(sequence)
+        else:
+            copies = self._planner.loader.start_cold(sequence)
+        self._controller.storer.use(sequence.lease.node)
+        if counted:
+            self._controller.count_served(sequence)
+        ticket = self._executor.run(copies)
+        assert ticket is not None, "a load has a copy, if an empty one"
+        ticket.ordered = sequence.runs_on
+        return ticket
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Room for `tokens` more tokens behind what is restored or extended; evicts if need be.
@@ -301,7 +322,7 @@ class Request:
         Raises:
             CapacityError: there is not enough that may be evicted; `reserve` waits instead.
         """
-        return self._controller.extend(*self._growing("extend", tokens))
+        return self._controller.admission.extend(*self._growing("extend", tokens))
 
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
         """As `extend`, but waits while others hold the pages.
@@ -313,8 +334,8 @@ class Request:
             ClosedError: the cache was.
         """
         sequence, count = self._growing("reserve", tokens)
-        await self._controller.turn()
-        return await self._controller.reserve(sequence, count)
+        await self._executor.checkpoint()
+        return await self._controller.admission.reserve(sequence, count)
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -344,7 +365,21 @@ class Request:
         sequence, length = self._unfinished(), as_count("advance", length)
         if not 0 <= length <= sequence.reserved:
             raise RequestStateError(f"length {length} is outside 0..{sequence.reserved}, the room it has")
-        self._controller.advance(sequence, length, after or self._stream)
+        after = after or self._stream
+        if after is not None:
+            sequence.runs_on(after)
+        self._retire(sequence, length, after)
+
+    def _retire(self, sequence: RequestSequence, length: int, after: Stream | None) -> None:
+        """Let go of what lies before the windows, once `after` has got there."""
+        retired = self._planner.windows.retire(sequence, length)
+        if retired is None:
+            return
+        if after is None or self._executor.stopped:
+            self._planner.windows.finish(retired)
+            self._executor.notify()
+            return
+        self._executor.when_reached(after, partial(self._planner.windows.finish, retired))
 
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Keep a copy of the working states, which are those after `length` tokens; replaces the last one.
@@ -352,7 +387,9 @@ class Request:
         For a decode loop that does not know yet where it will end: take one at each page boundary,
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
-        return self._controller.snapshot(*self._checked("snapshot", length), after or self._stream)
+        sequence, length = self._checked("snapshot", length)
+        self._order_after(sequence, after or self._stream)
+        return self._copy_states(sequence, self._planner.snapshot(sequence, length))
 
     def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
@@ -375,8 +412,29 @@ class Request:
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
         """
+        sequence, length = self._checked("checkpoint", length)
         after = after or self._stream
-        return self._controller.publish(*self._checked("checkpoint", length), after, final=final)
+        self._order_after(sequence, after)
+        if self._executor.failure is None:
+            copies = self._planner.publish(sequence, length, final=final)
+        else:
+            copies, sequence.unpublished = [], True
+        ticket = self._copy_states(sequence, copies)
+        self._retire(sequence, length, after)
+        return ticket
+
+    def _order_after(self, sequence: RequestSequence, stream: Stream | None) -> None:
+        if stream is not None:
+            sequence.runs_on(stream)
+            self._executor.order_after(stream)
+
+    def _copy_states(self, sequence: RequestSequence, copies: list[Copy]) -> Ticket:
+        """Carry out a publication; the ticket of its states' copy, done if it has none."""
+        ticket = self._executor.run(copies)
+        if ticket is None or copies[-1].direction is not Direction.FORK:
+            ticket = Ticket.of_nothing(self._planner.books.spec.layers)
+        ticket.ordered = sequence.runs_on
+        return ticket
 
     async def durable(self) -> bool:
         """Wait until what was published is in storage, and a clear that might remove it has ended.
@@ -386,12 +444,12 @@ class Request:
             the device had failed.
         """
         sequence = self._in_use()
-        await self._controller.turn()
-        return await self._controller.durable(sequence)
+        await self._executor.checkpoint()
+        return await self._controller.storer.durable(sequence)
 
     def _checked(self, verb: str, length: int) -> tuple[RequestSequence, int]:
         sequence, length = self._unfinished(), as_count(verb, length)
-        self._controller.check_open()
+        self._executor.check_open()
         known = min(len(self._tokens), sequence.reserved)
         if not 0 <= length <= known:
             raise RequestStateError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.hit_counters import Served
@@ -67,13 +67,13 @@ def collect_statistics(
         occupancy=_occupancy(books),
         evicted=_evicted(books),
         planner=books.counters.copy(),
-        traffic=controller.storer.traffic.copy(),
+        traffic=replace(controller.storer.traffic.copy(), copies_failed=controller.executor.copies_failed),
         transfers=engine.statistics(),
         storage=stored.statistics(),
         storing_bytes=controller.storer.storing_bytes,
         pages_read=controller.fetcher.pages_read,
         prefetch_waits=controller.fetcher.waits.snapshot(),
-        room_waits=controller.room_waits.snapshot(),
+        room_waits=controller.admission.waits.snapshot(),
     )
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from asynchicache.controller.digests import complete_digests
+from asynchicache.controller.executor import Executor
 from asynchicache.controller.presence_queries import PresenceQuestions
 from asynchicache.controller.storage_pools import SLICE_PAGES, Attachment, Presence, StoredPools, linger
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
 from asynchicache.planner.actions import Store
 from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence as RequestSequence
 from asynchicache.storage.limits import Batch
 from asynchicache.tracing import Tracer
 from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
@@ -58,7 +60,6 @@ class Storer:
 
     Attributes:
         traffic: what became of it.
-        under_way: tasks that read from storage or write to it.
         clearing: clears that are under way: what is stored now may be gone when they end.
         tracer: told of writes, if there is one.
     """
@@ -66,40 +67,34 @@ class Storer:
     def __init__(
         self,
         planner: Planner,
+        executor: Executor,
         stored: StoredPools,
         questions: PresenceQuestions,
         *,
         limit_bytes: int,
-        spawn: Callable[[Coroutine[object, object, None], int | None], None],
-        spawn_late: Callable[[Coroutine[object, object, None]], None],
-        moved: Callable[[], None],
     ) -> None:
         """
         Args:
             planner: decides what is written.
+            executor: runs writes, and what they wait for.
             stored: where it goes.
             questions: asks storage what it has.
             limit_bytes: under way at once; what would go beyond is shed, unless nothing else is under way.
-            spawn: runs a write, counted in the period of `Activity` that it follows from.
-            spawn_late: waits for calls that have outlived their deadline.
-            moved: to be called when others may go on.
         """
         self.traffic = Traffic()
-        self.under_way: set[asyncio.Task[None]] = set()
         self.tracer: Tracer | None = None
+        self._executor = executor
         self._writer = planner.writer
         self._books = planner.books
         self._stored = stored
         self._questions = questions
         self._budget = WriteBudget(limit_bytes)
         self.clearing = 0
-        self._spawn = spawn
-        self._spawn_late = spawn_late
-        self._moved = moved
         self._detaching = False
         self._used: dict[Node, None] = {}  # ends of paths, the one that was used last comes last
         self._timer: asyncio.TimerHandle | None = None
         self._pause = _LEAST_PAUSE
+        executor.on_backed_up = lambda node, period: self.store(node, period=period)
 
     def use(self, node: Node) -> None:
         """The path to `node` was used in memory: storage is told soon, and before it must make room."""
@@ -112,7 +107,7 @@ class Storer:
 
     def _tell_later(self) -> None:
         self._timer = None
-        self._spawn(self.tell_uses(), None)
+        self._executor.call(self.tell_uses())
 
     async def tell_uses(self) -> None:
         """Tell storage which paths were used since it was told last."""
@@ -145,7 +140,7 @@ class Storer:
         if not self._stored:
             return
         if self._books.tree.pages_without_digests(node) > SLICE_PAGES:
-            self._spawn(self._store_later(node, wait), period)
+            self._executor.call(self._store_later(node, wait), period)
             return
         work = self._writer.store(node)
         if work is None:
@@ -157,7 +152,7 @@ class Storer:
             self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
             self._writer.wrote(work, stored=False)
             return
-        self._spawn(self._write(work, size, sizes, begun=begun), period)
+        self._executor.call(self._write(work, size, sizes, begun=begun), period)
 
     async def _store_later(self, node: Node, wait: bool) -> None:
         """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
@@ -192,7 +187,7 @@ class Storer:
             if span is not None:
                 span.finish(bytes=size, stored=stored)
         if late:
-            self._spawn_late(self._finish_late(work, left, batches))
+            self._executor.call_late(self._finish_late(work, left, batches))
 
     async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
         safe = False
@@ -227,6 +222,55 @@ class Storer:
         if isinstance(pages, range):
             return await self._questions.ask(number, digests, pages, fresh=True)
         return await self._stored.exists(number, [digests[page] for page in pages], fresh=True)
+
+    def write_lost(self, node: Node) -> None:
+        """Write anew what storage has lost of the path to `node`, though it is marked as stored."""
+        self._executor.call(self._write_lost(node))
+
+    async def _write_lost(self, node: Node) -> None:
+        if await self.confirm(node) is False and not self._executor.stopped:
+            self._executor.run(self._writer.backup(node))
+            self.store(node)
+
+    async def durable(self, sequence: RequestSequence) -> bool:
+        """Wait until everything that a request published is in storage.
+
+        It waits for what is in flight for the request's own path. Storage is asked before the answer is True;
+        what it has lost, or what was not written for want of room, is written once more.
+
+        Returns:
+            False if it cannot get there, or if a checkpoint of it could not even be published.
+        """
+        node, tried, lost = sequence.lease.node, False, False
+        while self._stored and not (sequence.unpublished or self._executor.stopped):
+            if self.clearing or self._writer.in_flight(node):
+                await self._executor.next_progress()
+            elif self._writer.is_stored(node):
+                there = await self.confirm(node)
+                if there or there is None or lost:
+                    return bool(there)
+                tried, lost = False, True
+            elif self._executor.failure is not None or self._executor.closing:
+                return False
+            elif self._writer.lacks_room(node) and self._executor.in_flight():
+                await self._back_up_first(node)
+            elif tried:
+                return False
+            else:
+                tried = True
+                self._executor.run(self._writer.backup(node))
+                self.store(node, wait=True)
+        return False
+
+    async def _back_up_first(self, node: Node) -> None:
+        """Give a path the next host slots that are given back, until something of it is in flight."""
+        self._writer.urgent.append(node)
+        try:
+            self._executor.run(self._writer.backup(node))
+            if not self._writer.in_flight(node):
+                await self._executor.next_progress()
+        finally:
+            self._writer.urgent.remove(node)
 
     def _count(self, batches: Sequence[Batch]) -> bool:
         """Add up what became of a write; whether all of it is there."""
@@ -265,13 +309,13 @@ class Storer:
         self._detaching = True
         try:
             await attachment.aclose()
-            running = [task for task in self.under_way if not task.done()]
+            running = [task for task in self._executor.calls if not task.done()]
             if running:
                 await asyncio.wait(running)
         finally:
             self._writer.forget_stored()
             self._detaching = False
-            self._moved()
+            self._executor.notify()
         return True
 
     async def clear(self) -> int:
@@ -286,7 +330,7 @@ class Storer:
         finally:
             self.clearing -= 1
             self._writer.forget_stored()  # also after a failure: nobody knows how far it got
-            self._moved()
+            self._executor.notify()
 
 
 def _late_bytes(batches: Sequence[Batch], page_sizes: Sequence[int]) -> int:

@@ -113,8 +113,14 @@ class Planner:
         due = [node for node in path if self.writer.due(node)]
         return self.writer.backup(due[-1]) if selective and due else []
 
-    def release(self, sequence: Sequence) -> None:
-        """The request, or a copy for it, is done with its slots."""
+    def release(self, sequence: Sequence, error: BaseException | None = None) -> None:
+        """The request, a copy for it, or one of its streams is done with its slots.
+
+        Args:
+            sequence: the request.
+            error: the device failed meanwhile and may still write to the slots: they are not reused.
+        """
+        sequence.poisoned |= error is not None
         sequence.users -= 1
         if sequence.users:
             return
@@ -332,8 +338,7 @@ class Planner:
         for at, slots in lost.items():
             self.books.free[at].quarantine(slots)
         if copy.user is not None:
-            copy.user.poisoned |= error is not None
-            self.release(copy.user)
+            self.release(copy.user, error)
         return copy.publishes if error is None else None
 
     def flush(self) -> None:

@@ -96,12 +96,12 @@ class WindowKeeper:
             retired.slots[place(aux.number, Tier.DEVICE)] = sorted(own)
         self._tree.drop_behind(sequence.lease, aux.number, first, retired.pins)
 
-    def finish(self, retired: Retired, *, poisoned: bool = False) -> None:
-        """No forward reads these pages any more."""
+    def finish(self, retired: Retired, error: BaseException | None = None) -> None:
+        """No forward reads these pages any more; `error`: the device failed and may still write to them."""
         self._retired.discard(retired)
         self._books.drop(retired.pins)
         for at, slots in retired.slots.items():
-            self._books.give_back(at, slots, poisoned=poisoned)
+            self._books.give_back(at, slots, poisoned=error is not None)
 
     def _private(self) -> Mapping[int, list[int]]:
         owned: dict[int, list[int]] = {}

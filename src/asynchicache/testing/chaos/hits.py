@@ -271,7 +271,7 @@ class HitOracle:
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
         yield
-        if self._excused() or self._controller.failure is not None:
+        if self._excused() or self._controller.executor.failure is not None:
             return
         if self._refusals > refusals:
             case.allowed.add(MissReason.DEVICE_CAPACITY)

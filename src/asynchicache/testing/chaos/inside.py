@@ -49,7 +49,7 @@ class Inside:
     @property
     def failed(self) -> bool:
         """Whether the cache knows that what copies brought is not to be trusted."""
-        return self._controller.failure is not None
+        return self._controller.executor.failure is not None
 
     def copy_in_groups(self, group_bytes: int) -> None:
         """Let so many bytes make a group of layers worth a copy of its own: the library's own measure takes

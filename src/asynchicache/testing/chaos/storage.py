@@ -112,7 +112,7 @@ class ChaosStorage:
         """Whether nothing went wrong with storage since then, and what did before is over: every call is
         made, and has been answered in time and rightly."""
         self._look()
-        stored = controller._stored  # noqa: SLF001 - the kit looks inside
+        stored = controller.stored
         if not stored or self._faulty.injected["swap"] or controller.storer.clearing:
             return False
         if not self._seen:

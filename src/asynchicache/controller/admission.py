@@ -1,0 +1,134 @@
+"""Requests that wait for device slots: who is next, and who gives way when all wait for one another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TypeVar
+
+from asynchicache.controller.executor import Executor
+from asynchicache.errors import CapacityError, RequestStateError
+from asynchicache.histograms import Histogram
+from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.room_queue import RoomQueue, Waiter
+
+T = TypeVar("T")
+
+
+class Admission:
+    """Gives requests device slots, in the order of `RoomQueue`.
+
+    Attributes:
+        waits: how long `admit` and `reserve` took, in seconds.
+    """
+
+    def __init__(self, planner: Planner, executor: Executor) -> None:
+        self.waits = Histogram()
+        self._planner = planner
+        self._executor = executor
+        self._queue = RoomQueue()
+
+    def extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+        """Give a request room for `tokens` more tokens at once.
+
+        Raises:
+            CapacityError: there is none, or the request has not begun to compute and others wait for room.
+        """
+        if self._queue.blocks(sequence) and self._planner.new_pages(sequence, tokens):
+            raise CapacityError("others wait for room: wait behind them (reserve)")
+        return self._extend(sequence, tokens)
+
+    def _extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+        before = len(sequence.pages)
+        slots = self._planner.extend(sequence, tokens)
+        if len(sequence.pages) > before:  # not at each token of a decode
+            self._executor.run(self._planner.writer.clean())
+        return slots
+
+    async def admit(self, sequence: RequestSequence) -> None:
+        """Have what `load` takes of the device as soon as others have given back enough."""
+        await self._timed(self._when_possible(sequence, partial(self._planner.admit, sequence)))
+
+    async def reserve(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+        """Extend a request as soon as others have given back enough."""
+        return await self._timed(self._when_possible(sequence, partial(self._extend, sequence, tokens)))
+
+    async def _timed(self, waiting: Coroutine[object, object, T]) -> T:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            return await waiting
+        finally:
+            self.waits.observe(clock() - started)
+
+    async def _when_possible(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
+        """Try when the request is next, and again whenever something was given back."""
+        waiter = self._queue.enter(sequence)
+        progress = self._executor.progress
+        progress.set()  # the next in the queue looks whether all wait for one another now
+        try:
+            while True:
+                progress.clear()  # before the attempt: what is given back during it counts
+                self._check_waiting(sequence)
+                served = self._attempt(waiter, attempt)
+                if served is not None:
+                    return served[0]
+                await progress.wait()
+        finally:
+            self._queue.leave(waiter)
+            self._match_again(waiter)
+            progress.set()
+
+    def _check_waiting(self, sequence: RequestSequence) -> None:
+        if sequence.closed:
+            raise RequestStateError("the request was closed while it waited for room")
+        self._executor.check_open()
+
+    def _match_again(self, waiter: Waiter) -> None:
+        """A request that had to let go of its match while it waited has one again."""
+        if waiter.rested and waiter.sequence.resting and not waiter.sequence.closed:
+            self._planner.rematch(waiter.sequence, fetched=False)
+
+    def _attempt(self, waiter: Waiter, attempt: Callable[[], T]) -> tuple[T] | None:
+        """What `attempt` returned, as a tuple, or None to wait on.
+
+        Raises:
+            CapacityError: nothing that is in flight or held by others will give room, or the request must
+                give way.
+        """
+        if not (self._queue.is_next(waiter) or waiter.refused):
+            return None
+        if waiter.refused and not waiter.begun:
+            raise CapacityError(
+                "all requests that hold slots wait for room, and this one came last; one that waits in "
+                "admit(), before load(), holds none"
+            )
+        try:
+            self._match_again(waiter)
+            return (attempt(),)
+        except CapacityError:
+            if waiter.refused or self._executor.failure is not None or self._nothing_follows(waiter):
+                raise
+            return None
+
+    def _nothing_follows(self, waiter: Waiter) -> bool:
+        """Whether waiting is in vain for `waiter`, who is next and found no room.
+
+        Where all who hold slots wait for one another, those who have not loaded yet let go of what they
+        matched; if that is not enough, the last one gives way.
+        """
+        if self._executor.in_flight() or not self._queue.all_wait(self._planner.books.sequences):
+            return False
+        others = [one for one in self._queue.holding() if one is not waiter]
+        for other in others:
+            self._planner.rest(other.sequence)
+            other.rested = True
+        last = self._queue.last()
+        if not others and last is waiter:
+            return True
+        if not others:
+            last.refused = True
+        self._executor.progress.set()
+        return False
