@@ -91,9 +91,7 @@ class Rig:
         self.moves = 0
         stored: Any = self.storage
         executor: Any = self
-        self.storer = Storer(
-            self.sim.planner, executor, stored, PresenceQuestions(stored), limit_bytes=limit
-        )
+        self.storer = Storer(self.sim.planner, executor, stored, PresenceQuestions(stored), limit_bytes=limit)
 
     @property
     def calls(self) -> set[asyncio.Task[None]]:
