@@ -276,6 +276,7 @@ def test_a_long_path_is_written_once_its_digests_are_known_if_it_is_there_still(
         while any(not task.done() for task, _ in rig.tasks):
             await rig.ended()
         assert sorted(pages["kv"] for pages in rig.storage.put_pages) == ([3] if evicted else [3, 4])
+        assert rig.evictable(long), "it was kept for as long as that took"
         rig.storer.stop()
 
     run(main)

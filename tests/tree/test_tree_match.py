@@ -7,8 +7,10 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from asynchicache.errors import InternalError
-from asynchicache.tree.node import FULL_DEVICE, Node
+from asynchicache.tree.matching import HeldBack, Match
+from asynchicache.tree.node import FULL_DEVICE, Node, place
 from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.types import Tier
 
 STATE_DEVICE, STATE_HOST = 2, 3
 
@@ -299,3 +301,84 @@ def test_child_is_the_next_node_of_a_sequence(bed):
     assert bed.tree.child(bed.node("ab"), bed.tokens("abcx")) is bed.node("abcd")
     assert bed.tree.child(bed.node("ab"), bed.tokens("abx")) is None
     assert bed.tree.child(bed.node("ab"), bed.tokens("ab")) is None
+
+
+# Every field of a match
+
+
+def fields_of(match: Match) -> tuple[int, int, int, Node | None]:
+    return match.inside, match.pages, match.full_pages, match.partial
+
+
+def test_of_an_unknown_namespace_there_is_nothing(hybrid):
+    hybrid.add("ab", states=[1])
+    match = hybrid.match("ab", b"unknown")
+
+    assert fields_of(match) == (0, 0, 0, None)
+    assert match.version == hybrid.tree.version
+    assert (match.node.end, match.node.digests, match.node.parent) == (0, [b"unknown"], None)
+    assert b"unknown" not in hybrid.tree.roots
+
+
+@pytest.mark.parametrize(
+    ("word", "limit", "inside", "pages"),
+    [
+        ("abcd", None, 0, 4),
+        ("abcdef", None, 0, 4),
+        ("abcx", None, 3, 3),
+        ("ax", None, 1, 1),
+        ("x", None, 0, 0),
+        ("", None, 0, 0),
+        ("abcd", 0, 0, 0),
+        ("abcd", 1, 1, 1),
+        ("abcd", 4, 0, 4),
+        ("abcd", 9, 0, 4),
+    ],
+)
+def test_a_match_says_how_far_it_runs_into_a_node(bed, word: str, limit: int | None, inside: int, pages: int):
+    node = bed.add("abcd")
+    match = bed.match(word, limit=limit)
+
+    assert fields_of(match) == (inside, pages, pages, node if inside else None)
+    assert match.node is (node if pages == 4 else bed.tree.roots[b""])
+
+
+def test_where_a_state_ends_a_match_nothing_of_the_next_node_is_matched(hybrid):
+    hybrid.add("ab", states=[1])
+    hybrid.add("abcdef")
+
+    assert fields_of(hybrid.match("abcdex")) == (0, 2, 5, None)
+
+
+def test_pages_without_digests_are_counted_up_to_the_first_that_has_some(bed):
+    upper, middle, lower = (bed.add(word) for word in ("ab", "abcde", "abcdefg"))
+    tree = bed.tree
+
+    assert [tree.pages_without_digests(node) for node in (upper, middle, lower)] == [2, 5, 7]
+    assert tree.first_without_digests(lower) is upper
+    tree.digests(upper)
+    assert [tree.pages_without_digests(node) for node in (upper, middle, lower)] == [0, 3, 5]
+    assert tree.first_without_digests(lower) is middle
+    tree.digests(lower)
+    assert tree.pages_without_digests(lower) == 0
+    assert tree.first_without_digests(lower) is None
+
+
+def test_what_holds_a_match_back_is_the_pool_that_reaches_least(make_bed):
+    bed = make_bed(states=2)
+    bed.add("ab", states=[1, 2])
+    bed.add("abcd", states=[1])
+    bed.add("abcdef")
+
+    def held_back(word: str) -> HeldBack | None:
+        return bed.tree.held_back(bed.tokens(word), bed.match(word))
+
+    assert held_back("ab") is None
+    assert held_back("abcd") == HeldBack(2, dropped=False)
+    assert held_back("abcdef") == HeldBack(2, dropped=False)
+    assert held_back("abc") == HeldBack(1, dropped=False), "of two that reach equally far the first"
+    bed.add("abcdef", states=[2])
+    assert held_back("abcdef") == HeldBack(1, dropped=False)
+    bed.evict(place(2, Tier.DEVICE))
+    assert bed.match("ab").pages == 0
+    assert held_back("ab") == HeldBack(2, dropped=True)
