@@ -24,7 +24,7 @@ from asynchicache.kernels.batch import RunBatch, memmove_batch
 from asynchicache.layouts import HostLayout
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import PlanCopies
+from asynchicache.transfer.copies import PageCopier
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation
 
@@ -125,7 +125,7 @@ async def test_a_pool_and_a_path_can_be_chosen(path: CopyPath) -> None:
 
 @pytest.mark.asyncio
 async def test_copies_that_do_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanCopies, "enqueue", lambda *_: None)
+    monkeypatch.setattr(PageCopier, "enqueue", lambda *_: None)
 
     assert not (await run_transfer(TransferOptions(**SMALL, pool="swa"), _ignore)).ok
 
@@ -232,7 +232,7 @@ def test_threads_that_are_started_meanwhile_stay_on_the_core() -> None:
 
 @pytest.mark.asyncio
 async def test_a_layer_that_is_computed_on_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanCopies, "enqueue", lambda *_: None)
+    monkeypatch.setattr(PageCopier, "enqueue", lambda *_: None)
 
     assert not (await run_overlap(OverlapOptions(layers=2, layer_mib=1, rounds=1), _ignore)).ok
 

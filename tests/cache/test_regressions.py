@@ -270,7 +270,7 @@ async def test_memory_that_a_copy_may_still_write_to_outlives_its_cache(
             await request.load()
             request.extend(len(PROMPT))
             if in_driver:
-                monkeypatch.setattr(opened._rooms.engine, "_carry_out", lambda tick: gate.wait())
+                monkeypatch.setattr(opened._rooms.engine, "_run_tick", lambda tick: gate.wait())
             else:
                 compute.launch(gate.wait)
             request.checkpoint(len(PROMPT), after=compute)

@@ -96,7 +96,7 @@ def digests_of_other_tokens(opened: Opened) -> None:
 
 
 def a_slot_given_back_under_a_copy(opened: Opened) -> None:
-    (operation, *_) = opened.controller.executor._engine.live()
+    (operation, *_) = opened.controller.executor._engine.in_flight()
     pool, _, destinations = operation.transfers[0]
     assert pool == "kv"
     opened.books.free[FULL_DEVICE].release([int(destinations[0])])

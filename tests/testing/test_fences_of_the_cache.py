@@ -15,7 +15,7 @@ from asynchicache.controller.executor import Executor
 from asynchicache.controller.request import Request
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.fences import Fence
-from asynchicache.transfer.schedule import Batcher
+from asynchicache.transfer.schedule import Scheduler
 from testing.compute import SPEC, Engine, clients
 
 SEEDS = range(40)
@@ -61,7 +61,7 @@ FENCES = {
         _close_at_once,
     ),
     "a forward behind its tickets": (Fence, "wait_on", lambda self, stream: None),
-    "a forward behind what others bring": (Batcher, "_writers", lambda *_: iter(())),
+    "a forward behind what others bring": (Scheduler, "_writers", lambda *_: iter(())),
 }
 
 

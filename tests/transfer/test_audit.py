@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -23,12 +23,11 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer import audit as audit_module
 from asynchicache.transfer.audit import AuditStatistics, PageAudit
-from asynchicache.transfer.copies import PlanCopies, PoolMemory
+from asynchicache.transfer.copies import PageCopier, PoolCopies, PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import (
     CacheOperation,
     Direction,
-    LayerGroup,
     PoolExtent,
     TransferPlan,
     merge,
@@ -116,14 +115,16 @@ async def test_a_forward_may_overwrite_a_layer_whose_fence_it_has_passed(
     """As it does with the states that it was given, while the last layers are still being copied."""
     async with _open() as rig:
         await rig.run(operation(Direction.BACKUP, kv=([0, 1], [3, 4])))
-        items, enqueue = rig.memory.device.items("keys"), PlanCopies.enqueue
+        items, enqueue = rig.memory.device.items("keys"), PageCopier.enqueue
 
-        def overtaken(self: PlanCopies, stream: Stream, group: LayerGroup) -> None:
-            enqueue(self, stream, group)
-            if group.start:
+        def overtaken(
+            self: PageCopier, stream: Stream, copies: Mapping[str, PoolCopies], layers: range
+        ) -> None:
+            enqueue(self, stream, copies, layers)
+            if layers.start:
                 stream.launch(lambda: items[0, 6].fill_(0))
 
-        monkeypatch.setattr(PlanCopies, "enqueue", overtaken)
+        monkeypatch.setattr(PageCopier, "enqueue", overtaken)
         await rig.run(operation(Direction.LOAD, kv=([3], [6])))
 
         assert rig.outcomes == [None, None]
@@ -136,7 +137,7 @@ async def test_a_copy_to_the_wrong_place_is_noticed(
     """Not only damage on the host: what the copies themselves do wrong as well."""
     async with _open() as rig:
         await rig.run(operation(Direction.BACKUP, kv=([0, 1], [3, 4])))
-        monkeypatch.setattr("asynchicache.transfer.copies.PlanCopies.enqueue", lambda *_: None)
+        monkeypatch.setattr("asynchicache.transfer.copies.PageCopier.enqueue", lambda *_: None)
 
         with pytest.raises(TransferError, match="not what they were"):
             await rig.run(operation(Direction.LOAD, kv=([3], [6])))
@@ -226,7 +227,7 @@ async def test_of_two_backups_to_one_slot_the_second_counts(
 def _hold_first(engine: TransferEngine, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The engine learns of the next transfer of a direction once what is in the list is called."""
     held: list[Any] = []
-    reached = engine._reached
+    reached = engine._on_group_reached
 
     def hold(record: TransferRecord, *what: Any) -> None:
         if record.direction is direction and held[:1] in ([], [record]):
@@ -235,7 +236,7 @@ def _hold_first(engine: TransferEngine, direction: Direction, monkeypatch: pytes
         else:
             reached(record, *what)
 
-    monkeypatch.setattr(engine, "_reached", hold)
+    monkeypatch.setattr(engine, "_on_group_reached", hold)
     return held
 
 
@@ -315,13 +316,13 @@ async def test_a_backup_enqueued_while_another_is_remembered_is_not_mistaken_for
         for name, table in list(vars(audit).items()):
             if isinstance(table, dict) and name != "_devices":
                 setattr(audit, name, Interrupted(table))
-        first.settle([b"first"])
+        first.finish([b"first"])
         assert second is not None
-        second.settle([b"second"])
+        second.finish([b"second"])
         load = audit.choose(_plan(operation(Direction.LOAD, kv=([3], [6]))))
 
         assert load is not None
-        assert load.settle([b"second"]) == []
+        assert load.finish([b"second"]) == []
 
 
 def _plan(operation: CacheOperation) -> TransferPlan:

@@ -24,7 +24,7 @@ from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces, split_runs
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
-from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, merge
+from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, TransferPlan, merge
 from pools.cuda_runtime import PlayedRuntime
 
 KV = PoolSpec(
@@ -43,9 +43,15 @@ def _memory(page_size: int = 5, layout: HostLayout = HostLayout.PAGE_FIRST_DIREC
     return PoolMemory(device, host)
 
 
+def _enqueue_all(copier: PageCopier, plan: TransferPlan) -> None:
+    """Carry out a plan of one group."""
+    (layers,) = plan.groups
+    copier.enqueue(EmulatedDevice(InlineDriver()).stream("copies"), copier.prepare(plan), layers)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 10, 25, 40, 65, 1 << 20])
 def test_pieces_cover_every_item_once_and_fit_a_chunk(chunk_bytes: int) -> None:
-    part, item_bytes = TensorPart("kv", "keys", 2, 5), 10
+    part, item_bytes = TensorPart("keys", 2, 5), 10
     runs = np.array([[0, 10, 7], [20, 3, 1]], np.int64)
 
     found = [
@@ -65,7 +71,7 @@ def test_pieces_cover_every_item_once_and_fit_a_chunk(chunk_bytes: int) -> None:
 def test_runs_that_fit_a_chunk_are_one_piece() -> None:
     runs = np.array([[0, 10, 6], [30, 2, 1]], np.int64)
 
-    assert [piece.runs.tolist() for piece in pieces(TensorPart("kv", "keys", 0, 3), runs, 10, 210)] == [
+    assert [piece.runs.tolist() for piece in pieces(TensorPart("keys", 0, 3), runs, 10, 210)] == [
         runs.tolist()
     ]
 
@@ -96,7 +102,7 @@ def test_every_path_moves_what_copies_of_single_pages_move(
         copier = PageCopier({"kv": memory}, force=path, chunk_bytes=chunk_bytes)
         copies = copier.prepare(plan)
         for group in plan.groups:
-            copies.enqueue(device.stream("copies"), group)
+            copier.enqueue(device.stream("copies"), copies, group)
         assert device.error is None
         assert all(torch.equal(items, expected[key]) for key, items in _contents(memory).items())
         results.append(copier.nbytes["kv"])
@@ -137,7 +143,7 @@ def test_no_run_lies_in_two_registrations(
     copier, copied = PageCopier({"kv": memory}, force=CopyPath.BATCH), []
     copier._pools["kv"].methods = CopyMethods(batch=copied.append)
 
-    copier.prepare(plan).enqueue(EmulatedDevice(InlineDriver()).stream("copies"), plan.groups[0])
+    _enqueue_all(copier, plan)
 
     (batch,) = copied
     addresses = batch.sources if direction is Direction.LOAD else batch.destinations
@@ -208,9 +214,7 @@ def test_kernels_need_not_check_the_slots_of_a_plan(
     wish = operation(direction, kv=([0, 2], [1, 0]))
     expected, plan = _copied(memory, wish), merge([wish], {"kv": memory.extent}, 3, None)
 
-    PageCopier({"kv": memory}, force=CopyPath.KERNEL).prepare(plan).enqueue(
-        EmulatedDevice(InlineDriver()).stream("copies"), plan.groups[0]
-    )
+    _enqueue_all(PageCopier({"kv": memory}, force=CopyPath.KERNEL), plan)
 
     assert checks == []
     found = _contents(memory)
@@ -234,7 +238,7 @@ def test_a_gpu_without_room_for_the_slots_of_a_kernel_copies_plainly(
     copier = PageCopier({"kv": memory}, force=CopyPath.KERNEL, chunk_bytes=64)
 
     for group in plan.groups:
-        copier.prepare(plan).enqueue(device.stream("copies"), group)
+        copier.enqueue(device.stream("copies"), copier.prepare(plan), group)
 
     assert device.error is None
     found = _contents(memory)
@@ -249,8 +253,7 @@ def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheO
     memory.device.items("keys")[:, 0] = 7
     plan = merge([operation(Direction.FORK, kv=([0], [1]))], {"kv": memory.extent}, 3, None)
 
-    copies = PageCopier({"kv": memory}).prepare(plan)
-    copies.enqueue(EmulatedDevice(InlineDriver()).stream("fork"), plan.groups[0])
+    _enqueue_all(PageCopier({"kv": memory}), plan)
 
     assert (memory.device.items("keys") == 7).all()
 

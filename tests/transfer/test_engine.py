@@ -14,7 +14,7 @@ from asynchicache.errors import ConfigError, RequestStateError, UsageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import PlanCopies
+from asynchicache.transfer.copies import PageCopier
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
@@ -105,16 +105,16 @@ def memory_bytes(pool: str, rig) -> list[int]:
 async def test_what_is_submitted_counts_before_the_tick_ends(open_rig, operation: Build) -> None:
     wishes = [operation(Direction.LOAD, kv=([slot], [slot])) for slot in range(3)]
     async with open_rig() as rig:
-        assert (rig.engine.live(), rig.engine.statistics().in_flight) == ([], 0)
+        assert (rig.engine.in_flight(), rig.engine.statistics().in_flight) == ([], 0)
         tickets = [rig.engine.submit(wish, done=rig.done) for wish in wishes[:2]]
-        assert rig.engine.live() == wishes[:2]
+        assert rig.engine.in_flight() == wishes[:2]
         tickets.append(rig.engine.submit(wishes[2], done=rig.done))
         statistics = rig.engine.statistics()
         assert (statistics.operations, statistics.in_flight) == (3, 3)
         for ticket in tickets:
             await ticket
         statistics = rig.engine.statistics()
-        assert (statistics.operations, statistics.in_flight, rig.engine.live()) == (3, 0, [])
+        assert (statistics.operations, statistics.in_flight, rig.engine.in_flight()) == (3, 0, [])
 
 
 @pytest.mark.asyncio
@@ -130,8 +130,8 @@ async def test_the_first_group_may_begin_before_the_others_are_enqueued(
     open_rig, operation: Build, monkeypatch, driver: str, group_bytes: int, expected: list[str]
 ) -> None:
     steps: list[str] = []
-    enqueue, yield_to_streams = PlanCopies.enqueue, ThreadDriver.yield_to_streams
-    monkeypatch.setattr(PlanCopies, "enqueue", lambda *args: (steps.append("group"), enqueue(*args)))
+    enqueue, yield_to_streams = PageCopier.enqueue, ThreadDriver.yield_to_streams
+    monkeypatch.setattr(PageCopier, "enqueue", lambda *args: (steps.append("group"), enqueue(*args)))
     monkeypatch.setattr(
         ThreadDriver, "yield_to_streams", lambda one: (steps.append("yield"), yield_to_streams(one))
     )
@@ -391,13 +391,13 @@ async def test_a_ticket_that_is_kept_holds_on_to_nothing_that_only_its_moving_ne
             await ticket
         gone = weakref.ref(told)
         del told
-        assert [ticket.operation.empty for ticket in kept] == [True, True]
-        assert (kept[0].reads, kept[0].after, gone()) == ((), (), None)
-        assert rig.engine.live() == [late.operation]
+        assert [ticket._submission.operation.empty for ticket in kept] == [True, True]
+        assert (kept[0]._submission.reads, kept[0]._submission.after, gone()) == ((), (), None)
+        assert rig.engine.in_flight() == [late._submission.operation]
         gate.open()
         await late
-        assert late.tick.wishes == []
-        assert rig.engine.live() == []
+        assert late._submission.tick.operations == []
+        assert rig.engine.in_flight() == []
 
 
 class Told:

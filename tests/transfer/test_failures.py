@@ -13,9 +13,9 @@ import pytest
 from asynchicache.errors import ClosedError, DeviceError, TransferError
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer import schedule
-from asynchicache.transfer.copies import PlanCopies
+from asynchicache.transfer.copies import PoolCopies
 from asynchicache.transfer.plan import CacheOperation, Direction, merge
-from asynchicache.transfer.record import LayerStatus, Tick
+from asynchicache.transfer.record import LayerStatus, Submission, Tick
 from asynchicache.transfer.schedule import HazardTable
 from asynchicache.transfer.ticket import Ticket
 
@@ -69,7 +69,7 @@ async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
     async with open_rig(driver) as rig:
         prepare = rig.engine._copier.prepare
 
-        def broken(plan) -> PlanCopies:
+        def broken(plan) -> dict[str, PoolCopies]:
             if plan.direction is Direction.LOAD:
                 monkeypatch.undo()  # the next one works
                 raise MemoryError("no room for a list of copies")
@@ -172,19 +172,19 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
     begun, go_on, carried_out = (threading.Event() for _ in range(3))
     async with open_rig() as rig:
         engine = rig.engine
-        batch, carry_out = engine._batcher.batch, engine._carry_out
+        schedule_tick, run_tick = engine._scheduler.schedule, engine._run_tick
 
         def late(submissions):
             begun.set()
             go_on.wait()
-            return batch(submissions)
+            return schedule_tick(submissions)
 
         def watched(tick) -> None:
-            carry_out(tick)
+            run_tick(tick)
             carried_out.set()
 
-        monkeypatch.setattr(engine._batcher, "batch", late)
-        monkeypatch.setattr(engine, "_carry_out", watched)
+        monkeypatch.setattr(engine._scheduler, "schedule", late)
+        monkeypatch.setattr(engine, "_run_tick", watched)
         ticket = engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await asyncio.to_thread(begun.wait)
         try:
@@ -250,26 +250,26 @@ async def test_a_ticket_that_only_reads_is_given_up_too(
     """Alone in its tick or beside an operation, behind a thread that is stuck in the driver."""
     begun, go_on = threading.Event(), threading.Event()
     async with open_rig() as rig:
-        engine, carry_out = rig.engine, rig.engine._carry_out
+        engine, run_tick = rig.engine, rig.engine._run_tick
 
         def stuck(tick: Tick) -> None:
             begun.set()
             go_on.wait()
-            carry_out(tick)
+            run_tick(tick)
 
-        monkeypatch.setattr(engine, "_carry_out", stuck)
+        monkeypatch.setattr(engine, "_run_tick", stuck)
         engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await asyncio.to_thread(begun.wait)
         nothing = CacheOperation(Direction.LOAD, ())
-        onlooker = engine.submit(nothing, reads=[("kv", [0])], done=lambda _: None)
+        reader = engine.submit(nothing, reads=[("kv", [0])], done=lambda _: None)
         if beside:
             engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
         try:
             assert await engine.aclose(0) == 1 + beside
             with pytest.raises(TransferError, match="given up"):
-                await asyncio.wait_for(onlooker, 30)
-            assert onlooker.status(0) is LayerStatus.FAILED
-            assert onlooker.host_fence(0).open
+                await asyncio.wait_for(reader, 30)
+            assert reader.status(0) is LayerStatus.FAILED
+            assert reader.host_fence(0).open
         finally:
             go_on.set()
 
@@ -280,7 +280,7 @@ async def test_a_ticket_of_which_nothing_is_known_is_no_success() -> None:
     tick.planned.set()
 
     with pytest.raises(TransferError, match="not known"):
-        await Ticket(6, tick)
+        await Ticket(Submission(tick), 6)
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ import torch
 from asynchicache.errors import DeviceError, RequestStateError, TransferError, UsageError
 from asynchicache.transfer.graph_fences import GraphFences
 from asynchicache.transfer.plan import CacheOperation, Direction
-from asynchicache.transfer.record import LayerStatus, TransferRecord, TransferView
+from asynchicache.transfer.record import LayerStatus, Submission, TransferRecord
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
 from streams.conftest import notify
@@ -173,7 +173,7 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
         def broken(submissions) -> None:
             raise ZeroDivisionError("a bug in the batcher")
 
-        monkeypatch.setattr(rig.engine._batcher, "batch", broken)
+        monkeypatch.setattr(rig.engine._scheduler, "schedule", broken)
         ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         watcher = rig.engine.submit(operation(Direction.LOAD), reads=[("kv", [0])], done=lambda _: None)
         for method in (ticket.submitted, lambda: ticket.submitted(0), lambda: ticket.layer(0)):
@@ -193,8 +193,8 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
 @pytest.mark.asyncio
 async def test_a_transfer_without_a_plan_lets_nobody_through_before_it_has_failed(open_rig) -> None:
     async with open_rig() as rig:
-        compute, record = rig.device.stream("compute"), TransferRecord(0, Direction.LOAD, ())
-        ticket = Ticket(LAYERS, views=[TransferView(record, None)])
+        compute, record = rig.device.stream("compute"), TransferRecord(0, Direction.LOAD, (), lambda: None)
+        ticket = Ticket(Submission(transfers=[record]), LAYERS)
 
         for method in (ticket.fence(1).wait_on, partial(ticket.fence(1).record, rig.device.event())):
             with pytest.raises(RequestStateError, match="layer 1 is not submitted yet"):

@@ -23,8 +23,8 @@ from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
 from asynchicache.transfer.plan import CacheOperation, Direction
-from asynchicache.transfer.record import TransferView
-from asynchicache.transfer.schedule import Batcher, HazardTable, Independence
+from asynchicache.transfer.record import TransferRecord
+from asynchicache.transfer.schedule import HazardTable, IndependenceCheck, Scheduler
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import PoolTransfer, Tier
 from streams.conftest import notify
@@ -187,13 +187,13 @@ FENCES = {
     "a copy behind backups of the slot it fills": (HazardTable, "_users", _without(1, Tier.DEVICE)),
     "a copy behind forks of the slot it fills": (HazardTable, "_users", _without(2, Tier.DEVICE)),
     "a backup behind loads of the slot it fills": (HazardTable, "_users", _without(1, Tier.HOST)),
-    "the order within a tick": (Independence, "holds", lambda *_: True),
+    "the order within a tick": (IndependenceCheck, "holds", lambda *_: True),
     "a forward behind its tickets": (Fence, "wait_on", lambda *_: None),
-    "a forward behind what others bring": (Batcher, "_writers", lambda *_: iter(())),
+    "a forward behind what others bring": (Scheduler, "_writers", lambda *_: []),
     "a layer behind its own group": (
-        TransferView,
-        "group",
-        lambda self, layer: self.groups[0] if self.groups else None,
+        TransferRecord,
+        "group_of",
+        lambda self, *_: 0 if self.plan else None,
     ),
 }
 

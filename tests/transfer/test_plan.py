@@ -12,7 +12,15 @@ import torch
 
 from asynchicache.errors import InternalError, UsageError
 from asynchicache.specs import PoolSpec, TensorSpec
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent, TransferPlan, merge
+from asynchicache.transfer.plan import (
+    CacheOperation,
+    Direction,
+    PoolExtent,
+    TensorPart,
+    TransferPlan,
+    merge,
+    tensor_parts,
+)
 from asynchicache.types import PoolTransfer, trailing_pages
 
 Build = Callable[..., CacheOperation]
@@ -128,8 +136,8 @@ def test_slots_are_copied_whatever_they_come_in(kind: Callable[[list[int]], obje
 
     ((pool, read, written),) = operation.transfers
     assert (pool, list(read), list(written)) == ("kv", numbers, numbers[::-1])
-    assert operation.reach == (("kv", max(numbers), max(numbers)),)
-    assert all(type(slot) is int for slot in (*read, *written, *operation.reach[0][1:]))
+    assert operation.highest_slots == (("kv", max(numbers), max(numbers)),)
+    assert all(type(slot) is int for slot in (*read, *written, *operation.highest_slots[0][1:]))
     assert isinstance(operation.transfers[0], PoolTransfer)
 
 
@@ -137,7 +145,7 @@ def test_slots_are_copied_whatever_they_come_in(kind: Callable[[list[int]], obje
 def test_the_reach_of_each_direction(count: int) -> None:
     low, high = list(range(count)), list(range(500, 500 + count))
     reaches = {
-        direction: CacheOperation(direction, (PoolTransfer("kv", low[::-1], high),)).reach
+        direction: CacheOperation(direction, (PoolTransfer("kv", low[::-1], high),)).highest_slots
         for direction in Direction
     }
 
@@ -152,8 +160,12 @@ def test_an_operation_may_move_nothing_and_nobody_says_otherwise() -> None:
     nothing = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []),), (("kv", 5, 5),))
     some = CacheOperation(Direction.LOAD, (PoolTransfer("kv", [], []), PoolTransfer("mamba", [0], [0])))
 
-    assert (nothing.empty, nothing.reach, CacheOperation(Direction.LOAD, ()).empty) == (True, (), True)
-    assert (some.empty, some.reach) == (False, (("kv", -1, -1), ("mamba", 0, 0)))
+    assert (nothing.empty, nothing.highest_slots, CacheOperation(Direction.LOAD, ()).empty) == (
+        True,
+        (),
+        True,
+    )
+    assert (some.empty, some.highest_slots) == (False, (("kv", -1, -1), ("mamba", 0, 0)))
     with pytest.raises(AttributeError):
         some.direction = Direction.BACKUP
 
@@ -252,7 +264,8 @@ def test_groups_hold_as_many_bytes_as_are_worth_a_launch(operation: Build) -> No
 
     assert [(group.start, group.stop) for group in plan.groups] == [(0, 1), (1, 4), (4, 6)]
     assert plan.nbytes == 16 + 18 + 16 + 25 + 25
-    assert [(part.tensor, part.start, part.stop) for part in plan.groups[1].parts] == [
+    parts = [part for _, part in _parts(plan, plan.groups[1])]
+    assert parts == [
         ("keys", 0, 2),
         ("scales", 0, 1),
         ("conv", 1, 2),
@@ -323,17 +336,20 @@ def _naive(operations: Sequence[CacheOperation]) -> set[tuple[str, str, int, int
     }
 
 
+def _parts(plan: TransferPlan, layers: range) -> list[tuple[str, TensorPart]]:
+    return [(pool, part) for pool in plan.runs for part in tensor_parts(POOLS[pool].spec, layers)]
+
+
 def _planned(plan: TransferPlan) -> set[tuple[str, str, int, int, int]]:
     moved = []
     for group in plan.groups:
-        for part in group.parts:
-            tensor = next(t for t in POOLS[part.pool].spec.tensors if t.name == part.tensor)
+        for pool, part in _parts(plan, group):
+            tensor = next(t for t in POOLS[pool].spec.tensors if t.name == part.tensor)
             for layer in tensor.layers[part.start : part.stop]:
                 assert group.start <= layer < group.stop
-                for source, destination, count in plan.runs[part.pool].tolist():
+                for source, destination, count in plan.runs[pool].tolist():
                     moved += [
-                        (part.pool, part.tensor, layer, source + page, destination + page)
-                        for page in range(count)
+                        (pool, part.tensor, layer, source + page, destination + page) for page in range(count)
                     ]
     assert len(set(moved)) == len(moved)
     return set(moved)

@@ -113,10 +113,11 @@ def _move(
     name = memory.device.spec.name
     operation = CacheOperation(direction, (PoolTransfer(name, sources, destinations),))
     plan = merge([operation], {name: memory.extent}, LAYERS, 1)
-    copies = PageCopier({name: memory}, force=path).prepare(plan)
+    copier = PageCopier({name: memory}, force=path)
+    copies = copier.prepare(plan)
     stream, event = device.stream("copies"), device.event()
     for group in plan.groups:
-        copies.enqueue(stream, group)
+        copier.enqueue(stream, copies, group)
     stream.record(event)
     event.synchronize()
     assert device.error is None

@@ -11,8 +11,8 @@ import pytest
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer import plan, schedule
 from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent
-from asynchicache.transfer.record import GroupState, Submission
-from asynchicache.transfer.schedule import Batcher
+from asynchicache.transfer.record import Submission
+from asynchicache.transfer.schedule import Scheduler
 
 OPERATIONS, PAGES, LAYERS = 512, 16, 4
 SLOTS = OPERATIONS * 2 * PAGES
@@ -53,17 +53,17 @@ def test_operations_of_one_tick_are_planned_once_for_each_pool_and_direction(
 ) -> None:
     both = (Direction.LOAD, Direction.BACKUP)
     wishes = [_wish(operation, direction, number) for number in range(OPERATIONS) for direction in both]
-    batcher = Batcher(POOLS, LAYERS, 1, lambda: GroupState(lambda: None))
+    scheduler = Scheduler(POOLS, LAYERS, 1, lambda: None)
     calls = _counted(
         monkeypatch,
         (schedule, "merge"),
         (plan, "_runs"),
         (plan, "check_slots"),
-        (schedule.Independence, "holds"),
+        (schedule.IndependenceCheck, "holds"),
         (schedule.HazardTable, "mark"),
     )
 
-    records = batcher.batch([Submission(LAYERS, operation=wish) for wish in wishes])
+    records = scheduler.schedule([Submission(operation=wish) for wish in wishes])
 
     assert [record.direction for record in records] == [Direction.LOAD, Direction.BACKUP]
     assert calls == {"holds": 1, "mark": 2, "merge": 2, "_runs": 2 * 2, "check_slots": 2 * 2 * 2}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asynchicache.errors import RequestStateError, TransferError, UsageError
-from asynchicache.transfer.copies import PlanCopies
+from asynchicache.transfer.copies import PageCopier
 from asynchicache.transfer.graph_fences import GraphFences
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
@@ -46,13 +46,13 @@ class HeldCopies:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> HeldCopies:
-    held, enqueue = HeldCopies(), PlanCopies.enqueue
+    held, enqueue = HeldCopies(), PageCopier.enqueue
 
     def enqueue_held(*args) -> None:
         held.take()
         enqueue(*args)
 
-    monkeypatch.setattr(PlanCopies, "enqueue", enqueue_held)
+    monkeypatch.setattr(PageCopier, "enqueue", enqueue_held)
     return held
 
 
@@ -235,7 +235,7 @@ async def test_engines_that_enqueue_on_the_loop_have_all_layers_at_once(
         assert ticket.ok
         assert not ticket.done
         await asyncio.sleep(0)  # the end of the tick, in which all of it is told
-        assert at_once(ticket.views[0].record.settled.wait())
+        assert at_once(ticket._submission.transfers[0].settled.wait())
         await ticket.submitted(0)
         assert all(at_once(ticket.submitted(layer)) for layer in range(LAYERS))
         await ticket

@@ -21,6 +21,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.tracing import Tracer
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import Node
 
@@ -73,10 +74,14 @@ class Executor:
 
     # Copies
 
-    def run(self, copies: Iterable[Copy]) -> Ticket | None:
+    def run(self, copies: Iterable[Copy], on_wait: OnWait | None = None) -> Ticket | None:
         """Enqueue copies; the ticket of the last one, None if there are none.
 
         A copy that reads device memory runs behind the forwards of `order_after`.
+
+        Args:
+            on_wait: called with each stream that a fence of the ticket makes wait. Default: the ticket is not
+                handed out.
         """
         ticket = None
         for copy in copies:
@@ -86,7 +91,9 @@ class Executor:
             done = partial(self._copy_done, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
             events = () if copy.direction is Direction.LOAD else tuple(self._computing.values())
-            ticket = self._engine.submit(operation, after=events, reads=copy.reads, done=done)
+            ticket = self._engine.submit(
+                operation, after=events, reads=copy.reads, done=done, on_wait=on_wait
+            )
         return ticket
 
     def _copy_done(self, copy: Copy, error: BaseException | None) -> None:
@@ -190,7 +197,7 @@ class Executor:
     @property
     def copies(self) -> Collection[CacheOperation]:
         """Copies in flight."""
-        return self._engine.live()
+        return self._engine.in_flight()
 
     @property
     def left_tasks(self) -> Collection[asyncio.Task[None]]:

@@ -305,9 +305,8 @@ class Request:
         self._controller.storer.use(sequence.lease.node)
         if counted:
             self._controller.count_served(sequence)
-        ticket = self._executor.run(copies)
+        ticket = self._executor.run(copies, sequence.runs_on)
         assert ticket is not None, "a load has a copy, if an empty one"
-        ticket.ordered = sequence.runs_on
         return ticket
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
@@ -430,10 +429,9 @@ class Request:
 
     def _copy_states(self, sequence: RequestSequence, copies: list[Copy]) -> Ticket:
         """Carry out a publication; the ticket of its states' copy, done if it has none."""
-        ticket = self._executor.run(copies)
+        ticket = self._executor.run(copies, sequence.runs_on)
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            ticket = Ticket.of_nothing(self._planner.books.spec.layers)
-        ticket.ordered = sequence.runs_on
+            return Ticket.of_nothing(self._planner.books.spec.layers, sequence.runs_on)
         return ticket
 
     async def durable(self) -> bool:

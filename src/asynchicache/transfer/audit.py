@@ -1,9 +1,9 @@
-"""Fingerprints of pages as they leave the device, compared with what comes back: a sample, for production.
+"""Compares a sample of the pages that return to the device with what had left it. For production.
 
-A page that is sampled on its way to the host is copied aside by plain copies in the order of the
-stream, and hashed once the transfer has landed. Whenever its host slot is loaded again, the bytes that
-arrived on the device are copied aside and hashed likewise, each layer before anybody's fence lets a forward
-run that may overwrite it. So both ends are looked at on the device, and whatever lies between is covered.
+A page that is sampled on its way to the host is staged, by plain copies in the order of the stream, and
+hashed once the transfer has landed. Whenever its host slot is loaded again, the bytes that arrived on the
+device are staged and hashed as well, each layer before a fence lets a forward run that may overwrite it. Both
+ends are thus read on the device, so that everything between them is covered.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 from asynchicache.kernels.batch import expand_runs
 from asynchicache.pools.device import DevicePool
 from asynchicache.streams.base import Stream
-from asynchicache.transfer.plan import Direction, LayerGroup, TensorPart, TransferPlan
+from asynchicache.transfer.plan import Direction, TransferPlan, tensor_parts
 
 MOST_BYTES = 64 << 20
-"""Bytes copied aside for one transfer; what goes beyond is not looked at."""
+"""Most bytes staged for one transfer; further pages are not compared."""
 
 
 @dataclass(slots=True, eq=True)
 class AuditStatistics:
-    """Pages and states since the start.
+    """Counts of pages and states since the start.
 
     Attributes:
         recorded: fingerprinted on their way to the host.
         compared: compared on their way back.
-        mismatched: that came back with other bytes.
+        mismatched: returned with other bytes.
     """
 
     recorded: int = 0
@@ -41,22 +41,23 @@ class AuditStatistics:
     mismatched: int = 0
 
 
-Aside: TypeAlias = dict[str, torch.Tensor]
+StagedPage: TypeAlias = dict[str, torch.Tensor]
 """A page's bytes in host memory, by tensor, `[layers, bytes]`."""
 
 
 @dataclass(slots=True, eq=False)
 class _Fingerprint:
-    """What one copy wrote to a host slot; None until it has landed. Written once, on the loop."""
+    """The digest of what one copy wrote to a host slot; None until it has landed. Written once, on the
+    loop."""
 
     digest: bytes | None = None
 
 
 class _Page(NamedTuple):
-    """One to look at.
+    """A sampled page.
 
     Attributes:
-        expected: written by its own copy to the host, or known when its copy to the device is enqueued.
+        expected: set by its own copy to the host, or known when its copy to the device is enqueued.
     """
 
     pool: str
@@ -68,19 +69,20 @@ class _Page(NamedTuple):
 class PageAudit:
     """The fingerprints of host slots, by pool.
 
-    What a slot holds changes in the order of enqueueing, which is the device's, while copies settle in any:
-    so `choose` says which copy's bytes a slot has, and which a load is to bring.
+    The content of a slot changes in the order of enqueueing, which is the device's, but copies are reported
+    as complete in any order. So `choose` decides, when a copy is enqueued, whose bytes a slot will hold and
+    which bytes a load must bring.
 
-    `choose` and `AuditSample.stage` are for the thread that enqueues copies, `AuditSample.digests` for one
-    that may block, the rest for the loop.
+    `choose` and `AuditSample.stage` run on the thread that enqueues copies, `AuditSample.digests` on a thread
+    that may block, the rest on the loop.
     """
 
     def __init__(self, devices: Mapping[str, DevicePool], share: float, rng: random.Random) -> None:
         """
         Args:
             devices: by pool.
-            share: of the pages that leave the device, 0 to 1.
-            rng: chooses them.
+            share: of the pages that leave the device to sample, 0 to 1.
+            rng: samples them.
         """
         self.statistics = AuditStatistics()
         self._devices = devices
@@ -89,11 +91,11 @@ class PageAudit:
         self._fingerprints: dict[tuple[str, int], _Fingerprint] = {}  # of the copies enqueued last
 
     def choose(self, plan: TransferPlan) -> AuditSample | None:
-        """The pages of a transfer to look at; None if there are none."""
+        """Sample the pages of a transfer; None if there are none."""
         if plan.direction is Direction.FORK:
             return None
         load = plan.direction is Direction.LOAD
-        pages = list(self._limited(self._known(plan) if load else self._drawn(plan)))
+        pages = list(self._limited(self._fingerprinted(plan) if load else self._sampled(plan)))
         if not pages:
             return None
         if not load:
@@ -101,13 +103,13 @@ class PageAudit:
         return AuditSample(self, pages, load=load)
 
     def forget(self, pool: str, host_slots: Iterable[int]) -> None:
-        """These slots will hold something else."""
+        """Drop the fingerprints of slots that will hold something else."""
         if self._fingerprints:
             for slot in host_slots:
                 self._fingerprints.pop((pool, slot), None)
 
-    def _known(self, plan: TransferPlan) -> Iterable[_Page]:
-        """Not what a copy that has not landed yet brings: it may never be known."""
+    def _fingerprinted(self, plan: TransferPlan) -> Iterable[_Page]:
+        """Pages with a known digest; that of a copy in flight is not known, and may never be."""
         if not self._fingerprints:
             return
         for pool, runs in plan.runs.items():
@@ -117,7 +119,7 @@ class PageAudit:
                 if known is not None and known.digest is not None:
                     yield _Page(pool, device_slot, host_slot, known)
 
-    def _drawn(self, plan: TransferPlan) -> Iterable[_Page]:
+    def _sampled(self, plan: TransferPlan) -> Iterable[_Page]:
         for pool, runs in plan.runs.items():
             sources, destinations = (side.tolist() for side in expand_runs(runs))
             self.forget(pool, destinations)
@@ -133,8 +135,8 @@ class PageAudit:
             if left >= 0:
                 yield page
 
-    def room_aside(self, page: _Page) -> Aside:
-        """Host memory for a page's bytes, by tensor."""
+    def allocate_staging(self, page: _Page) -> StagedPage:
+        """Host memory for a page's bytes."""
         pool = self._devices[page.pool]
         shapes = {tensor.name: pool.items(tensor.name).shape for tensor in pool.spec.tensors}
         pin = pool.device.type == "cuda"
@@ -143,23 +145,23 @@ class PageAudit:
             for name, (layers, _, nbytes) in shapes.items()
         }
 
-    def copy_aside(self, page: _Page, part: TensorPart, aside: Aside) -> None:
-        """Copy some layers of a page to the host; they are there once the current stream has got here.
+    def stage(self, page: _Page, layers: range, staged: StagedPage) -> None:
+        """Copy some layers of a page to the host; they are there once the current stream has got here."""
+        pool = self._devices[page.pool]
+        for part in tensor_parts(pool.spec, layers):
+            items = pool.items(part.tensor)
+            # Layer by layer: torch would gather several on the device first, which may have no room.
+            for layer in range(part.start, part.stop):
+                staged[part.tensor][layer].copy_(items[layer, page.device_slot], non_blocking=True)
 
-        One by one, as together they would first be gathered on the device, which may have no room.
-        """
-        items = self._devices[page.pool].items(part.tensor)
-        for layer in range(part.start, part.stop):
-            aside[part.tensor][layer].copy_(items[layer, page.device_slot], non_blocking=True)
-
-    def remember(self, page: _Page, digest: bytes) -> None:
-        """What a copy to the host has written, unless a later one went to the same slot."""
+    def record(self, page: _Page, digest: bytes) -> None:
+        """Set the digest of a page that was copied to the host; counted unless the slot was written again."""
         page.expected.digest = digest
         if self._fingerprints.get((page.pool, page.host_slot)) is page.expected:
             self.statistics.recorded += 1
 
     def compare(self, page: _Page, digest: bytes) -> str | None:
-        """What is wrong with a page that came to the device, in words."""
+        """A message if a page that came to the device differs from what had left it."""
         self.statistics.compared += 1
         if digest == page.expected.digest:
             return None
@@ -171,41 +173,39 @@ class PageAudit:
 
 
 class AuditSample:
-    """Pages of one transfer that are looked at; made by `PageAudit.choose`."""
+    """Sampled pages of one transfer; made by `PageAudit.choose`."""
 
     def __init__(self, audit: PageAudit, pages: Sequence[_Page], *, load: bool) -> None:
         self._audit = audit
         self._pages = pages
         self._load = load
-        self._copies: list[Aside] = [audit.room_aside(page) for page in pages]
+        self._staged: list[StagedPage] = [audit.allocate_staging(page) for page in pages]
 
-    def stage(self, stream: Stream, group: LayerGroup) -> None:
-        """Enqueue copies of a group's layers of the pages on the device, behind what was enqueued before."""
-        stream.launch(partial(self._copy_aside, group.parts))
+    def stage(self, stream: Stream, layers: range) -> None:
+        """Enqueue copies of some layers of the pages on the device, behind what was enqueued before."""
+        stream.launch(partial(self._stage, layers))
 
-    def _copy_aside(self, parts: Sequence[TensorPart]) -> None:
-        for page, aside in zip(self._pages, self._copies, strict=True):
-            for part in parts:
-                if part.pool == page.pool:
-                    self._audit.copy_aside(page, part, aside)
+    def _stage(self, layers: range) -> None:
+        for page, staged in zip(self._pages, self._staged, strict=True):
+            self._audit.stage(page, layers, staged)
 
     def digests(self) -> list[bytes]:
         """SHA-256 of each page, once the copies of every group have landed; blocking."""
         found = []
-        for aside in self._copies:
+        for staged in self._staged:
             digest = sha256()
-            for copy in aside.values():
+            for copy in staged.values():
                 digest.update(copy.numpy().data)
             found.append(digest.digest())
-        self._copies = []
+        self._staged = []
         return found
 
-    def settle(self, digests: Sequence[bytes]) -> list[str]:
-        """Remember or compare, on the loop; what is wrong, in words."""
+    def finish(self, digests: Sequence[bytes]) -> list[str]:
+        """Record the digests, or compare them, on the loop; a message for each mismatch."""
         pairs = zip(self._pages, digests, strict=True)
         if self._load:
             found = [self._audit.compare(page, digest) for page, digest in pairs]
             return [problem for problem in found if problem is not None]
         for page, digest in pairs:
-            self._audit.remember(page, digest)
+            self._audit.record(page, digest)
         return []

@@ -149,8 +149,8 @@ def best(round_: Callable[[], float], least_seconds: float) -> float:
 
 def _enqueue(copier: PageCopier, plan: TransferPlan, stream: Stream, event: Event) -> None:
     copies = copier.prepare(plan)
-    for group in plan.groups:
-        copies.enqueue(stream, group)
+    for layers in plan.groups:
+        copier.enqueue(stream, copies, layers)
     stream.record(event)
 
 

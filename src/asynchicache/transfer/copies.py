@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, table_for
-from asynchicache.transfer.plan import Direction, LayerGroup, PoolExtent, Slots, TensorPart, TransferPlan
+from asynchicache.transfer.plan import Direction, PoolExtent, Slots, TensorPart, TransferPlan, tensor_parts
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,8 @@ class PoolMemory:
         return PoolItems.of(host, device, [tensor.layers for tensor in tensors])
 
 
-class _Work(NamedTuple):
-    """Copies for a stream to carry out, and how many bytes they are."""
-
-    nbytes: int
-    run: Callable[[], object]
-
+SizedCopy: TypeAlias = tuple[int, Callable[[], object]]
+"""Bytes, and the call that enqueues their copy on the current stream."""
 
 PathBytes: TypeAlias = dict[str, dict[CopyPath, int]]
 """Bytes enqueued, by pool and path."""
@@ -120,56 +116,42 @@ class PageCopier:
             return dict.fromkeys(_BETWEEN_TIERS, self._force.value)
         return {direction: self.table.summary(direction) for direction in _BETWEEN_TIERS}
 
-    def prepare(self, plan: TransferPlan) -> PlanCopies:
-        """The copies of one plan, to be enqueued group by group."""
-        pools = {pool: self._copies(plan, pool) for pool in plan.runs}
+    def prepare(self, plan: TransferPlan) -> dict[str, PoolCopies]:
+        """The copies of one plan by pool, for `enqueue`."""
+        copies = {pool: self._copies(plan, pool) for pool in plan.runs}
         if plan.direction is not Direction.FORK:
-            for pool, copies in pools.items():
-                self.nbytes[pool][copies.path] += copies.nbytes
-        return PlanCopies(pools, self._chunk_bytes)
+            for pool, of_pool in copies.items():
+                self.nbytes[pool][of_pool.path] += of_pool.nbytes
+        return copies
+
+    def enqueue(self, stream: Stream, copies: Mapping[str, PoolCopies], layers: range) -> None:
+        """Enqueue the copies of some layers of the model, in launches of at most a chunk."""
+        held: list[SizedCopy] = []
+        for copy in self._of_layers(copies, layers):
+            if held and sum(nbytes for nbytes, _ in held) + copy[0] > self._chunk_bytes:
+                stream.launch(partial(_run_all, held))
+                held = []
+            held.append(copy)
+        if held:
+            stream.launch(partial(_run_all, held))
+
+    def _of_layers(self, copies: Mapping[str, PoolCopies], layers: range) -> Iterator[SizedCopy]:
+        for pool, of_pool in copies.items():
+            parts = list(tensor_parts(self._pools[pool].spec, layers))
+            if parts:
+                yield from of_pool.of_layers(layers, parts, self._chunk_bytes)
 
     def path(self, plan: TransferPlan, pool: str) -> CopyPath:
         """The path that the pages of a pool take in a plan."""
         return self._copies(plan, pool).path
 
-    def _copies(self, plan: TransferPlan, pool: str) -> _PoolCopies:
-        return _PoolCopies(self._pools[pool], plan.direction, plan.runs[pool], self.table)
+    def _copies(self, plan: TransferPlan, pool: str) -> PoolCopies:
+        return PoolCopies(self._pools[pool], plan.direction, plan.runs[pool], self.table)
 
 
-class PlanCopies:
-    """The copies of one plan; made by `PageCopier.prepare`."""
-
-    def __init__(self, pools: Mapping[str, _PoolCopies], chunk_bytes: int) -> None:
-        self._pools = pools
-        self._chunk_bytes = chunk_bytes
-
-    def enqueue(self, stream: Stream, group: LayerGroup) -> None:
-        """Enqueue every copy of one group on `stream`, in launches of at most a chunk."""
-        for launch in _packed(self._works(group), self._chunk_bytes):
-            stream.launch(launch)
-
-    def _works(self, group: LayerGroup) -> Iterator[_Work]:
-        for pool, copies in self._pools.items():
-            parts = [part for part in group.parts if part.pool == pool]
-            if parts:
-                yield from copies.works(group, parts, self._chunk_bytes)
-
-
-def _packed(works: Iterable[_Work], chunk_bytes: int) -> Iterator[Callable[[], object]]:
-    """Works together, as many as make up a chunk."""
-    held: list[_Work] = []
-    for work in works:
-        if held and sum(other.nbytes for other in held) + work.nbytes > chunk_bytes:
-            yield partial(_run_all, held)
-            held = []
-        held.append(work)
-    if held:
-        yield partial(_run_all, held)
-
-
-def _run_all(works: Sequence[_Work]) -> None:
-    for work in works:
-        work.run()
+def _run_all(copies: Sequence[SizedCopy]) -> None:
+    for _, run in copies:
+        run()
 
 
 class _Pool:
@@ -178,6 +160,7 @@ class _Pool:
     def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
         self._name = name
         self._told = False
+        self.spec = memory.device.spec
         self.items = memory.items()
         self.index = {tensor.name: index for index, tensor in enumerate(memory.device.spec.tensors)}
         spec, page_size = memory.device.spec, memory.device.page_size
@@ -233,7 +216,7 @@ class _Pool:
         return found
 
 
-class _PoolCopies:
+class PoolCopies:
     """What one plan copies of one pool.
 
     Attributes:
@@ -251,13 +234,13 @@ class _PoolCopies:
         self.nbytes = pool.page_bytes * int(runs[:, 2].sum())
         self.path = self._choose(table)
 
-    def works(self, group: LayerGroup, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
-        """The copies of one group."""
+    def of_layers(self, layers: range, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
+        """The copies of some layers of the model; `parts`: the same by tensor."""
         match self.path:
             case CopyPath.BATCH:
                 return self._batches(parts, chunk_bytes)
             case CopyPath.KERNEL:
-                return self._launches(group, parts, chunk_bytes)
+                return self._launches(layers, parts, chunk_bytes)
             case CopyPath.PLAIN:
                 return self._plain(parts, chunk_bytes)
 
@@ -271,12 +254,12 @@ class _PoolCopies:
         among = [path for path in pool.available if path is not CopyPath.KERNEL or count >= KERNEL_PIECES]
         return table.choose(RunShape(self._direction, pool.tokens, self.nbytes // max(1, count)), among)
 
-    def _batches(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+    def _batches(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
         copy = self._pool.methods.batch
         assert copy is not None, "a path that is not there is not chosen"
         batches = [self._layer_runs(part, chunk_bytes).batch(part.start, part.stop) for part in parts]
         for batch in RunBatch.join(batches).cut(chunk_bytes):
-            yield _Work(batch.nbytes, partial(copy, batch))
+            yield batch.nbytes, partial(copy, batch)
 
     def _layer_runs(self, part: TensorPart, chunk_bytes: int) -> LayerRuns:
         """The same for every layer of a tensor, so it is worked out once a plan."""
@@ -286,15 +269,15 @@ class _PoolCopies:
             self._layers[tensor] = self._pool.geometry(self._direction, tensor).runs(runs)
         return self._layers[tensor]
 
-    def _launches(self, group: LayerGroup, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+    def _launches(self, layers: range, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
         kernels = self._pool.methods.kernels
         assert kernels is not None, "a path that is not there is not chosen"
-        rows = self._pool.items.span(group.start, group.stop)
+        rows = self._pool.items.span(layers.start, layers.stop)
         item_bytes = sum((part.stop - part.start) * self._item_bytes(part) for part in parts)
         step = max(1, chunk_bytes // item_bytes)
         for start in range(0, int(self._runs[:, 2].sum()), step):
             run = partial(self._by_kernel, kernels, rows, parts, slice(start, start + step))
-            yield _Work(item_bytes * step, run)
+            yield item_bytes * step, run
 
     def _by_kernel(
         self, kernels: PageKernels, rows: range, parts: Sequence[TensorPart], pages: slice
@@ -325,14 +308,14 @@ class _PoolCopies:
             source, destination = self._ends[self._pool.index[part.tensor]]
             _copy_runs(source[layers], destination[layers], runs)
 
-    def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[_Work]:
+    def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
         for part in parts:
             source, destination = self._ends[self._pool.index[part.tensor]]
             item_bytes = self._item_bytes(part)
             for piece in pieces(part, self._runs, item_bytes, chunk_bytes):
                 layers = slice(piece.start, piece.stop)
                 run = partial(_copy_runs, source[layers], destination[layers], piece.runs)
-                yield _Work(piece.items * item_bytes, run)
+                yield piece.items * item_bytes, run
 
     def _item_bytes(self, part: TensorPart) -> int:
         return self._pool.item_bytes[part.tensor]

@@ -1,8 +1,9 @@
-"""Runs cache operations: takes them on the loop, enqueues them off it, and tells when they have landed.
+"""Runs cache operations: accepts them on the loop, enqueues them off it, and reports when they have landed.
 
-On the loop a submission is checked and written down, no more. At the end of the tick all of them go to the
-submit thread, which merges them, orders them by their slots, and enqueues them. Ordering is the device's: a
-copy waits on the streams for the copies that it depends on, and the host never waits to enqueue.
+On the loop a submission is only checked and appended to a list. When the loop's iteration ends, all of them
+go to the submit thread, which merges them, orders them by their slots, and enqueues them. The device keeps
+the
+order: a copy waits on the streams for the copies that it depends on, and the host never waits to enqueue.
 """
 
 from __future__ import annotations
@@ -32,35 +33,35 @@ from asynchicache.transfer.paths import CopyPath, PathTable
 from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, slot_array
 from asynchicache.transfer.record import (
     Done,
-    GroupState,
+    InFlightOperations,
+    OnWait,
     Reads,
     Submission,
     Tick,
     TransferRecord,
-    Untold,
     call_done,
 )
-from asynchicache.transfer.schedule import Batcher
-from asynchicache.transfer.statistics import Landed, TransferStatistics
+from asynchicache.transfer.schedule import Scheduler
+from asynchicache.transfer.statistics import CompletionCounters, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 8 << 20
-"""Bytes of layers that are worth a launch of their own: some 150 microseconds of a PCIe 5 bus."""
+"""Bytes of layers that are worth a launch of their own: about 150 microseconds of a PCIe 5 bus."""
 
-_NO_POOL = -1, -1  # slots of a pool that is not there: below even a transfer of nothing
+_NO_POOL = -1, -1  # capacities of an unknown pool: even an empty transfer (highest slot -1) exceeds them
 
 
 class TransferEngine:
     """Moves pages between device and host memory, and on the device.
 
-    Confined to the thread of the loop it is made on. Close it before the reactor, the device and
-    the pools.
+    Confined to the thread of the loop it is made on, except the methods marked otherwise. Close it before the
+    reactor, the device and the pools.
 
     Attributes:
-        audit: what compares a sample of the pages; None if nothing does.
+        audit: compares a sample of the pages; None if there is no audit.
     """
 
     def __init__(
@@ -83,16 +84,16 @@ class TransferEngine:
             memories: by pool.
             layers: layers of the model, those without a cache included.
             port: how the submit thread reaches the loop.
-            reactor: tells of completion.
-            group_bytes: what makes a group of a load's layers worth a launch. Default: 8 MiB.
+            reactor: reports completion.
+            group_bytes: bytes that make a group of a load's layers worth a launch. Default: 8 MiB.
             submit_inline: enqueue on the loop, for devices that run in virtual time or in their
                 caller. Default: False, on a thread of the engine's own.
-            paths: how fast each way of copying is. Default: rates that a CPU had; plain copies on a GPU.
-            copy_path: copy this way, however fast it is.
+            paths: measured rates of each copy path. Default: rates that a CPU had; plain copies on a GPU.
+            copy_path: always use this path.
             audit: compares a sample of what comes back to the device with what had left it.
 
         Raises:
-            ConfigError: a pool is on another device, or there is no such way on this one.
+            ConfigError: a pool is on another device, or this device does not have the path.
         """
         for pool, memory in memories.items():
             if str(memory.device.device) != device.name:
@@ -106,17 +107,18 @@ class TransferEngine:
         self._copier = PageCopier(memories, table=paths, force=copy_path)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
-        self._batcher = Batcher(self._extents, layers, group_bytes, partial(GroupState, reactor.poll))
+        self._scheduler = Scheduler(self._extents, layers, group_bytes, reactor.poll)
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
         # One thread, in order: every event that a transfer waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
         self.audit = audit
         self._auditor = None if submit_inline else port.worker("asynchicache-audit")
         self._tick: Tick | None = None
-        self._untold = Untold()
-        self._closed = self._gave_up = False  # what the submit thread does after giving up is nobody's
+        self._in_flight = InFlightOperations()
+        self._closed = False
+        self._gave_up = False  # every operation was reported as failed: what lands later is not reported
         self._launches = self._failed = 0
-        self._landed = Landed()
+        self._completed = CompletionCounters()
 
     def submit(
         self,
@@ -125,8 +127,9 @@ class TransferEngine:
         after: Sequence[Event] = (),
         reads: Reads = (),
         done: Done,
+        on_wait: OnWait | None = None,
     ) -> Ticket:
-        """Start moving; merged with what else of its direction is submitted in this loop tick.
+        """Start an operation; it merges with others of its direction submitted in this iteration of the loop.
 
         Copies that touch the same slots run in the order of submission, other directions included.
 
@@ -135,71 +138,75 @@ class TransferEngine:
             after: recorded events that the copies wait for on the device, such as the end of the
                 forward that writes the sources; not to be recorded again before `Ticket.submitted`.
             reads: (pool, device slots) that the ticket's user will read although this operation
-                does not write them: the ticket depends on whatever in flight does.
+                does not write them: the ticket depends on the transfers in flight that do.
             done: called on the loop, once, when the operation's bytes have landed, or with the error
-                that keeps them from it; before the ticket's waiters run, and also if there are none.
-                Here pages are given back. After an error the device may still write to them.
+                that prevented it; before the ticket's waiters run, and also if there are none. Pages are
+                given back here. After an error the device may still write to them: leak them, do not free
+                them.
+            on_wait: called, from any thread, with each stream that a fence of the ticket makes wait.
+                Default: the caller does not need to know them.
 
         Raises:
             ClosedError: the engine is closed.
-            UsageError: an unknown pool, a slot that is none or not there, an event of another device.
+            UsageError: an unknown pool, an invalid slot, an event of another device.
             RequestStateError: an event in `after` was never recorded.
         """
         if self._closed:
             raise ClosedError("the transfer engine is closed")
-        for pool, device, host in operation.reach:
-            most_device, most_host = self._capacities.get(pool, _NO_POOL)
-            if device >= most_device or host >= most_host:
-                self._refuse(operation)
+        for pool, device, host in operation.highest_slots:
+            device_slots, host_slots = self._capacities.get(pool, _NO_POOL)
+            if device >= device_slots or host >= host_slots:
+                self._raise_invalid(operation)
         if after or reads:
-            # The submit thread looks at them later, and whoever owns these lists may change them.
+            # Copied, because the submit thread reads them later and the caller may change its lists.
             after, reads = tuple(after), [(pool, slot_array(slots)) for pool, slots in reads]
-            self._check_surroundings(after, reads)
-        if not operation.reach:
-            return self._look_on(operation, after, reads, done)
+            self._check_dependencies(after, reads)
+        if not operation.highest_slots:
+            return self._submit_reader(operation, after, reads, done, on_wait)
         tick = self._tick or self._open_tick()
-        ticket = Ticket(self._layers, tick, operation, done, after, reads)
-        tick.wishes.append(ticket)
-        return ticket
+        submission = Submission(tick, operation, done, after, reads, on_wait)
+        tick.operations.append(submission)
+        return Ticket(submission, self._layers)
 
     def statistics(self) -> TransferStatistics:
-        self._untold.write_down(self._tick)
+        self._in_flight.register(self._tick)
         return TransferStatistics(
-            self._untold.written,
+            self._in_flight.total,
             self._launches,
             self._failed,
-            len(self._untold),
-            dict(self._landed.nbytes),
+            len(self._in_flight),
+            dict(self._completed.nbytes),
             {pool: dict(nbytes) for pool, nbytes in self._copier.nbytes.items()},
             self._copier.choice,
             replace(self.audit.statistics) if self.audit else AuditStatistics(),
-            self._landed.latencies(),
+            self._completed.latencies(),
         )
 
-    def live(self) -> list[CacheOperation]:
-        """Operations whose end was not told yet."""
-        self._untold.write_down(self._tick)
-        return [submission.operation for submission in self._untold.submissions()]
+    def in_flight(self) -> list[CacheOperation]:
+        """Operations whose `done` has not been called."""
+        self._in_flight.register(self._tick)
+        return [submission.operation for submission in self._in_flight.submissions()]
 
     async def aclose(self, deadline_seconds: float) -> int:
         """Refuse new operations and wait for those in flight, for `deadline_seconds` at most.
 
         Returns:
-            How many operations were given up; their `done` was called with an error, and the device
-            may still write to their pages: leak them.
+            How many operations were given up. Their `done` was called with an error, and the device may still
+            write to their pages: the caller must leak these, not free them.
         """
         self._closed = True
         if self._tick is not None:
             self._flush(self._tick)
         with anyio.move_on_after(deadline_seconds):
-            await self._untold.idle.wait()
-        given_up = self._untold.submissions()
-        onlookers = self._untold.onlookers() if given_up else ()  # if not, the submit thread gets to them
+            await self._in_flight.idle.wait()
+        given_up = self._in_flight.submissions()
+        # If nothing hangs, the submit thread resolves the readers itself.
+        readers = self._in_flight.unresolved_readers() if given_up else ()
         error = TransferError(f"given up after {deadline_seconds} s: the engine closed")
-        self._disappoint([*given_up, *onlookers], error)
+        self._fail_all([*given_up, *readers], error)
         self._gave_up = True
         if self._submitter is not None and given_up:
-            self._submitter.abandon()  # it may hang in the driver: nobody could join it
+            self._submitter.abandon()  # it may hang in the driver, so that joining it would hang too
         elif self._submitter is not None:
             await self._port.run_blocking(self._submitter.close)
         if self._auditor is not None:
@@ -208,24 +215,31 @@ class TransferEngine:
 
     # Before the copies, on the loop.
 
-    def _refuse(self, operation: CacheOperation) -> None:
-        """Say what is wrong with an operation, if anything is."""
+    def _raise_invalid(self, operation: CacheOperation) -> None:
+        """Raise the error that fits an operation; does nothing if it is valid."""
         for pool, sources, destinations in operation.transfers:
             check_slots(pool, operation.direction.source, sources, self._extents)
             check_slots(pool, operation.direction.destination, destinations, self._extents)
 
-    def _look_on(self, operation: CacheOperation, after: Sequence[Event], reads: Reads, done: Done) -> Ticket:
-        """Submit an operation that moves nothing: what is in flight may bring what it reads."""
-        self._refuse(operation)
+    def _submit_reader(
+        self,
+        operation: CacheOperation,
+        after: Sequence[Event],
+        reads: Reads,
+        done: Done,
+        on_wait: OnWait | None,
+    ) -> Ticket:
+        """Submit an operation that moves nothing; transfers in flight may bring what it reads."""
+        self._raise_invalid(operation)
         call_done(done, None)
-        if not (reads and (self._untold or self._tick)):
-            return Ticket.of_nothing(self._layers)
+        if not (reads and (self._in_flight or self._tick)):
+            return Ticket.of_nothing(self._layers, on_wait)
         tick = self._tick or self._open_tick()
-        ticket = Ticket(self._layers, tick, operation, None, after, reads)
-        self._untold.look_on(tick, ticket)
-        return ticket
+        submission = Submission(tick, operation, None, after, reads, on_wait)
+        self._in_flight.add_reader(tick, submission)
+        return Ticket(submission, self._layers)
 
-    def _check_surroundings(self, after: Sequence[Event], reads: Reads) -> None:
+    def _check_dependencies(self, after: Sequence[Event], reads: Reads) -> None:
         for pool, slots in reads:
             check_slots(pool, Tier.DEVICE, slots, self._extents)
         for event in after:
@@ -241,35 +255,39 @@ class TransferEngine:
 
     def _flush(self, tick: Tick) -> None:
         if self._tick is not tick:
-            return  # it was flushed ahead of its time
-        self._untold.write_down(self._tick)
+            return  # `aclose` flushed it before the iteration ended
+        self._in_flight.register(self._tick)
         self._tick = None
         if self._submitter is None:
-            self._carry_out(tick)
+            self._run_tick(tick)
             return
         try:
-            self._submitter.submit(partial(self._carry_out, tick))
-        except RuntimeError as error:  # there is no thread to be had
+            self._submitter.submit(partial(self._run_tick, tick))
+        except RuntimeError as error:  # the system starts no more threads
             self._fail_tick(tick, error)
 
     # The copies, on the submit thread.
 
-    def _carry_out(self, tick: Tick) -> None:
-        """Enqueue what one tick submitted, whatever happens: a failure is told, so nobody waits for ever."""
+    def _run_tick(self, tick: Tick) -> None:
+        """Enqueue the operations of one tick. Every failure is reported, so that no waiter hangs."""
         try:
-            records = self._batcher.batch([*tick.wishes, *tick.onlookers])
+            records = self._scheduler.schedule([*tick.operations, *tick.readers])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
-            self._tell(partial(self._fail_tick, tick, error, self._batcher.withdraw(error)))
+            self._call_on_loop(partial(self._fail_tick, tick, error, self._scheduler.abandon(error)))
             return
         self._launches += len(records)
         for record in records:
             self._enqueue(record, tick.planned.set)
-            self._tell(partial(tick.settle, record))
+            self._call_on_loop(partial(tick.settle, record))
         if not records:
-            self._tell(tick.planned.set)
+            self._call_on_loop(tick.planned.set)
 
     def _enqueue(self, record: TransferRecord, begun: Callable[[], object]) -> None:
-        """`begun`: called on the loop, for those who wait for the first layers while others are enqueued."""
+        """
+        Args:
+            begun: called on the loop once the first of several groups is enqueued, for tasks that wait for
+                the first layers while others are being enqueued.
+        """
         stream = self._streams[record.direction]
         try:
             self._wait_for_dependencies(record, stream)
@@ -278,18 +296,22 @@ class TransferEngine:
             record.error = error
             self._abandon(record, stream, error)
         finally:
-            record.forget()
+            record.release()
 
     def _wait_for_dependencies(self, record: TransferRecord, stream: Stream) -> None:
-        for other in record.needs:
+        # What a failed transfer should have written must not be read. Overwriting it is harmless, so
+        # transfers in `runs_after` may have failed.
+        for other in record.reads_from:
             error = other.error or other.failure
             if error is not None:
                 raise TransferError("it reads what another was to write, which failed") from error
         for event in record.after:
             stream.wait_event(event)
-        for other in sorted(record.needs | record.follows, key=lambda other: other.number):
-            last = other.last_event  # which the loop takes away when all has landed
-            # Those of the same direction are ahead on the same stream.
+        for other in sorted(record.reads_from | record.runs_after, key=lambda other: other.number):
+            # The one submit thread enqueues in order of number, so the event of every transfer before this
+            # one is recorded by now; None means that all of it has landed (the loop removes the event then).
+            last = other.last_event
+            # Transfers of the same direction are ahead on the same stream.
             if last is not None and other.direction is not record.direction:
                 stream.wait_event(last)
 
@@ -299,37 +321,39 @@ class TransferEngine:
             raise record.error or TransferError("there is no plan")
         copies = self._copier.prepare(plan)
         sample = self.audit.choose(plan) if self.audit else None
+        last = len(plan.groups) - 1
         with stream.current():
-            for index, (group, state) in enumerate(zip(plan.groups, record.groups, strict=True)):
-                copies.enqueue(stream, group)
+            for layers in plan.groups:
+                self._copier.enqueue(stream, copies, layers)
                 if sample is not None:
-                    sample.stage(stream, group)
-                event = record.last_event = self._recorded(stream)
-                state.submit(event)
-                if record.asked(state):
-                    self._tell(partial(record.tell, state))
-                audited = sample if state is record.groups[-1] else None
-                reached = partial(self._reached, record, index, audited)
+                    # Before the group's event: a forward that waits for the group may overwrite its pages.
+                    sample.stage(stream, layers)
+                event = self._record_event(stream)
+                index = record.enqueue(event)
+                if record.has_enqueue_waiter(index):
+                    self._call_on_loop(partial(record.wake_enqueue_waiters, index))
+                reached = partial(self._on_group_reached, record, index, sample if index == last else None)
                 self._reactor.track(self._device, stream, reached, event=event, urgent=record.urgency(index))
-                if index == 0 and len(plan.groups) > 1 and self._submitter is not None:
-                    self._tell(begun)  # the first layers are what a forward waits for
+                if index == 0 < last and self._submitter is not None:
+                    self._call_on_loop(begun)  # a forward waits for the first layers
                     self._device.yield_to_streams()
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
-        """Fail a transfer that could not be enqueued, once what was enqueued of it has run."""
+        """Fail a transfer that could not be enqueued, once what was enqueued of it has run: until then the
+        device writes to its pages, and failing it lets their owners give them back."""
         try:
-            event = record.last_event = self._recorded(stream)
+            event = record.last_event = self._record_event(stream)
             self._reactor.track(self._device, stream, lambda _: self._fail(record, error), event=event)
         except Exception:  # noqa: BLE001 - nothing can be tracked any more, and the cause is known
-            self._tell(partial(self._fail, record, error))
+            self._call_on_loop(partial(self._fail, record, error))
 
-    def _recorded(self, stream: Stream) -> Event:
-        """One event behind all that was enqueued: for fences, for transfers to come, and for the reactor."""
+    def _record_event(self, stream: Stream) -> Event:
+        """One event behind all that was enqueued; fences, later transfers and the reactor share it."""
         event = self._device.event()
         stream.record(event)
         return event
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _call_on_loop(self, call: Callable[[], object]) -> None:
         if self._submitter is None:
             call()
         else:
@@ -337,7 +361,7 @@ class TransferEngine:
 
     # After the copies, on the loop.
 
-    def _reached(
+    def _on_group_reached(
         self, record: TransferRecord, index: int, sample: AuditSample | None, error: BaseException | None
     ) -> None:
         if record.finished:
@@ -352,18 +376,18 @@ class TransferEngine:
             self._auditor.submit(partial(self._fingerprint, record, index, sample))
 
     def _fingerprint(self, record: TransferRecord, index: int, sample: AuditSample) -> None:
-        """On the audit's thread: hashing takes milliseconds."""
+        """Hash the pages, which takes milliseconds; on the audit's thread."""
         try:
-            self._tell(partial(self._compare, record, index, sample, sample.digests()))
+            self._call_on_loop(partial(self._compare, record, index, sample, sample.digests()))
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
-            self._tell(partial(self._fail, record, error))
+            self._call_on_loop(partial(self._fail, record, error))
 
     def _compare(
         self, record: TransferRecord, index: int, sample: AuditSample, digests: Sequence[bytes]
     ) -> None:
         if record.finished:
             return
-        problems = sample.settle(digests)
+        problems = sample.finish(digests)
         if problems:
             logger.error("audit: %s", "; ".join(problems))
             self._fail(record, AuditError(f"{len(problems)} pages are not what they were: {problems[0]}"))
@@ -373,35 +397,34 @@ class TransferEngine:
     def _land(self, record: TransferRecord, index: int) -> None:
         if self._gave_up:
             return
-        ended = record.land(index)
-        self._landed.count(record.direction, ended, self._port.now())
-        self._end(ended)
+        completed = record.land(index)
+        self._completed.count(record.direction, completed, self._port.now())
+        self._complete(completed)
         if record.finished and record.plan is not None:
-            self._landed.nbytes[record.direction] += record.plan.nbytes
+            self._completed.nbytes[record.direction] += record.plan.nbytes
 
     def _fail(self, record: TransferRecord, error: BaseException) -> None:
         if not (record.finished or self._gave_up):
             self._failed += 1
-            self._end(record.fail(error))
+            self._complete(record.fail(error))
 
     def _fail_tick(self, tick: Tick, error: BaseException, records: Sequence[TransferRecord] = ()) -> None:
-        """Nothing became of what a tick submitted, nor of the transfers that were made of it."""
+        """Fail what a tick submitted, none of which was enqueued, and the transfers that were made of it."""
         tick.planned.set()
-        self._disappoint([*tick.wishes, *tick.onlookers], error)
+        self._fail_all([*tick.operations, *tick.readers], error)
         for record in records:
             self._fail(record, error)
 
-    def _disappoint(self, submissions: Sequence[Submission], error: BaseException) -> None:
-        """Fail these, also those of which no transfer will tell."""
+    def _fail_all(self, submissions: Sequence[Submission], error: BaseException) -> None:
+        """Fail submissions, whether or not they have transfers."""
         for submission in submissions:
-            for view in submission.views or ():
-                if view.position is not None:  # its own transfer, not what others bring
-                    self._fail(view.record, error)
-            submission.give_up(error)
-            if submission.end(error):
-                self._untold.strike_out(submission)
+            if submission.own is not None:
+                self._fail(submission.own, error)
+            submission.fail(error)
+            if submission.complete(error):
+                self._in_flight.complete(submission)
 
-    def _end(self, submissions: Sequence[Submission]) -> None:
+    def _complete(self, submissions: Sequence[Submission]) -> None:
         for submission in submissions:
-            submission.forget()
-            self._untold.strike_out(submission)
+            submission.release()
+            self._in_flight.complete(submission)

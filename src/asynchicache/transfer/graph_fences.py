@@ -55,7 +55,4 @@ class GraphFences:
             RequestStateError: the ticket is not submitted yet.
         """
         for layer, event in enumerate(self._events):
-            ticket.fence(layer).record(event, self._stream)
-        if ticket.ordered is not None:
-            for stream in self._captured:
-                ticket.ordered(stream)
+            ticket.fence(layer).record(event, self._stream, waiters=self._captured)

@@ -1,9 +1,9 @@
-"""What is to be copied, and the merging of many such wishes into few copies. Integers only.
+"""Cache operations, and the plan that several of them merge into. Integers only.
 
 Operations of one direction merge into a plan: slots become runs that are contiguous on both sides,
-layers become groups that are worth a launch, and each operation keeps a view on the last group that
-holds bytes of its own. After `HiCacheController.merge_ops` of SGLang, with runs in place of page
-lists, and with overlapping or dependent copies refused, because a batch has no order within.
+layers become groups that are worth a launch, and each operation knows the last group that holds bytes
+of its own. After `HiCacheController.merge_ops` of SGLang, with runs in place of page lists. Overlapping
+or dependent copies are refused, because the copies of a plan have no order among them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from asynchicache.types import PoolTransfer, Tier
 
 Slots: TypeAlias = npt.NDArray[np.int64]
 
-FEW = 64
-"""Up to so many slots Python's own loops are quicker than numpy, which takes microseconds to begin."""
+FEW_SLOTS = 64
+"""Up to this many slots Python's loops are faster than numpy, whose calls take microseconds to begin."""
 
 
 Columns: TypeAlias = dict[str, tuple[Slots, Slots]]
-"""By pool, (sources, destinations) of all that is to be moved."""
+"""By pool, the slots of all its transfers: (sources, destinations)."""
 
 
 class Direction(Enum):
@@ -40,7 +40,7 @@ class Direction(Enum):
 
     LOAD = "load"  # host to device
     BACKUP = "backup"  # device to host
-    FORK = "fork"  # device to device: a state that one request goes on from and another keeps
+    FORK = "fork"  # device to device: a copy of a state, so that one can be kept and one continued from
 
     @property
     def source(self) -> Tier:
@@ -52,63 +52,63 @@ class Direction(Enum):
 
 
 _LOAD, _BACKUP, _FORK = Direction
-# To look a member up takes an enum longer than a function takes to be called.
+# Module-level names, because looking up an enum's member takes longer than calling a function.
 
-Reach: TypeAlias = tuple[str, int, int]
-"""(pool, highest slot on the device, highest slot on the host) of one transfer; -1 if it touches none."""
+HighestSlots: TypeAlias = tuple[str, int, int]
+"""(pool, highest device slot, highest host slot) of one transfer; -1 where it has none."""
 
 
 class CacheOperation(msgspec.Struct, frozen=True):
-    """What one request wants moved.
+    """Pages to move on behalf of one request.
 
     Attributes:
         direction: from which tier to which.
-        transfers: by pool, slots to slots; a pool may come more than once.
-        reach: of each transfer, so that whoever knows the pools checks it in no time; none if there is
-            nothing to move. Not to be given: it is worked out.
+        transfers: by pool, source slots to destination slots; a pool may occur more than once.
+        highest_slots: of each transfer, so that whoever knows the pools can check the slots quickly; empty if
+            there is nothing to move. Computed; a given value is ignored.
     """
 
-    # A struct: to set the fields of a frozen dataclass takes longer than to check a few slots.
+    # A struct, because setting the fields of a frozen dataclass takes longer than checking a few slots.
     direction: Direction
     transfers: tuple[PoolTransfer, ...]
-    reach: tuple[Reach, ...] = ()
+    highest_slots: tuple[HighestSlots, ...] = ()
 
     def __post_init__(self) -> None:
         """
         Raises:
-            UsageError: no direction, lists of unequal length, a slot that is no integer or negative, a
-                destination twice, or a slot forked and written at once.
+            UsageError: not a direction, lists of unequal length, a slot that is not an integer or negative, a
+                destination that occurs twice, or a slot both forked and written.
         """
         direction = self.direction
         if not isinstance(direction, Direction):
             raise UsageError(f"{direction!r} must be a Direction")
-        transfers, reaches, moves, plain = [], [], False, set()
+        transfers, highest, moves, plain = [], [], False, set()
         for transfer in self.transfers:
-            pool, sources, destinations = copy = copied(transfer)
-            source, destination, independent = looked_at(pool, sources, destinations, direction is _FORK)
-            transfers.append(tuple.__new__(PoolTransfer, copy))  # its own way is twice as long
-            reaches.append(_reach(direction, pool, source, destination))
+            pool, sources, destinations = copy = copy_transfer(transfer)
+            source, destination, independent = summarise(pool, sources, destinations, direction is _FORK)
+            transfers.append(tuple.__new__(PoolTransfer, copy))  # its own constructor takes twice as long
+            highest.append(_highest_slots(direction, pool, source, destination))
             moves = moves or destination >= 0
             if independent:
                 plain.add(pool)
         force_setattr(self, "transfers", tuple(transfers))
-        force_setattr(self, "reach", tuple(reaches) if moves else ())
+        force_setattr(self, "highest_slots", tuple(highest) if moves else ())
         if len(plain) < len(transfers):
             for pool, (read, written) in self.columns().items():
                 _check_independent(direction, pool, read, np.sort(written))
 
     @property
     def empty(self) -> bool:
-        """There is nothing to move."""
-        return not self.reach
+        """Whether there is nothing to move."""
+        return not self.highest_slots
 
     def columns(self) -> Columns:
-        """Slots by pool of all its transfers; pools with nothing to move left out."""
+        """Slots by pool of all its transfers, without pools that have nothing to move."""
         return columns_of([self])
 
 
 class PoolExtent(NamedTuple):
-    """What a plan has to know of one pool.
+    """Shape and size of one pool, as plans need it.
 
     Attributes:
         spec: the pool.
@@ -127,51 +127,36 @@ class PoolExtent(NamedTuple):
 
 
 class TensorPart(NamedTuple):
-    """Layers `start` to `stop - 1` of one tensor, local numbers (indices into its `layers`)."""
+    """Layers `start` to `stop - 1` of one tensor, as indices into its `layers`."""
 
-    pool: str
     tensor: str
     start: int
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers that are copied together and become visible together.
-
-    Attributes:
-        start: the first layer of the model in it.
-        stop: one behind the last.
-        parts: what of which tensors it copies, in every run of their pool.
-    """
-
-    start: int
-    stop: int
-    parts: tuple[TensorPart, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What operations of one direction come to when they are carried out as one.
+    """Operations of one direction, merged to be carried out together.
 
     Attributes:
         direction: theirs.
         runs: by pool, int64 `[runs, 3]` of (first source slot, first destination slot, slots), the
             same for all tensors and layers.
-        groups: in the order they are to be copied; together they hold every layer of the model.
+        groups: layers of the model that are copied together and become visible together, in order; together
+            they hold every layer.
         last_groups: by operation, the index of the last group that holds bytes of it.
         nbytes: bytes to be moved.
     """
 
     direction: Direction
     runs: Mapping[str, Slots]
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[range, ...]
     last_groups: tuple[int, ...]
     nbytes: int
 
     def group_of(self, layer: int) -> int:
         """The index of the group that holds layer `layer` of the model."""
-        return bisect_left(self.groups, layer + 1, key=lambda group: group.stop)
+        return _group_of(self.groups, layer)
 
 
 def merge(
@@ -186,11 +171,11 @@ def merge(
         operations: of one direction, one at least, not all of them empty.
         pools: by name.
         layers: layers of the model, those without a cache included.
-        group_bytes: what makes a group of layers worth a launch; the first group closes at the first
-            layer with bytes all the same, so that a forward can start on it. None: one group.
+        group_bytes: bytes that make a group of layers worth a launch. The first group always closes at the
+            first layer with bytes, so that a forward can start on it. None: one group.
 
     Raises:
-        UsageError: an unknown pool, a slot that is not there, two operations that write one slot, or
+        UsageError: an unknown pool, a slot outside its pool, two operations that write one slot, or
             one that reads what another writes.
         InternalError: no operations, or several directions.
     """
@@ -201,15 +186,14 @@ def merge(
         check_slots(pool, direction.destination, destinations, pools)
     pages = {pool: len(sources) for pool, (sources, _) in columns.items()}
     sizes = _layer_bytes(pages, pools, layers)
-    groups = tuple(
-        LayerGroup(start, stop, tuple(_parts(pages, pools, start, stop)))
-        for start, stop in pairwise(_group_bounds(sizes, group_bytes))
-    )
+    groups = tuple(range(*bounds) for bounds in pairwise(_group_bounds(sizes, group_bytes)))
     return TransferPlan(
         direction=direction,
         runs={pool: _runs(direction, pool, *slots) for pool, slots in columns.items()},
         groups=groups,
-        last_groups=_last_groups(operations, groups),
+        last_groups=_last_groups(
+            operations, {pool: _group_of(groups, _last_layer(pools[pool])) for pool in pages}
+        ),
         nbytes=sum(sizes),
     )
 
@@ -232,7 +216,7 @@ def check_slots(pool: str, tier: Tier, slots: Slots | Sequence[int], pools: Mapp
 
 
 def slot_numbers(slots: Slots | Sequence[int]) -> Slots:
-    """`slots` as an array; no copy where they are an `array('q')` already."""
+    """`slots` as an array, without a copy if they are an `array('q')`."""
     return np.asarray(slots, np.int64)
 
 
@@ -240,9 +224,9 @@ def slot_array(slots: Sequence[int]) -> array[int]:
     """A copy of `slots`.
 
     Raises:
-        UsageError: they are no run of 64-bit integers.
+        UsageError: they are not a run of 64-bit integers.
     """
-    # Most are lists, and that is quicker to see.
+    # Checked first, because most are lists and this is faster.
     if type(slots) is not list and isinstance(slots, _NO_RUNS):
         raise _no_run(slots)
     try:
@@ -255,16 +239,17 @@ _NO_RUNS = bytes, bytearray, memoryview, set, frozenset
 
 
 def _no_run(slots: object) -> UsageError:
-    """An array would take the bits of bytes for 64-bit numbers, and a set's in no order that pairs them."""
+    """`array` would read bytes as 64-bit numbers, and a set in an order that does not pair the two sides."""
     if isinstance(slots, (set, frozenset)):
         return UsageError(f"slots {slots!r} are not a run of 64-bit integers, but a set: it has no order")
     return UsageError("slots are not a run of 64-bit integers, but bytes: pass their numbers")
 
 
-def copied(transfer: PoolTransfer) -> tuple[str, array[int], array[int]]:
+def copy_transfer(transfer: PoolTransfer) -> tuple[str, array[int], array[int]]:
     """
     Raises:
-        UsageError: it has another form, sides of unequal length, or what is no run of 64-bit integers.
+        UsageError: not a PoolTransfer, sides of unequal length, or a side that is not a run of 64-bit
+        integers.
     """
     try:
         pool, given, taken = transfer
@@ -278,11 +263,12 @@ def copied(transfer: PoolTransfer) -> tuple[str, array[int], array[int]]:
     return pool, sources, destinations
 
 
-def looked_at(
+def summarise(
     pool: str, sources: array[int], destinations: array[int], one_tier: bool
 ) -> tuple[int, int, bool]:
-    """The highest of each side, -1 of none; True if nothing is written twice, nor also read where both sides
-    are of one tier; False if that takes more than a quick look.
+    """The highest slot of each side (-1 of an empty one), and whether copies are known to be independent: no
+    slot is written twice or, where both sides are of one tier, read and written. False if finding out takes
+    more than a quick check.
 
     Raises:
         UsageError: a slot is negative.
@@ -298,14 +284,14 @@ def looked_at(
     read, written = _ascending(sources), _ascending(destinations)
     if read[0] < 0 or written[0] < 0:
         raise _negative(pool, read[0], written[0])
-    # Of many there are but the ends, which are never as many.
+    # Of many slots `_ascending` returns only two, so that the lengths differ and the answer is False.
     plain = len(set(written)) == count and (not one_tier or set(read).isdisjoint(written))
     return read[-1], written[-1], plain
 
 
 def _ascending(slots: array[int]) -> list[int]:
-    """The slots; of many, the lowest and the highest."""
-    if len(slots) > FEW:
+    """All slots, or, of more than `FEW_SLOTS`, the lowest and the highest."""
+    if len(slots) > FEW_SLOTS:
         numbers = slot_numbers(slots)
         return [int(numbers.min()), int(numbers.max())]
     few = slots.tolist()
@@ -318,7 +304,7 @@ def _negative(pool: str, *lowest: int) -> UsageError:
     return UsageError(f"pool {pool!r}: slot {slot} is negative")
 
 
-def _reach(direction: Direction, pool: str, source: int, destination: int) -> Reach:
+def _highest_slots(direction: Direction, pool: str, source: int, destination: int) -> HighestSlots:
     """`source` and `destination` are the highest slots."""
     if direction is _LOAD:
         return pool, destination, source
@@ -328,7 +314,7 @@ def _reach(direction: Direction, pool: str, source: int, destination: int) -> Re
 
 
 def columns_of(operations: Sequence[CacheOperation]) -> Columns:
-    """Slots by pool of all their transfers; pools with nothing to move left out."""
+    """Slots by pool of all their transfers, without pools that have nothing to move."""
     by_pool: dict[str, list[PoolTransfer]] = {}
     for operation in operations:
         for transfer in operation.transfers:
@@ -364,7 +350,7 @@ def _common_direction(operations: Sequence[CacheOperation]) -> Direction:
 
 def _runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
     """Slots in runs that are contiguous on both sides, ascending by destination; `[runs, 3]`."""
-    if len(sources) <= FEW and direction is not Direction.FORK:
+    if len(sources) <= FEW_SLOTS and direction is not Direction.FORK:
         return _few_runs(direction, pool, sources, destinations)
     order = np.argsort(destinations)
     sources, destinations = sources[order], destinations[order]
@@ -404,7 +390,7 @@ def _layer_bytes(pages: Mapping[str, int], pools: Mapping[str, PoolExtent], laye
 
 
 def _group_bounds(sizes: Sequence[int], group_bytes: int | None) -> list[int]:
-    """The first layer of each group, and `len(sizes)` at the end. Layers without bytes close no group."""
+    """The first layer of each group, and `len(sizes)` at the end. No group ends at a layer without bytes."""
     bounds, held, moved = [0], 0, 0
     total = sum(sizes)
     for layer, size in enumerate(sizes):
@@ -412,26 +398,31 @@ def _group_bounds(sizes: Sequence[int], group_bytes: int | None) -> list[int]:
         moved += size
         first = len(bounds) == 1
         worth = group_bytes is not None and held >= (1 if first else max(1, group_bytes))
-        # What follows the last bytes belongs to their group: a group of nothing is not worth an event.
+        # Layers after the last bytes join the last group: a group without bytes is not worth an event.
         if worth and moved < total:
             bounds.append(layer + 1)
             held = 0
     return [*bounds, len(sizes)]
 
 
-def _parts(
-    pages: Mapping[str, int], pools: Mapping[str, PoolExtent], start: int, stop: int
-) -> Iterator[TensorPart]:
-    for pool in pages:
-        for tensor in pools[pool].spec.tensors:
-            first, last = bisect_left(tensor.layers, start), bisect_left(tensor.layers, stop)
-            if first < last:
-                yield TensorPart(pool, tensor.name, first, last)
+def tensor_parts(spec: PoolSpec, layers: range) -> Iterator[TensorPart]:
+    """The tensors of a pool that have some of `layers` of the model."""
+    for tensor in spec.tensors:
+        first, last = bisect_left(tensor.layers, layers.start), bisect_left(tensor.layers, layers.stop)
+        if first < last:
+            yield TensorPart(tensor.name, first, last)
 
 
-def _last_groups(operations: Sequence[CacheOperation], groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """By operation, the last group that holds bytes of it; -1 if none does."""
-    last = {part.pool: index for index, group in enumerate(groups) for part in group.parts}
+def _last_layer(extent: PoolExtent) -> int:
+    return max(tensor.layers[-1] for tensor in extent.spec.tensors)
+
+
+def _group_of(groups: Sequence[range], layer: int) -> int:
+    return bisect_left(groups, layer + 1, key=lambda group: group.stop)
+
+
+def _last_groups(operations: Sequence[CacheOperation], last: Mapping[str, int]) -> tuple[int, ...]:
+    """By operation, the last group that holds bytes of it; -1 if none does. `last`: of each pool."""
     return tuple(
         max((last[transfer.pool] for transfer in operation.transfers if transfer.sources), default=-1)
         for operation in operations

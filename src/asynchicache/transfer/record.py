@@ -1,7 +1,8 @@
-"""A transfer in flight: which of its layer groups are enqueued, which have landed, whom to tell.
+"""What the engine knows of operations in flight: as they were submitted, and the transfers they became.
 
-The record belongs to the engine and outlives everyone who waits. Flags that are read by other
-threads (`submitted`, `finished`) are written once, after what they speak of.
+A record belongs to the engine and outlives the tasks that wait for it. Three kinds of threads read it: the
+loop, the submit thread, and threads of other engines (see `HostFence`). Counters that several threads read
+are written by one thread each, after the fields that they make valid.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import msgspec
 
@@ -21,211 +23,304 @@ from asynchicache.streams.base import Event, Stream
 from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan
 
 Done: TypeAlias = Callable[[BaseException | None], None]
-"""Called on the loop, once, when the bytes of an operation have landed, or with the error."""
+"""Called once, on the loop, when the bytes of an operation have landed, or with the error."""
 
 Reads: TypeAlias = Sequence[tuple[str, Sequence[int]]]
 """(pool, device slots)."""
 
+OnWait: TypeAlias = Callable[[Stream], object]
+"""Called, from any thread, with each stream that is made to wait for a transfer."""
+
 NOTHING = CacheOperation(Direction.LOAD, ())
-"""Stands where an operation was."""
+"""Replaces an operation that has ended."""
 
 logger = logging.getLogger(__name__)
 
 
-class Submission(msgspec.Struct, eq=False, weakref=True):
-    """One operation as the loop writes it down.
+class LayerStatus(Enum):
+    """How far the bytes of one layer are."""
 
-    A struct, and itself the ticket that its submitter gets: each further object, and an `__init__`, would
-    take the loop about as long as all of this one.
+    PENDING = "pending"  # not enqueued yet: there is no event that a stream could wait for
+    SUBMITTED = "submitted"  # enqueued: a fence orders a stream behind the bytes
+    COMPLETE = "complete"  # landed
+    FAILED = "failed"  # will never land; fences let streams through
+
+
+# Operations, as they were submitted.
+
+
+class Submission(msgspec.Struct, eq=False):
+    """One operation in flight, as the engine sees it; its submitter holds a `Ticket`.
+
+    A struct: creating an object with an `__init__` takes about as long as all else that the loop does for one
+    operation.
 
     Attributes:
-        layers: of the model.
-        tick: what it is part of; None if there is nothing to wait for.
-        operation: what to move; it may be empty where only `reads` matter. `NOTHING` once it has ended.
-        tell: to be called when it has ended; None once it was.
+        tick: the operations it was submitted with; None if there is nothing to wait for.
+        operation: what to move. Empty if only `reads` matter; `NOTHING` once it has ended.
+        done: called when it has ended; None once it was called.
         after: recorded events that its copies wait for.
         reads: (pool, device slots) that its submitter will read besides.
-        views: the transfers that it stands for; None while that is not known.
-        failure: why nobody will tell what those are.
-        ordered: told of each stream that is ordered behind the bytes; from any thread.
+        on_wait: called with each stream that waits for the bytes.
+        own: the transfer that carries it out, if any.
+        last_group: the index of the last group of `own` that holds bytes of this operation; -1 if unknown.
+        transfers: all transfers that it waits for, `own` first; None while that is not known.
+        failure: why it will never be known.
     """
 
-    layers: int
     tick: Tick | None = None
     operation: CacheOperation = NOTHING
-    tell: Done | None = None
+    done: Done | None = None
     after: Sequence[Event] = ()
     reads: Reads = ()
-    views: Sequence[TransferView] | None = None
+    on_wait: OnWait | None = None
+    own: TransferRecord | None = None
+    last_group: int = -1
+    transfers: Sequence[TransferRecord] | None = None
     failure: BaseException | None = None
-    ordered: Callable[[Stream], object] | None = None
 
-    def resolve(self, views: Sequence[TransferView]) -> None:
-        """What it stands for, once that is known; from any thread, before anything is enqueued."""
-        if self.views is None:
-            self.views = views
+    def resolve(self, own: TransferRecord | None, others: Sequence[TransferRecord]) -> None:
+        """Set which transfers it waits for; from any thread, before they are enqueued."""
+        if self.transfers is None:
+            self.own = own  # first: whoever sees `transfers` looks at `own`
+            self.transfers = others if own is None else (own, *others)
 
-    def give_up(self, error: BaseException) -> None:
-        """Nobody will tell what it stands for; on the loop."""
-        if self.views is None:
-            self.views, self.failure = (), error
+    def fail(self, error: BaseException) -> None:
+        """Stop waiting for `resolve`, if it has not been called; on the loop."""
+        if self.transfers is None:
+            self.transfers, self.failure = (), error
             if self.tick is not None:
                 self.tick.planned.set()
 
-    def end(self, error: BaseException | None) -> bool:
-        """Tell that it has ended; False if that was told before. On the loop."""
-        tell, self.tell = self.tell, None
-        if tell is None:
+    def complete(self, error: BaseException | None) -> bool:
+        """Call `done`; False if it was called before. On the loop."""
+        done, self.done = self.done, None
+        if done is None:
             return False
-        call_done(tell, error)
+        call_done(done, error)
         return True
 
-    def forget(self) -> None:
-        """What only its moving needed: whoever keeps the ticket keeps this too."""
+    def release(self) -> None:
+        """Drop what only the copy needed: a ticket may be kept long after its operation has ended."""
         self.operation, self.after, self.reads = NOTHING, (), ()
+
+    def groups(self, layer: int) -> Iterator[tuple[TransferRecord, int | None]]:
+        """For each transfer that it waits for, the index of the group after which the bytes of `layer` are
+        there; None where the transfer has no plan."""
+        for transfer in self.transfers or ():
+            yield transfer, transfer.group_of(layer, self.last_group if transfer is self.own else -1)
 
 
 @dataclass(slots=True, eq=False)
 class Tick:
-    """The operations that merge, because one turn of the loop submitted them.
+    """The operations submitted in one iteration of the loop; they may merge.
 
     Attributes:
-        started: when the first came, by the port's clock.
-        thread: of the loop whose turn this is.
-        wishes: what was submitted, in order, until all of it was told; without `onlookers`, whose
-            operations are empty.
-        planned: set, on the loop, once it is known what becomes of them, and the first of it is enqueued.
-        written: how many of the wishes are written down.
-        told: how many of them were told that they have ended.
+        started: when the first was submitted, by the port's clock.
+        thread: the loop's.
+        operations: those that move something, in order of submission; emptied once all have completed.
+        readers: submissions that move nothing and wait for what others bring.
+        planned: set, on the loop, once their transfers are known and the first group is enqueued.
+        registered: how many of `operations` are counted as in flight.
+        completed: how many of them have completed.
     """
 
     started: float
-    wishes: list[Submission] = field(default_factory=list)
-    onlookers: list[Submission] = field(default_factory=list)
+    operations: list[Submission] = field(default_factory=list)
+    readers: list[Submission] = field(default_factory=list)
     planned: asyncio.Event = field(default_factory=asyncio.Event)
-    written: int = 0
-    told: int = 0
+    registered: int = 0
+    completed: int = 0
     thread: int = field(default_factory=threading.get_ident)
 
     def settle(self, record: TransferRecord) -> None:
-        """One of its transfers is enqueued."""
+        """One of its transfers is enqueued; on the loop."""
         self.planned.set()
         record.settle()
 
 
-class Untold:
-    """Operations whose end was not told yet, in the order of submission, and who looks on; the loop's.
+class InFlightOperations:
+    """Operations that have not completed, in order of submission, and readers. Confined to the loop.
 
     Attributes:
-        written: operations since the start, without empty ones.
-        idle: set while there are none.
+        total: operations registered since the start, without empty ones.
+        idle: set while none is in flight.
     """
 
     def __init__(self) -> None:
-        self.written = 0
+        self.total = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._ticks: dict[Tick, None] = {}
-        self._looked_on: list[Tick] = []  # by onlookers, and perhaps not planned yet
+        self._read_ticks: list[Tick] = []  # ticks with readers, and perhaps not planned yet
 
     def __len__(self) -> int:
-        return sum(tick.written - tick.told for tick in self._ticks)
+        return sum(tick.registered - tick.completed for tick in self._ticks)
 
-    def write_down(self, tick: Tick | None) -> None:
-        """Take in what `tick`, if there is one, has by now; twice is harmless while it is open."""
-        if tick is not None and tick.wishes:
-            self.written += len(tick.wishes) - tick.written
-            tick.written = len(tick.wishes)
+    def register(self, tick: Tick | None) -> None:
+        """Count the operations that `tick`, if there is one, has so far; may be repeated while it is open."""
+        if tick is not None and tick.operations:
+            self.total += len(tick.operations) - tick.registered
+            tick.registered = len(tick.operations)
             self._ticks[tick] = None
             self.idle.clear()
 
-    def look_on(self, tick: Tick, onlooker: Submission) -> None:
-        """Take in one that moves nothing, and of which it is not known yet what it waits for."""
-        if not tick.onlookers:
-            self._looked_on = [other for other in self._looked_on if not other.planned.is_set()]
-            self._looked_on.append(tick)
-        tick.onlookers.append(onlooker)
+    def add_reader(self, tick: Tick, reader: Submission) -> None:
+        if not tick.readers:
+            self._read_ticks = [other for other in self._read_ticks if not other.planned.is_set()]
+            self._read_ticks.append(tick)
+        tick.readers.append(reader)
 
     def submissions(self) -> list[Submission]:
-        return [wish for tick in self._ticks for wish in tick.wishes if wish.tell is not None]
+        return [one for tick in self._ticks for one in tick.operations if one.done is not None]
 
-    def onlookers(self) -> list[Submission]:
-        """Those of which it is not known what they wait for."""
-        return [one for tick in self._looked_on for one in tick.onlookers if one.views is None]
+    def unresolved_readers(self) -> list[Submission]:
+        """Readers whose transfers are not known yet."""
+        return [one for tick in self._read_ticks for one in tick.readers if one.transfers is None]
 
-    def strike_out(self, ended: Submission) -> None:
-        """The end of it was told."""
-        tick = ended.tick
+    def complete(self, submission: Submission) -> None:
+        """A registered operation has completed."""
+        tick = submission.tick
         if tick is None:
             return
-        tick.told += 1
-        if tick.told == tick.written:
+        tick.completed += 1
+        if tick.completed == tick.registered:
             del self._ticks[tick]
-            tick.wishes.clear()  # they hold on to the tick as well, and would not be freed by themselves
+            # Tick and submissions refer to each other: without this only a garbage collection frees them.
+            tick.operations.clear()
             if not self._ticks:
                 self.idle.set()
 
 
 def call_done(done: Done, error: BaseException | None) -> None:
-    """Call `done`, which is not ours: what it raises is logged, and the others are told all the same."""
+    """Call `done`. It is the caller's code: an exception is logged, and must not keep others from theirs."""
     try:
         done(error)
     except Exception:
         logger.exception("the completion of a transfer could not be handled")
 
 
-class LayerStatus(Enum):
-    """How far the bytes of one layer are."""
-
-    PENDING = "pending"  # not enqueued yet: there is nothing that a stream could wait for
-    SUBMITTED = "submitted"  # enqueued: a fence orders a stream behind them
-    COMPLETE = "complete"  # landed
-    FAILED = "failed"  # they will not come; fences let through
+# Transfers.
 
 
-class GroupState:
-    """One layer group of a transfer.
+class TransferRecord:
+    """A transfer in flight: operations of one direction that are carried out together, group by group.
+
+    Groups are enqueued and land in order, so two counters say which are.
 
     Attributes:
-        submitted: they are enqueued.
-        finished: the loop knows that they have landed, or will not. Of groups that nobody waits for it may
-            learn with the next one that somebody does.
-        error: why they will not.
+        number: ascends in the order of enqueueing.
+        direction: of all its operations.
+        submissions: the operations, until all groups are enqueued; positions in it are those of the plan.
+        after: the callers' events that the copies wait for.
+        reads_from: transfers that write what this one reads.
+        runs_after: transfers that use what this one writes.
+        plan: what is copied; None if there is none, see `error`.
+        last_event: recorded behind all that was enqueued so far; None before, and once all has landed.
+        error: why it could not be enqueued; set on the submit thread.
+        failure: why some of it will not land; set on the loop.
+        finished: nothing more will land.
+        settled: set once every group is enqueued, or never will be.
     """
 
-    __slots__ = ("_event", "_landed", "_poll", "error", "finished", "submitted")
-
-    def __init__(self, poll: Callable[[], None]) -> None:
-        """`poll`: has the loop learn what has landed by now."""
-        self._event: Event | None = None
-        self.submitted = False
-        self.finished = False
+    def __init__(
+        self,
+        number: int,
+        direction: Direction,
+        submissions: Sequence[Submission],
+        poll: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            poll: has the loop process completions that it was not woken for.
+        """
+        self.number = number
+        self.direction = direction
+        self.submissions = submissions
+        self.after = [event for submission in submissions for event in submission.after]
+        self.reads_from: set[TransferRecord] = set()
+        self.runs_after: set[TransferRecord] = set()
+        self.plan: TransferPlan | None = None
+        self.last_event: Event | None = None
         self.error: BaseException | None = None
+        self.failure: BaseException | None = None
+        self.finished = False
+        self.settled = asyncio.Event()
         self._poll = poll
-        self._landed: asyncio.Event | None = None  # of many groups, few are waited for one by one
+        self._events: list[Event | None] = []  # by group, behind its copies
+        self._enqueued = 0  # groups, by the submit thread
+        self._landed = 0  # groups whose bytes are there, by the loop
+        self._ended = 0  # groups that have landed or never will, by the loop
+        self._enqueue_waiters: dict[int, asyncio.Event] = {}
+        self._landing_waiters: dict[int, asyncio.Event] = {}  # of many groups, few are waited for one by one
+        self._ending: list[list[Submission]] = [list(submissions)]  # by the group that completes them
 
-    def submit(self, event: Event) -> None:
-        """The copies are enqueued, and `event` is recorded behind them; on the enqueueing thread."""
-        self._event = event
-        self.submitted = True
+    def start(self, plan: TransferPlan) -> None:
+        """Set what will be enqueued."""
+        self.plan = plan
+        self._events = [None] * len(plan.groups)
+        self._ending = [[] for _ in plan.groups]
+        for submission, last in zip(self.submissions, plan.last_groups, strict=True):
+            submission.last_group = last
+            self._ending[last].append(submission)
 
-    def finish(self, error: BaseException | None) -> None:
-        """The copies have landed, or will not; on the loop."""
-        self.error = error
-        self.finished = True
-        self._event = None  # the device uses it again, however long a ticket is kept
+    def group_of(self, layer: int, last: int = -1) -> int | None:
+        """The index of the group after which the bytes of `layer` are there; None without a plan.
 
-    @property
-    def event(self) -> Event | None:
-        """Recorded behind the copies, once and for all who ask; None before that, and once `finished`."""
-        event = self._event  # read first: the loop takes it away once it has said `finished`
-        return None if self.finished else event
+        Args:
+            last: the last group that matters to the caller, which has no bytes in later ones.
+        """
+        if self.plan is None:
+            return None
+        return min(self.plan.group_of(layer), last if last >= 0 else len(self.plan.groups) - 1)
 
-    @property
-    def status(self) -> LayerStatus:
-        event = self.event
-        if self.finished:
-            return LayerStatus.COMPLETE if self.error is None else LayerStatus.FAILED
+    # On the submit thread.
+
+    def enqueue(self, event: Event) -> int:
+        """The next group's copies are enqueued, and `event` is recorded behind them; the group's index."""
+        index = self._enqueued
+        self._events[index] = self.last_event = event
+        self._enqueued = index + 1
+        return index
+
+    def has_enqueue_waiter(self, index: int) -> bool:
+        """Whether a task waits, in `submitted`, for a group to be enqueued."""
+        return index in self._enqueue_waiters
+
+    def urgency(self, index: int) -> Callable[[], bool] | None:
+        """Decides whether the loop is woken when group `index` has landed. None (always) where an operation
+        ends, and for the last group; otherwise whether a task waits for the group."""
+        if self._ending[index] or index == len(self._events) - 1:
+            return None
+        return partial(self._landing_waiters.__contains__, index)
+
+    def release(self) -> None:
+        """Drop what only enqueueing needed. Records that refer to each other would never be freed, and
+        tickets, which refer to theirs, only by a garbage collection."""
+        self.after, self.reads_from, self.runs_after, self.submissions = [], set(), set(), ()
+
+    # On any thread.
+
+    def is_enqueued(self, index: int | None) -> bool:
+        return index is not None and index < self._enqueued
+
+    def is_ended(self, index: int | None) -> bool:
+        """Whether the loop knows that a group has landed or never will. Of groups that no task waits for it
+        may learn late, with the next one that a task waits for."""
+        return self.failure is not None if index is None else index < self._ended
+
+    def event(self, index: int | None) -> Event | None:
+        """The event behind a group's copies; None before they are enqueued, and once the group has ended."""
+        if index is None:
+            return None
+        event = self._events[index]  # read first: the loop removes it after it has counted the group as ended
+        return None if index < self._ended else event
+
+    def status(self, index: int | None) -> LayerStatus:
+        event = self.event(index)
+        if self.is_ended(index):
+            landed = index is not None and index < self._landed
+            return LayerStatus.COMPLETE if landed else LayerStatus.FAILED
         if event is None:
             return LayerStatus.PENDING
         try:
@@ -233,195 +328,87 @@ class GroupState:
         except DeviceError:
             return LayerStatus.FAILED
 
-    def awaited(self) -> bool:
-        """Whether somebody waits for this group; from any thread."""
-        return self._landed is not None
+    def error_of(self, index: int | None) -> BaseException | None:
+        """Why a group will not land, as far as is known. Asks the device, whose errors reach the loop
+        late."""
+        event = self.event(index)
+        if event is not None:
+            return device_error(event)
+        return self.failure_of(index) or self.error
 
-    async def landed(self) -> None:
-        """Wait until the group has landed, or will not; on the loop."""
-        if not self.finished:
-            self._landed = self._landed or asyncio.Event()
-            self._poll()  # it may have landed when nobody waited
-            await self._landed.wait()
+    def failure_of(self, index: int | None) -> BaseException | None:
+        """Why a group that has ended did not land."""
+        if index is None:
+            return self.failure
+        return self.failure if self._landed <= index < self._ended else None
 
-    def wake(self) -> None:
-        """Let those who wait look again; on the loop."""
-        if self._landed is not None:
-            self._landed.set()
+    # On the loop.
 
+    async def submitted(self, index: int | None) -> bool:
+        """Wait until a group is enqueued, or never will be; whether it is. At once if that is known."""
+        if index is None:
+            await self.settled.wait()
+            return False
+        if not (self.is_enqueued(index) or self.settled.is_set()):
+            waiter = self._enqueue_waiters.setdefault(index, asyncio.Event())
+            # Look again: the submit thread counts the group first and looks for waiters second, so one of the
+            # two sees the other.
+            if not self.is_enqueued(index):
+                await waiter.wait()
+        return self.is_enqueued(index)
 
-class TransferRecord:
-    """Operations of one direction that are carried out as one.
+    async def landed(self, index: int | None) -> BaseException | None:
+        """Wait until a group has landed, or will not; why it will not."""
+        if index is None:
+            await self.settled.wait()
+            return self.failure or self.error
+        if not self.is_ended(index):
+            waiter = self._landing_waiters.setdefault(index, asyncio.Event())
+            self._poll()  # it may have landed while no task waited, without waking the loop
+            await waiter.wait()
+        return self.failure_of(index)
 
-    Attributes:
-        number: ascending in the order of enqueueing.
-        direction: theirs.
-        submissions: the operations, until all is enqueued; positions in it are those of the plan.
-        after: events of the caller's that the copies wait for.
-        needs: transfers that write what this one reads.
-        follows: transfers that use what this one writes.
-        plan: what the operations come to; None if they come to nothing, see `error`.
-        groups: one state for each group of the plan.
-        last_event: stands for all that was enqueued so far; None before anything was, and once all landed.
-        error: why it could not be enqueued; set by the enqueueing thread.
-        failure: why some of it will not land; set on the loop.
-        finished: nothing more will land.
-        settled: set once every group is enqueued, or never will be.
-    """
-
-    def __init__(self, number: int, direction: Direction, submissions: Sequence[Submission]) -> None:
-        self.number = number
-        self.direction = direction
-        self.submissions = submissions
-        self.after = [event for submission in submissions for event in submission.after]
-        self.needs: set[TransferRecord] = set()
-        self.follows: set[TransferRecord] = set()
-        self.plan: TransferPlan | None = None
-        self.groups: Sequence[GroupState] = ()
-        self.last_event: Event | None = None
-        self.error: BaseException | None = None
-        self.failure: BaseException | None = None
-        self.finished = False
-        self.settled = asyncio.Event()
-        self._asked: dict[GroupState, asyncio.Event] = {}  # somebody waits for these to be enqueued
-        self._landed_groups = 0
-        self._untold: list[list[Submission]] = [list(submissions)]  # by the group they end with
-
-    def start(self, plan: TransferPlan, groups: Sequence[GroupState]) -> None:
-        """This is what will be enqueued."""
-        self.plan, self.groups = plan, groups
-        self._untold = [[] for _ in groups]
-        for submission, last in zip(self.submissions, plan.last_groups, strict=True):
-            self._untold[last].append(submission)
-
-    def urgency(self, index: int) -> Callable[[], bool] | None:
-        """What decides whether the loop is woken when group `index` has landed: always (None) where an
-        operation ends, and with the last group; else if somebody waits for the group."""
-        group = self.groups[index]
-        return None if self._untold[index] or group is self.groups[-1] else group.awaited
-
-    async def submitted(self, group: GroupState) -> None:
-        """Wait until a group is enqueued, or never will be; on the loop. At once if that is known."""
-        if not (group.submitted or self.settled.is_set()):
-            asked = self._asked.setdefault(group, asyncio.Event())
-            # The thread that enqueues looks the other way round, so one of the two sees the other.
-            if not group.submitted:
-                await asked.wait()
-
-    def asked(self, group: GroupState) -> bool:
-        """Whether somebody is to be told, by `tell`, that a group is enqueued; on the enqueueing thread."""
-        return group in self._asked
-
-    def tell(self, group: GroupState) -> None:
-        """A group is enqueued; on the loop."""
-        self._asked[group].set()
+    def wake_enqueue_waiters(self, index: int) -> None:
+        self._enqueue_waiters[index].set()
 
     def settle(self) -> None:
-        """Every group is enqueued, or never will be; on the loop."""
+        """Every group is enqueued, or never will be."""
         self.settled.set()
-        for asked in self._asked.values():
-            asked.set()
-
-    def forget(self) -> None:
-        """What only enqueueing needed. Records that held on to each other would never be freed, and
-        tickets, which hold on to theirs, not before a garbage collection."""
-        self.after, self.needs, self.follows, self.submissions = [], set(), set(), ()
+        for waiter in self._enqueue_waiters.values():
+            waiter.set()
 
     def land(self, index: int) -> list[Submission]:
         """Group `index` has landed, and with it those before it, as they are on one stream.
 
         Returns:
-            The submissions that have ended by that, and were told.
+            The submissions that this completed.
         """
-        ended = self._finish(index + 1, None)
+        self._landed = max(self._landed, index + 1)
+        ended = self._end(index + 1, None)
         if self.finished:
             self.last_event = None
         return ended
 
     def fail(self, error: BaseException) -> list[Submission]:
-        """What has not landed by now will not be waited for; as `land`."""
+        """What has not landed by now never will, as far as waiters are concerned; as `land`."""
         self.failure = error
-        ended = self._finish(len(self._untold), error)
+        ended = self._end(len(self._ending), error)
         self.settle()
         return ended
 
-    def _finish(self, stop: int, error: BaseException | None) -> list[Submission]:
-        start, self._landed_groups = self._landed_groups, max(self._landed_groups, stop)
-        groups = self.groups[start:stop]
-        for group in groups:
-            group.finish(error)
-        self.finished = self._landed_groups >= len(self._untold)
-        ending = [submission for some in self._untold[start:stop] for submission in some]
-        self._untold[start:stop] = [[]] * (stop - start)
-        ended = [submission for submission in ending if submission.end(error)]
-        for group in groups:
-            group.wake()
-        return ended
-
-
-class TransferView(NamedTuple):
-    """What one ticket sees of one transfer.
-
-    Attributes:
-        record: the transfer.
-        position: the ticket's own operation in it, or None where the ticket waits for what others move.
-    """
-
-    record: TransferRecord
-    position: int | None
-
-    @property
-    def groups(self) -> Sequence[GroupState]:
-        """The groups up to the last one that matters here; none if there is no plan."""
-        plan = self.record.plan
-        if plan is None or self.position is None:
-            return self.record.groups
-        return self.record.groups[: plan.last_groups[self.position] + 1]
-
-    @property
-    def finished(self) -> bool:
-        groups = self.groups
-        return groups[-1].finished if groups else self.record.failure is not None
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it will not land, as far as is known; what the device knows, the loop may not know yet."""
-        groups = self.groups
-        if not groups:
-            return self.record.failure or self.record.error
-        event = groups[-1].event
-        if event is None:
-            return groups[-1].error or self.record.error
-        return device_error(event)
-
-    def group(self, layer: int) -> GroupState | None:
-        """The group behind which the bytes of `layer` are; None if there is no plan."""
-        plan, groups = self.record.plan, self.groups
-        return groups[min(plan.group_of(layer), len(groups) - 1)] if plan and groups else None
-
-    def status(self, layer: int) -> LayerStatus:
-        group = self.group(layer)
-        if group is None:
-            return LayerStatus.PENDING if self.record.failure is None else LayerStatus.FAILED
-        return group.status
-
-    async def submitted(self, layer: int) -> bool:
-        """Wait until `layer` is enqueued, or never will be; whether it is."""
-        group = self.group(layer)
-        if group is None:
-            await self.record.settled.wait()
-            return False
-        await self.record.submitted(group)
-        return group.submitted
-
-    async def landed(self, layer: int) -> BaseException | None:
-        """Wait until the bytes of `layer` have landed, or will not; why they will not."""
-        group = self.group(layer)
-        if group is None:
-            await self.record.settled.wait()
-            return self.record.failure or self.record.error
-        await group.landed()
-        return group.error
+    def _end(self, stop: int, error: BaseException | None) -> list[Submission]:
+        start, self._ended = self._ended, max(self._ended, stop)
+        for index in range(start, min(stop, len(self._events))):
+            self._events[index] = None  # the device reuses events, however long a ticket is kept
+        self.finished = self._ended >= len(self._ending)
+        ending = [submission for submissions in self._ending[start:stop] for submission in submissions]
+        self._ending[start:stop] = [[]] * (stop - start)
+        # `done` is called before waiters run: by then the pages have been given back.
+        completed = [submission for submission in ending if submission.complete(error)]
+        for index in range(start, stop):
+            if index in self._landing_waiters:
+                self._landing_waiters[index].set()
+        return completed
 
 
 def device_error(event: Event) -> DeviceError | None:

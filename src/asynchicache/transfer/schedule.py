@@ -1,4 +1,5 @@
-"""Makes transfers of what one tick of the loop submitted: the independent merge, the urgent go first.
+"""Turns the operations of one tick into transfers: merges independent ones, and finds what each must wait
+for.
 
 Used by one thread at a time. The arithmetic is numpy's, for a whole tick at once.
 """
@@ -21,7 +22,7 @@ from asynchicache.transfer.plan import (
     merge,
     slot_numbers,
 )
-from asynchicache.transfer.record import GroupState, Submission, TransferRecord, TransferView
+from asynchicache.transfer.record import Submission, TransferRecord
 from asynchicache.types import Tier
 
 _TIERS = (Tier.DEVICE, Tier.HOST)
@@ -35,11 +36,11 @@ _READERS = {
 class HazardTable:
     """The last users of every slot, by transfer number; numbers are positive and ascend.
 
-    Which copies must wait for which: whoever reads what another writes, or writes what another uses.
-    Every slot remembers the number of the last transfer that wrote it, and of the last that read it in
-    each direction. The last is enough: transfers of one direction run in the order of their numbers on one
-    stream, and each waits for the writer before it. Numbers of transfers that are complete mean nothing any
-    more and are skipped, so there is nothing to take back when a transfer ends.
+    A transfer must wait for the writers of what it reads, and for the readers and writers of what it writes.
+    The table holds, for every slot, the number of the last transfer that wrote it, and of the last that read
+    it in each direction. The last is enough: transfers of one direction run in the order of their numbers on
+    one stream, and each waits for the writer before it. Numbers of completed transfers are skipped by
+    `since`, so nothing is removed when a transfer ends.
     """
 
     def __init__(self, extents: Mapping[str, PoolExtent]) -> None:
@@ -75,20 +76,20 @@ class HazardTable:
         return found
 
     def mark(self, direction: Direction, columns: Columns, number: int) -> None:
-        """Transfer `number` moves `columns`."""
+        """Record that transfer `number` moves `columns`."""
         for pool, (sources, destinations) in columns.items():
             self._readers[pool, direction.source, direction][sources] = number
             self._writers[pool, direction.destination][destinations] = number
 
     def _users(self, pool: str, tier: Tier) -> list[Slots]:
-        """Who wrote each slot last, then who read it last, by direction."""
+        """The last writers of each slot, then its last readers, by direction."""
         return [self._writers[pool, tier], *(self._readers[pool, tier, one] for one in _READERS[tier])]
 
 
-class Independence:
-    """Tells whether operations may run in any order: no slot is written twice, or read and written.
+class IndependenceCheck:
+    """Whether operations may run in any order: no slot is written twice, or read and written.
 
-    Every slot that is written is stamped; stamps only ascend, so none has to be taken back.
+    Every slot that is written gets a stamp. Stamps only ascend, so those of earlier calls need no clearing.
     """
 
     def __init__(self, extents: Mapping[str, PoolExtent]) -> None:
@@ -116,7 +117,7 @@ class Independence:
         )
 
     def _stamp(self, table: Slots, slots: Slots, first: int) -> bool:
-        """Whether none of `slots` had a stamp of this call, or comes twice."""
+        """Stamp `slots`; False if one of them had a stamp of this call already, or comes twice."""
         if (table[slots] >= first).any():
             return False
         stamps = np.arange(self._next, self._next + len(slots))
@@ -137,64 +138,65 @@ _MOST_URGENT_FIRST = (Direction.FORK, Direction.LOAD, Direction.BACKUP)
 """Forks are small, and forwards wait for them and for loads."""
 
 
-class Batcher:
-    """Numbers transfers in the order in which they must be enqueued, and knows what each waits for."""
+class Scheduler:
+    """Turns submissions into transfers, numbered in the order of enqueueing, with what each must wait for."""
 
     def __init__(
         self,
         extents: Mapping[str, PoolExtent],
         layers: int,
         group_bytes: int,
-        group: Callable[[], GroupState],
+        poll: Callable[[], None],
     ) -> None:
         """
         Args:
             extents: by pool.
             layers: layers of the model, those without a cache included.
-            group_bytes: what makes a group of a load's layers worth a launch.
-            group: makes the state of a layer group.
+            group_bytes: bytes that make a group of a load's layers worth a launch.
+            poll: has the loop process completions that it was not woken for.
         """
         self._extents = extents
         self._layers = layers
         self._group_bytes = group_bytes
-        self._group = group
+        self._poll = poll
         self._hazards = HazardTable(extents)
-        self._independence = Independence(extents)
+        self._independence = IndependenceCheck(extents)
         self._live: dict[int, TransferRecord] = {}
-        self._made: list[TransferRecord] = []
+        self._scheduled: list[TransferRecord] = []  # by the call that runs, or ran last
         self._number = 0
 
-    def batch(self, submissions: Sequence[Submission]) -> list[TransferRecord]:
-        """The transfers of one tick, in the order to enqueue them; every ticket is told what it sees.
+    def schedule(self, submissions: Sequence[Submission]) -> list[TransferRecord]:
+        """The transfers of one tick, in the order to enqueue them; resolves every submission.
 
-        Independent operations of one direction are one transfer. Among independent transfers forks and loads
-        go before backups.
+        Independent operations of one direction become one transfer. Among independent transfers forks and
+        loads go before backups.
         """
         self._forget_finished()
-        self._made = []
+        self._scheduled = []
         moving = [submission for submission in submissions if not submission.operation.empty]
-        records = [record for some in self._rounds(moving) for record in self._round(some)]
+        records = [record for some in self._rounds(moving) for record in self._schedule_round(some)]
         for record in records:
-            for position, submission in enumerate(record.submissions):
-                others = [view for view in self._writers(submission) if view.record is not record]
-                submission.resolve((TransferView(record, position), *others))
+            for submission in record.submissions:
+                others = [writer for writer in self._writers(submission) if writer is not record]
+                submission.resolve(record, others)
         for submission in submissions:
             if submission.operation.empty:
-                submission.resolve(tuple(self._writers(submission)))
+                submission.resolve(None, self._writers(submission))
         return records
 
-    def withdraw(self, error: Exception) -> list[TransferRecord]:
-        """What a batch that failed had made: live, so that others wait for it, but nobody will enqueue it."""
-        for record in self._made:
+    def abandon(self, error: Exception) -> list[TransferRecord]:
+        """The transfers of a `schedule` that raised: they count as live, as later ones may already wait for
+        them, but will not be enqueued."""
+        for record in self._scheduled:
             record.error = error
-            record.forget()
-        return self._made
+            record.release()
+        return self._scheduled
 
     def _forget_finished(self) -> None:
         self._live = {number: record for number, record in self._live.items() if not record.finished}
 
     def _rounds(self, submissions: Sequence[Submission]) -> Iterator[Sequence[Submission]]:
-        """Split where an operation depends on one before it: copies of one round have no order."""
+        """Split before each operation that depends on an earlier one: copies of one round have no order."""
         while submissions:
             size = self._independent_prefix(submissions)
             yield submissions[:size]
@@ -204,10 +206,11 @@ class Batcher:
         operations = [submission.operation for submission in submissions]
         if len(operations) == 1 or self._independence.holds(operations):
             return len(operations)
-        sizes = range(2, len(operations))  # what is independent stays so with fewer; one alone always is
+        # Every prefix of independent operations is independent, and a single operation always is.
+        sizes = range(2, len(operations))
         return 1 + bisect_left(sizes, True, key=lambda size: not self._independence.holds(operations[:size]))
 
-    def _round(self, submissions: Iterable[Submission]) -> list[TransferRecord]:
+    def _schedule_round(self, submissions: Iterable[Submission]) -> list[TransferRecord]:
         merged: dict[Direction, list[Submission]] = {direction: [] for direction in _MOST_URGENT_FIRST}
         for submission in submissions:
             merged[submission.operation.direction].append(submission)
@@ -218,27 +221,26 @@ class Batcher:
         direction, columns = operations[0].direction, columns_of(operations)
         since = self._oldest
         self._number += 1
-        record = TransferRecord(self._number, direction, submissions)
-        self._made.append(record)
+        record = TransferRecord(self._number, direction, submissions, self._poll)
+        self._scheduled.append(record)
         if self._live:
-            record.needs = self._records(self._hazards.writers_of_sources(direction, columns, since))
-            record.follows = self._records(self._hazards.users_of_destinations(direction, columns, since))
+            record.reads_from = self._records(self._hazards.writers_of_sources(direction, columns, since))
+            record.runs_after = self._records(self._hazards.users_of_destinations(direction, columns, since))
         self._hazards.mark(direction, columns, record.number)
         self._live[record.number] = record
         group_bytes = self._group_bytes if direction is Direction.LOAD else None
         try:
-            plan = merge(operations, self._extents, self._layers, group_bytes)
-            record.start(plan, [self._group() for _ in plan.groups])
+            record.start(merge(operations, self._extents, self._layers, group_bytes))
         except CacheError as error:
             record.error = error
         return record
 
-    def _writers(self, submission: Submission) -> Iterator[TransferView]:
-        """The transfers in flight that bring what a submitter will read."""
+    def _writers(self, submission: Submission) -> list[TransferRecord]:
+        """The transfers in flight that write what a submitter will read."""
         numbers: set[int] = set()
         for pool, slots in submission.reads:
             numbers |= self._hazards.writers(pool, Tier.DEVICE, slots, self._oldest)
-        return (TransferView(record, None) for record in self._records(numbers))
+        return list(self._records(numbers))
 
     @property
     def _oldest(self) -> int:

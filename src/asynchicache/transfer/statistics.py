@@ -1,4 +1,4 @@
-"""What a transfer engine counts."""
+"""Counts of a transfer engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TransferStatistics:
         failed: transfers that failed, or were given up after they were planned.
         in_flight: operations whose `done` has not been called.
         nbytes: bytes landed, by direction.
-        paths: bytes enqueued, by pool and by the path that they took.
+        paths: bytes enqueued, by pool and copy path.
         choice: by direction, which path runs of which length take, in words.
-        audit: pages whose fingerprints were taken and compared.
+        audit: pages fingerprinted and compared.
         latencies: by direction, from the submission of operations until their bytes had landed.
     """
 
@@ -39,11 +39,11 @@ class TransferStatistics:
     latencies: Mapping[Direction, Distribution]
 
 
-class Landed:
-    """What has arrived, by direction.
+class CompletionCounters:
+    """Bytes that landed and latencies, by direction.
 
     Attributes:
-        nbytes: bytes of transfers.
+        nbytes: bytes of completed transfers.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Landed:
         self._latencies = {direction: Histogram() for direction in Direction}
 
     def count(self, direction: Direction, submissions: Iterable[Submission], now: float) -> None:
-        """These have landed at `now`, by the clock that they were submitted by."""
+        """Count submissions that landed at `now`, by the port's clock."""
         for submission in submissions:
             if submission.tick is not None:
                 self._latencies[direction].observe(now - submission.tick.started)

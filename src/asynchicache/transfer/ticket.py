@@ -1,54 +1,69 @@
-"""A running transfer as its users see it: what to await, and what to let a stream wait for."""
+"""A running transfer as its user sees it: to be awaited, and to order streams behind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Self
+
+import msgspec
 
 from asynchicache.errors import TransferError, UsageError
 from asynchicache.transfer.fences import Fence, HostFence
-from asynchicache.transfer.record import LayerStatus, Submission, TransferView
+from asynchicache.transfer.record import LayerStatus, OnWait, Submission
 
 _WORST_FIRST = (LayerStatus.FAILED, LayerStatus.PENDING, LayerStatus.SUBMITTED)
 
 
-class Ticket(Submission, eq=False, weakref=True):
+class Ticket(msgspec.Struct, eq=False, weakref=True):
     """One operation's share of a transfer, and the transfers of others that its user depends on.
 
-    Any number of tasks may wait. Cancelling one detaches it: the transfer goes on, and nothing is
-    freed before its bytes have landed. `await ticket` waits for all layers.
+    Any number of tasks may wait. Cancelling a waiter detaches it: the transfer goes on, and its pages are not
+    freed before the bytes have landed. `await ticket` waits for all layers.
 
-    Until the end of the loop's tick, in which operations merge, nothing is known: all is pending.
+    Operations merge until the loop's current iteration ends. Until then every layer is pending.
     """
 
+    _submission: Submission
+    _layers: int
+
     @classmethod
-    def of_nothing(cls, layers: int) -> Self:
-        """One that is done, of a model of `layers` layers."""
-        return cls(layers, views=())
+    def of_nothing(cls, layers: int, on_wait: OnWait | None = None) -> Self:
+        """A ticket that is done.
+
+        Args:
+            layers: of the model.
+            on_wait: called with each stream that a fence makes wait.
+        """
+        return cls(Submission(on_wait=on_wait, transfers=()), layers)
 
     @property
     def done(self) -> bool:
         """Whether every layer is complete or failed."""
-        return self.views is not None and all(view.finished for view in self.views)
+        if self._submission.transfers is None:
+            return False
+        return all(transfer.is_ended(index) for transfer, index in self._submission.groups(self._last))
 
     @property
     def ok(self) -> bool:
         """Whether nothing has failed so far, as the device knows it; final once `done`."""
-        return self.failure is None and all(view.error is None for view in self.views or ())
+        if self._submission.failure is not None:
+            return False
+        groups = self._submission.groups(self._last)
+        return all(transfer.error_of(index) is None for transfer, index in groups)
 
     def status(self, layer: int) -> LayerStatus:
-        """How far layer `layer` is, of all that this ticket depends on: what is least far counts.
+        """The status of layer `layer`: the least advanced of all transfers that this ticket depends on.
 
         Raises:
             UsageError: the model has no such layer.
         """
         self._check(layer)
-        if self.failure is not None:
+        if self._submission.failure is not None:
             return LayerStatus.FAILED
-        if self.views is None:
+        if self._submission.transfers is None:
             return LayerStatus.PENDING
-        found = {view.status(layer) for view in self.views}
+        found = {transfer.status(index) for transfer, index in self._submission.groups(layer)}
         return next((status for status in _WORST_FIRST if status in found), LayerStatus.COMPLETE)
 
     def fence(self, layer: int) -> Fence:
@@ -58,7 +73,7 @@ class Ticket(Submission, eq=False, weakref=True):
             UsageError: the model has no such layer.
         """
         self._check(layer)
-        return Fence(self, layer)
+        return Fence(self._submission, layer)
 
     def host_fence(self, layer: int) -> HostFence:
         """The fence of layer `layer` for a thread that is not the loop's.
@@ -67,29 +82,31 @@ class Ticket(Submission, eq=False, weakref=True):
             UsageError: the model has no such layer.
         """
         self._check(layer)
-        return HostFence(self, layer)
+        return HostFence(self._submission, layer)
 
     async def submitted(self, layer: int | None = None) -> None:
         """Wait until a layer is enqueued, so that its fence means something.
 
         Args:
-            layer: which one, so that a forward begins on the first while the others are still being
-                enqueued; returns at once, without a turn of the loop, where it is known to be.
-                Default: every layer.
+            layer: which one, so that a forward begins on the first while others are still being enqueued;
+                returns at once, without yielding to the loop, if it is known to be. Default: every layer.
 
         Raises:
             TransferError: it never will be.
             UsageError: the model has no such layer.
         """
-        last = self.layers - 1 if layer is None else layer
+        last = self._last if layer is None else layer
         self._check(last)
-        views = await self._known() if layer is None or self.views is None else self.views
-        enqueued = [await view.submitted(last) for view in views]
-        if self.failure is not None:
-            raise _failed("was not submitted", self.failure)
-        for view, there in zip(views, enqueued, strict=True):
-            if not there:
-                raise _failed("was not submitted", view.error or view.record.error)
+        submission = self._submission
+        if layer is None or submission.transfers is None:
+            await self._resolved()
+        groups = list(submission.groups(last))
+        enqueued = [await transfer.submitted(index) for transfer, index in groups]
+        if submission.failure is not None:
+            raise _failed("was not submitted", submission.failure)
+        for (transfer, index), is_enqueued in zip(groups, enqueued, strict=True):
+            if not is_enqueued:
+                raise _failed("was not submitted", transfer.error_of(index))
 
     async def layer(self, layer: int) -> None:
         """Wait until the bytes of layer `layer` have landed, as the host sees it.
@@ -99,8 +116,9 @@ class Ticket(Submission, eq=False, weakref=True):
             UsageError: the model has no such layer.
         """
         self._check(layer)
-        errors = [await view.landed(layer) for view in await self._known()]
-        for error in (self.failure, *errors):
+        await self._resolved()
+        errors = [await transfer.landed(index) for transfer, index in self._submission.groups(layer)]
+        for error in (self._submission.failure, *errors):
             if error is not None:
                 raise _failed(f"failed at layer {layer}", error)
 
@@ -110,28 +128,33 @@ class Ticket(Submission, eq=False, weakref=True):
         Raises:
             TransferError: some will not.
         """
-        return self.layer(self.layers - 1).__await__()
+        return self.layer(self._last).__await__()
 
-    async def _known(self) -> Sequence[TransferView]:
-        """What it stands for; always a cancellation point.
+    async def _resolved(self) -> None:
+        """Wait until it is known which transfers it depends on; always a cancellation point.
 
         Raises:
-            TransferError: nobody ever said.
+            TransferError: it never will be.
         """
         await asyncio.sleep(0)
-        if self.views is None and self.tick is not None:
-            await self.tick.planned.wait()
-        if self.views is None:  # an empty answer would say that all has landed
+        submission = self._submission
+        if submission.transfers is None and submission.tick is not None:
+            await submission.tick.planned.wait()
+        if submission.transfers is None:  # no transfers would mean that everything has landed
             raise TransferError("it is not known what the ticket waits for")
-        return self.views
+
+    @property
+    def _last(self) -> int:
+        return self._layers - 1
 
     def _check(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise UsageError(f"layer {layer} is not within 0 to {self.layers - 1}")
+        if not 0 <= layer < self._layers:
+            raise UsageError(f"layer {layer} is not within 0 to {self._layers - 1}")
 
     def __repr__(self) -> str:
-        state = "pending" if self.views is None else "done" if self.done else "in flight"
-        return f"<Ticket {state}, ok={self.ok}, {len(self.views or ())} transfers>"
+        transfers = self._submission.transfers
+        state = "pending" if transfers is None else "done" if self.done else "in flight"
+        return f"<Ticket {state}, ok={self.ok}, {len(transfers or ())} transfers>"
 
 
 def _failed(what: str, error: BaseException | None) -> TransferError:

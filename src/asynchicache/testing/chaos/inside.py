@@ -31,7 +31,7 @@ class Inside:
         controller, rooms = cache._controller, cache._rooms  # noqa: SLF001 - the kit looks inside
         self.books: Books = controller.planner.books
         self._controller = controller
-        self._batcher = rooms.engine._batcher  # noqa: SLF001
+        self._scheduler = rooms.engine._scheduler  # noqa: SLF001
         self._poisons = True
         self._owners = {
             pool: number for number in range(len(self.books.names)) for pool in self.books.sharing(number)
@@ -54,7 +54,7 @@ class Inside:
     def copy_in_groups(self, group_bytes: int) -> None:
         """Let so many bytes make a group of layers worth a copy of its own: the library's own measure takes
         all of so small a model at once."""
-        self._batcher._group_bytes = group_bytes  # noqa: SLF001
+        self._scheduler._group_bytes = group_bytes  # noqa: SLF001
 
     def poison_freed(self) -> None:
         """From now on, overwrite what slots hold as soon as they are given back: whoever still reads
