@@ -192,7 +192,7 @@ async def test_a_model_that_gives_no_numbers_fails_and_says_no_token(
 
     async with running(LOADED) as server:
         with monkeypatch.context() as patch:
-            patch.setattr("asynchicache.integrations.transformers.turns.prefill", broken)
+            patch.setattr("asynchicache.integrations.transformers.prefill_runner.prefill", broken)
             answer = await server.http.post("/v1/completions", json=body())
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"

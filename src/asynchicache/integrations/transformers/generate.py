@@ -15,9 +15,9 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import CapacityError, UsageError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
+from asynchicache.integrations.transformers.prefill_runner import Prefilled, Turns, open_turns
 from asynchicache.integrations.transformers.prefix import PrefixStore
 from asynchicache.integrations.transformers.snapshot import SavedStates, new_cache, save_states
-from asynchicache.integrations.transformers.turns import Prefilled, Turns, open_turns
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import MissReason, token_array
 

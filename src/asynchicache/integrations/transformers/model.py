@@ -16,9 +16,9 @@ from asynchicache.errors import ClosedError, InvalidTokensError
 from asynchicache.integrations.transformers.admission import Admission, Limits, Place
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.generation import Generation, Job
+from asynchicache.integrations.transformers.prefill_runner import Turns, open_turns
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
-from asynchicache.integrations.transformers.turns import Turns, open_turns
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import token_array
