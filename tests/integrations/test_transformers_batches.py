@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from asynchicache import UsageError
 from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.decoding import Batch, Row
+from asynchicache.integrations.transformers.decoding import DecodeBatch, Row
 from asynchicache.integrations.transformers.forward import decode, prefill
-from asynchicache.integrations.transformers.generation import Job
+from asynchicache.integrations.transformers.generation import GenerationJob
 from asynchicache.integrations.transformers.snapshot import new_cache, trim_windows
 from asynchicache.integrations.transformers.stopping import StopRule
 from asynchicache.types import token_array
@@ -81,12 +81,12 @@ def test_lengths_differ_only_where_padding_is_meant() -> None:
 def started(name: str, length: int, seed: int) -> Row:
     """A sequence whose first token is known."""
     tokens = token_array(random_tokens(length, seed=seed))
-    job = Job(tokens, DRAWN, StopRule(1000, ()), namespace=None, salt=None)
+    job = GenerationJob(tokens, DRAWN, StopRule(1000, ()), namespace=None, salt=None)
     job.take(7)
     return Row(job, filled(name, length, seed))
 
 
-def run_turn(batch: Batch, coming: Sequence[Row], going: Sequence[Row]) -> None:
+def run_turn(batch: DecodeBatch, coming: Sequence[Row], going: Sequence[Row]) -> None:
     tokens = batch.turn(going, coming)
     for row, token in zip(batch.rows, tokens, strict=True):
         row.job.take(token)
@@ -97,15 +97,15 @@ async def test_rows_come_and_go_as_if_alone() -> None:
     """Their tokens, and the states at the last page boundary of each, are those of a batch of one."""
     name = "lfm3"
     async with serving(name) as served:
-        store, model = served._turns.store, tiny_model(name)
+        store, model = served._runner.context, tiny_model(name)
         lengths = (30, 21, 44)
-        together, rows = Batch(model, store), [started(name, n, i) for i, n in enumerate(lengths)]
+        together, rows = DecodeBatch(model, store), [started(name, n, i) for i, n in enumerate(lengths)]
         for count, coming in ((5, rows[:1]), (4, rows[1:]), (12, ())):
             for number in range(count):
                 run_turn(together, coming if not number else (), ())
         run_turn(together, (), rows[:1])
         for number, length in enumerate(lengths):
-            alone, single = Batch(model, store), started(name, length, number)
+            alone, single = DecodeBatch(model, store), started(name, length, number)
             for turn in range(rows[number].length - length):
                 run_turn(alone, () if turn else (single,), ())
             assert rows[number].job.generated == single.job.generated

@@ -10,7 +10,7 @@ from asynchicache.errors import BusyError, CapacityError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """How many requests are in at once, how many of them decode together, and how many wait in line.
 
     Raises:
@@ -30,7 +30,7 @@ class Limits:
             raise ConfigError(f"max_waiting {self.max_waiting} must be 0 at least")
 
 
-class Place:
+class QueuedRequest:
     """One request's place: in the line, then in the room, then left."""
 
     def __init__(self, admission: Admission, tokens: int) -> None:
@@ -53,10 +53,10 @@ class Admission:
         limits: on their number.
     """
 
-    def __init__(self, tokens: int, limits: Limits) -> None:
+    def __init__(self, tokens: int, limits: AdmissionLimits) -> None:
         self._tokens, self._free, self._limits = tokens, tokens, limits
-        self._inside: set[Place] = set()
-        self._line: deque[Place] = deque()
+        self._inside: set[QueuedRequest] = set()
+        self._line: deque[QueuedRequest] = deque()
 
     @property
     def running(self) -> int:
@@ -66,7 +66,7 @@ class Admission:
     def waiting(self) -> int:
         return len(self._line)
 
-    def join(self, tokens: int) -> Place:
+    def join(self, tokens: int) -> QueuedRequest:
         """A place for a request of so many tokens: in the room at once if it fits and nobody waits.
 
         Raises:
@@ -78,31 +78,31 @@ class Admission:
                 f"the prompt and max_new_tokens are {tokens} tokens in whole pages; the cache's device holds "
                 f"{self._tokens}: ask for fewer, or raise device_slots or device_bytes"
             )
-        place = Place(self, tokens)
-        self._line.append(place)
+        queued = QueuedRequest(self, tokens)
+        self._line.append(queued)
         self._advance()
-        if not place.entered.is_set() and len(self._line) > self._limits.max_waiting:
-            self._line.remove(place)
+        if not queued.entered.is_set() and len(self._line) > self._limits.max_waiting:
+            self._line.remove(queued)
             raise BusyError(
                 f"{self._limits.max_waiting} requests wait already, behind {self.running} that run: "
                 "try again later, or raise max_waiting"
             )
-        return place
+        return queued
 
-    def left(self, place: Place) -> None:
-        if place in self._inside:
-            self._inside.remove(place)
-            self._free += place.tokens
-        elif place in self._line:
-            self._line.remove(place)
+    def left(self, queued: QueuedRequest) -> None:
+        if queued in self._inside:
+            self._inside.remove(queued)
+            self._free += queued.tokens
+        elif queued in self._line:
+            self._line.remove(queued)
         self._advance()
 
     def _advance(self) -> None:
         while self._line and self._has_room(self._line[0]):
-            place = self._line.popleft()
-            self._inside.add(place)
-            self._free -= place.tokens
-            place.entered.set()
+            queued = self._line.popleft()
+            self._inside.add(queued)
+            self._free -= queued.tokens
+            queued.entered.set()
 
-    def _has_room(self, place: Place) -> bool:
-        return len(self._inside) < self._limits.max_running and place.tokens <= self._free
+    def _has_room(self, queued: QueuedRequest) -> bool:
+        return len(self._inside) < self._limits.max_running and queued.tokens <= self._free

@@ -11,8 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from asynchicache.integrations.transformers.batches import select, stack
 from asynchicache.integrations.transformers.forward import decode
-from asynchicache.integrations.transformers.generation import Job
-from asynchicache.integrations.transformers.prefix import PrefixStore
+from asynchicache.integrations.transformers.generation import GenerationJob
+from asynchicache.integrations.transformers.prefix import PrefixContext
 from asynchicache.integrations.transformers.snapshot import SavedStates, save_states
 from asynchicache.integrations.transformers.thread import ModelThread
 
@@ -31,7 +31,7 @@ class Row:
         left: done when it is out of its batch; fails if the model does.
     """
 
-    def __init__(self, job: Job, memory: DynamicCache) -> None:
+    def __init__(self, job: GenerationJob, memory: DynamicCache) -> None:
         self.job = job
         self.memory = memory
         self.length = len(job.prompt)
@@ -44,7 +44,7 @@ class Row:
         return self.job.finish_reason is not None or self.left.done()
 
 
-class Batch:
+class DecodeBatch:
     """Rows that step together. Shorter ones are padded, so their lengths must not be too different: a batch
     takes at most twice the memory of its rows.
 
@@ -53,11 +53,11 @@ class Batch:
         coming: those that enter with the next turn.
     """
 
-    def __init__(self, model: PreTrainedModel, store: PrefixStore) -> None:
+    def __init__(self, model: PreTrainedModel, context: PrefixContext) -> None:
         self.rows: list[Row] = []
         self.coming: list[Row] = []
         self._model = model
-        self._store = store
+        self._context = context
         self._memory = DynamicCache()
 
     def fits(self, row: Row) -> bool:
@@ -77,7 +77,7 @@ class Batch:
         longest = self._longest()
         for row in going:
             row.memory = select(self._memory, [self.rows.index(row)], longest - row.length)
-            self._store.trim(row.memory)
+            self._context.trim(row.memory)
         stay = [number for number, row in enumerate(self.rows) if row not in going]
         self.rows = [self.rows[number] for number in stay]
         memory = self._memory
@@ -100,10 +100,10 @@ class Batch:
         logits = decode(self._model, self._memory, latest, longest, padding=padding)
         for number, row in enumerate(self.rows):
             row.length += 1
-            if row.length % self._store.page_size == 0 and self._store.bridge.has_states:
+            if row.length % self._context.page_size == 0 and self._context.bridge.has_states:
                 row.states = save_states(self._memory, row.length, row=number)
-        if (longest + 1) % self._store.page_size == 0:
-            self._store.trim(self._memory, more_pages=1)  # others are less than a page behind their own
+        if (longest + 1) % self._context.page_size == 0:
+            self._context.trim(self._memory, more_pages=1)  # others are less than a page behind their own
         return [_choose(row, one) for row, one in zip(self.rows, logits, strict=True)]
 
 
@@ -111,15 +111,15 @@ class Decoder:
     """Runs batches in turns, for as long as there are rows."""
 
     def __init__(
-        self, thread: ModelThread, model: PreTrainedModel, store: PrefixStore, *, batch_size: int
+        self, thread: ModelThread, model: PreTrainedModel, context: PrefixContext, *, batch_size: int
     ) -> None:
         """`batch_size`: rows that step together, at most."""
         self._thread = thread
         self._model = model
-        self._store = store
+        self._context = context
         self._batch_size = batch_size
         self._coming: list[Row] = []
-        self._batches: list[Batch] = []
+        self._batches: list[DecodeBatch] = []
         self._pump: asyncio.Task[None] | None = None
 
     async def run(self, row: Row) -> None:
@@ -159,15 +159,15 @@ class Decoder:
         for row in self._coming:
             batch = next((b for b in self._batches if self._has_room(b) and b.fits(row)), None)
             if batch is None:
-                batch = Batch(self._model, self._store)
+                batch = DecodeBatch(self._model, self._context)
                 self._batches.append(batch)
             batch.coming.append(row)
         self._coming = []
 
-    def _has_room(self, batch: Batch) -> bool:
+    def _has_room(self, batch: DecodeBatch) -> bool:
         return len(batch.rows) + len(batch.coming) < self._batch_size
 
-    async def _turn(self, batch: Batch) -> None:
+    async def _turn(self, batch: DecodeBatch) -> None:
         concerned = [*batch.rows, *batch.coming]
         going = [row for row in batch.rows if row.over]
         coming = [row for row in batch.coming if not row.over]

@@ -15,8 +15,12 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import CapacityError, UsageError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
-from asynchicache.integrations.transformers.prefill_runner import Prefilled, Turns, open_turns
-from asynchicache.integrations.transformers.prefix import PrefixStore
+from asynchicache.integrations.transformers.prefill_runner import (
+    Prefilled,
+    PrefillRunner,
+    open_prefill_runner,
+)
+from asynchicache.integrations.transformers.prefix import PrefixContext
 from asynchicache.integrations.transformers.snapshot import SavedStates, new_cache, save_states
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import MissReason, token_array
@@ -38,12 +42,14 @@ class CachedGenerate:
         hit: what the cache served of the last prompt.
     """
 
-    def __init__(self, model: PreTrainedModel, bridge: LoopBridge, cache: HybridCache, turns: Turns) -> None:
+    def __init__(
+        self, model: PreTrainedModel, bridge: LoopBridge, cache: HybridCache, runner: PrefillRunner
+    ) -> None:
         self.hit = Hit(0)
         self._model = model
         self._bridge = bridge
         self._cache = cache
-        self._turns = turns
+        self._runner = runner
         self._one_at_a_time = threading.Lock()
 
     def generate(
@@ -72,7 +78,7 @@ class CachedGenerate:
             prefilled = self._bridge.call(self._begin(tokens, namespace, salt))
             self.hit, memory = prefilled.hit, prefilled.memory
             known = int(memory.get_seq_length())
-            tap = _PageTap(memory, self._turns.store)
+            tap = _PageTap(memory, self._runner.context)
             criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), tap])
             output = self._model.generate(
                 ids,
@@ -97,7 +103,7 @@ class CachedGenerate:
         try:
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
                 await request.prefetch()
-                return await self._turns.prefill(request, tokens, self._end_of_prefill(len(tokens)))
+                return await self._runner.prefill(request, tokens, self._end_of_prefill(len(tokens)))
         except CapacityError:  # longer than all device pages
             return Prefilled(new_cache(self._model.config), Hit(0, reason=MissReason.DEVICE_CAPACITY), None)
 
@@ -105,8 +111,8 @@ class CachedGenerate:
         """Where states can be saved, and windows are still there; what follows is left to `generate`."""
         if feeds_one_by_one(self._model):
             return length - 1
-        store = self._turns.store
-        return store.whole(length - 1) if store.bridge.has_states or store.bridge.window_pages else 0
+        context = self._runner.context
+        return context.whole(length - 1) if context.bridge.has_states or context.bridge.window_pages else 0
 
     async def _end(
         self,
@@ -121,22 +127,22 @@ class CachedGenerate:
         length = int(memory.get_seq_length())
         with suppress(CapacityError):  # longer than all device pages
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
-                await self._turns.publish(request, memory, length, states, known=known)
+                await self._runner.publish(request, memory, length, states, known=known)
 
 
 class _PageTap(StoppingCriteria):  # type: ignore[misc]
     """Never stops; keeps the states at each page boundary, and drops what windows have left."""
 
-    def __init__(self, memory: DynamicCache, store: PrefixStore) -> None:
+    def __init__(self, memory: DynamicCache, context: PrefixContext) -> None:
         self.states: SavedStates | None = None
         self._memory = memory
-        self._store = store
+        self._context = context
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
         held = int(self._memory.get_seq_length())
-        if held % self._store.page_size == 0:
-            self._store.trim(self._memory)
-            if self._store.bridge.has_states:
+        if held % self._context.page_size == 0:
+            self._context.trim(self._memory)
+            if self._context.bridge.has_states:
                 self.states = save_states(self._memory, held)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -188,16 +194,16 @@ def prefix_cached(
     """
     bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
 
-    async def open_cache() -> tuple[HybridCache, Turns]:
-        cache, _, turns = await open_turns(
+    async def open_cache() -> tuple[HybridCache, PrefillRunner]:
+        cache, _, runner = await open_prefill_runner(
             stack, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
         )
-        return cache, turns
+        return cache, runner
 
     try:
-        cache, turns = bridge.call(open_cache())
+        cache, runner = bridge.call(open_cache())
         try:
-            yield CachedGenerate(model, bridge, cache, turns)
+            yield CachedGenerate(model, bridge, cache, runner)
         finally:
             bridge.call(stack.aclose())
     finally:

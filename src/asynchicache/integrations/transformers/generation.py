@@ -14,7 +14,7 @@ from asynchicache.integrations.transformers.stopping import FinishReason, StopRu
 from asynchicache.types import MissReason, Tier
 
 
-class Job:
+class GenerationJob:
     """What is served: a prompt, the tokens that follow, and how it ended.
 
     Attributes:
@@ -85,7 +85,7 @@ class Generation:
     generation; so does letting go of it.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerationJob) -> None:
         self._job = job
         self._read = 0
         self._closed = False
@@ -174,11 +174,11 @@ class Generation:
         return f"<Generation {state}, {self.prompt_tokens} + {len(self._job.generated)} tokens>"
 
 
-def _ended(job: Job) -> bool:
+def _ended(job: GenerationJob) -> bool:
     return job.task is None or job.task.done()
 
 
-def _raise_failure(job: Job) -> None:
+def _raise_failure(job: GenerationJob) -> None:
     if job.task is not None and job.task.done() and not job.task.cancelled():
         error = job.task.exception()
         if error is not None:

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ClosedError, InvalidTokensError
-from asynchicache.integrations.transformers.admission import Admission, Limits, Place
+from asynchicache.integrations.transformers.admission import Admission, AdmissionLimits, QueuedRequest
 from asynchicache.integrations.transformers.decoding import Decoder, Row
-from asynchicache.integrations.transformers.generation import Generation, Job
-from asynchicache.integrations.transformers.prefill_runner import Turns, open_turns
+from asynchicache.integrations.transformers.generation import Generation, GenerationJob
+from asynchicache.integrations.transformers.prefill_runner import PrefillRunner, open_prefill_runner
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.specs import ModelSpec
@@ -41,14 +41,14 @@ class PrefixCachedModel:
         self,
         model: PreTrainedModel,
         cache: HybridCache,
-        turns: Turns,
+        runner: PrefillRunner,
         decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase | None,
-        limits: Limits,
+        limits: AdmissionLimits,
     ) -> None:
         self.cache = cache
-        self.capacity_tokens = turns.capacity_tokens
-        self._turns = turns
+        self.capacity_tokens = runner.capacity_tokens
+        self._runner = runner
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._admission = Admission(self.capacity_tokens, limits)
@@ -91,13 +91,13 @@ class PrefixCachedModel:
             ConfigError: options contradict each other or the model.
             CapacityError, StorageError: as of `HybridCache.open`.
         """
-        limits = Limits(max_running, max_waiting, decode_batch)
+        limits = AdmissionLimits(max_running, max_waiting, decode_batch)
         async with AsyncExitStack() as stack:
-            cache, thread, turns = await open_turns(
+            cache, thread, runner = await open_prefill_runner(
                 stack, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
             )
-            decoder = Decoder(thread, model, turns.store, batch_size=decode_batch)
-            served = cls(model, cache, turns, decoder, tokenizer, limits)
+            decoder = Decoder(thread, model, runner.context, batch_size=decode_batch)
+            served = cls(model, cache, runner, decoder, tokenizer, limits)
             try:
                 yield served
             finally:
@@ -155,13 +155,13 @@ class PrefixCachedModel:
             raise InvalidTokensError(f"token id {max(prompt)}: the model knows {self._vocabulary}, from 0")
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
-        job = Job(prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent)
+        job = GenerationJob(prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent)
         request = self._request(job)
         most = len(prompt) + max_new_tokens + self.spec.page_size - 1
-        place = self._admission.join(self._turns.store.whole(most))
-        job.task = asyncio.create_task(self._serve(job, place, request), name="generation")
+        queued = self._admission.join(self._runner.context.whole(most))
+        job.task = asyncio.create_task(self._serve(job, queued, request), name="generation")
         self._tasks.add(job.task)
-        job.task.add_done_callback(partial(self._ended, job, place))
+        job.task.add_done_callback(partial(self._ended, job, queued))
         return Generation(job)
 
     async def drain(self) -> None:
@@ -170,8 +170,8 @@ class PrefixCachedModel:
             await asyncio.wait(self._tasks)
         await self.cache.drain()
 
-    def _ended(self, job: Job, place: Place, task: asyncio.Task[None]) -> None:
-        place.leave()
+    def _ended(self, job: GenerationJob, queued: QueuedRequest, task: asyncio.Task[None]) -> None:
+        queued.leave()
         self._tasks.discard(task)
         if job.finish_reason is None and task.cancelled():
             job.finish_reason = "cancelled"
@@ -187,8 +187,8 @@ class PrefixCachedModel:
 
     # Serving
 
-    async def _serve(self, job: Job, place: Place, request: Request) -> None:
-        await place.entered.wait()
+    async def _serve(self, job: GenerationJob, queued: QueuedRequest, request: Request) -> None:
+        await queued.entered.wait()
         async with request:
             await request.prefetch()
             request.rest()  # it keeps nothing from others while it waits for its turn
@@ -197,17 +197,17 @@ class PrefixCachedModel:
                 row = await self._prefill(job, request)
         await self._decoder.run(row)
         async with self._request(job) as output:
-            await self._turns.publish(output, row.memory, row.length, row.states, known=len(job.prompt))
+            await self._runner.publish(output, row.memory, row.length, row.states, known=len(job.prompt))
 
-    def _request(self, job: Job) -> Request:
+    def _request(self, job: GenerationJob) -> Request:
         return self.cache.request(
             job.tokens, namespace=job.namespace, salt=job.salt, traceparent=job.traceparent
         )
 
-    async def _prefill(self, job: Job, request: Request) -> Row:
+    async def _prefill(self, job: GenerationJob, request: Request) -> Row:
         """The prompt up to the first token of its output."""
-        prefilled = await self._turns.prefill(request, job.prompt.tolist(), len(job.prompt))
+        prefilled = await self._runner.prefill(request, job.prompt.tolist(), len(job.prompt))
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit
-        job.take(await self._turns.store.thread.run(partial(job.sampler.choose, prefilled.logits)))
+        job.take(await self._runner.context.thread.run(partial(job.sampler.choose, prefilled.logits)))
         return Row(job, prefilled.memory)

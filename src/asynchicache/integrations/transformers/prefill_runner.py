@@ -15,7 +15,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.forward import feeds_one_by_one, prefill
-from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixStore
+from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixContext
 from asynchicache.integrations.transformers.snapshot import SavedStates
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
@@ -40,7 +40,7 @@ class Prefilled:
     logits: torch.Tensor | None
 
 
-class Turns:
+class PrefillRunner:
     """One model, its thread, and a cache of its pages.
 
     Attributes:
@@ -56,7 +56,7 @@ class Turns:
         full, *windows = [_device_pages(cache, pool.name) for pool in cache.spec.owners if pool.per_token]
         # A pool of windows need not hold a prompt: what is computed at once must fit beside one window.
         piece = min([prefill_chunk, *((pages - bridge.window_pages) * size for pages in windows)])
-        self.store = PrefixStore(thread, model.config, bridge, size, piece)
+        self.context = PrefixContext(thread, model.config, bridge, size, piece)
         self.capacity_tokens = full * size
         self._model = model
         self._thread = thread
@@ -69,16 +69,16 @@ class Turns:
             tokens: the prompt.
             end: where to stop; what the cache has beyond that is taken nevertheless.
         """
-        prefix = CachedPrefix(self.store, request)
+        prefix = CachedPrefix(self.context, request)
         memory = await prefix.restore()
         cuts, at, logits = set(request.cuts), prefix.hit.tokens, None
         for stop in self._stops(at, {*cuts, end}, end):
             logits = await self._thread.run(partial(prefill, self._model, memory, tokens, at, stop))
             await prefix.save(memory, stop)
             # Pieces of models with windows are published as they come, while their windows are there.
-            if stop in cuts or stop == end or self.store.bridge.window_pages:
-                await prefix.publish(stop, final=stop >= self.store.whole(end))
-            await self._thread.run(partial(self.store.trim, memory))
+            if stop in cuts or stop == end or self.context.bridge.window_pages:
+                await prefix.publish(stop, final=stop >= self.context.whole(end))
+            await self._thread.run(partial(self.context.trim, memory))
             at = stop
         return Prefilled(memory, prefix.hit, logits)
 
@@ -91,7 +91,7 @@ class Turns:
             if one_by_one and start == 0:
                 stops.append(stop)  # one forward, and the only one of more than a token
             else:
-                stops += self.store.pieces(start, stop, _FEW if one_by_one else None)
+                stops += self.context.pieces(start, stop, _FEW if one_by_one else None)
             start = stop
         return stops
 
@@ -107,19 +107,19 @@ class Turns:
             states: at the last page boundary that a decode step has reached; None if none has.
             known: tokens that were published before.
         """
-        if self.store.bridge.has_states and request.keeps_output:
+        if self.context.bridge.has_states and request.keeps_output:
             length = 0 if states is None else states.tokens
         else:
             states = None
-        if self.store.whole(length) <= known:
+        if self.context.whole(length) <= known:
             return
-        prefix = CachedPrefix(self.store, request)
+        prefix = CachedPrefix(self.context, request)
         await prefix.load(counted=False)
         await prefix.save_late(memory, length, states)
         await prefix.publish(length, final=True)
 
 
-async def open_turns(
+async def open_prefill_runner(
     stack: AsyncExitStack,
     model: PreTrainedModel,
     config: CacheConfig | None,
@@ -127,7 +127,7 @@ async def open_turns(
     page_size: int,
     storage: StorageBackend | None,
     prefill_chunk: int,
-) -> tuple[HybridCache, ModelThread, Turns]:
+) -> tuple[HybridCache, ModelThread, PrefillRunner]:
     """A cache for a model, and the thread that runs it; `stack` closes both.
 
     Raises:
@@ -141,7 +141,7 @@ async def open_turns(
     spec = ModelSpec.from_config(model.config, page_size=page_size, dtype=dtype)
     cache = await stack.enter_async_context(HybridCache.open(spec, config, storage=storage))
     thread = stack.enter_context(ModelThread(model.device))
-    return cache, thread, Turns(model, cache, thread, prefill_chunk=prefill_chunk)
+    return cache, thread, PrefillRunner(model, cache, thread, prefill_chunk=prefill_chunk)
 
 
 def _check(model: PreTrainedModel, config: CacheConfig, prefill_chunk: int) -> None:

@@ -24,7 +24,7 @@ _PATIENCE_S = 5.0
 """How long a request waits for others to give back pages; then it goes on with fewer hits, or unpublished."""
 
 
-class PrefixStore:
+class PrefixContext:
     """A cache as the model's thread uses it.
 
     Attributes:
@@ -64,8 +64,8 @@ class CachedPrefix:
         hit: what the model need not compute.
     """
 
-    def __init__(self, store: PrefixStore, request: Request) -> None:
-        self._store = store
+    def __init__(self, context: PrefixContext, request: Request) -> None:
+        self._context = context
         self._request = request
         self._over = False
         self.hit = Hit(0)
@@ -74,8 +74,8 @@ class CachedPrefix:
         """Model memory that holds the `hit.tokens` tokens that the cache knows."""
         await self.load()
         if not self._over:
-            return await self._store.thread.run(partial(self._store.bridge.restore, self._request))
-        return await self._store.thread.run(partial(new_cache, self._store.config))
+            return await self._context.thread.run(partial(self._context.bridge.restore, self._request))
+        return await self._context.thread.run(partial(new_cache, self._context.config))
 
     async def load(self, *, counted: bool = True) -> None:
         """Bring what the cache has in memory to its device pages."""
@@ -111,7 +111,7 @@ class CachedPrefix:
             states: at `stop`.
         """
         start = self._request.reserved
-        for end in self._store.pieces(start, stop):
+        for end in self._context.pieces(start, stop):
             if self._over or not await self._reserve(end):
                 return
             self._request.advance(end)
@@ -119,9 +119,9 @@ class CachedPrefix:
             await self._copy(memory, start, stop, states)
 
     async def _copy(self, memory: DynamicCache, start: int, stop: int, states: SavedStates | None) -> None:
-        copy = partial(self._store.bridge.save, self._request, memory, start, stop, states=states)
+        copy = partial(self._context.bridge.save, self._request, memory, start, stop, states=states)
         try:
-            await self._store.thread.run(copy)
+            await self._context.thread.run(copy)
         except CacheError as error:
             self._give_up(error)
 
