@@ -20,13 +20,13 @@ from asynchicache.bench.serve.report import ServeReport
 from asynchicache.bench.soak.model import HitModel
 from asynchicache.bench.soak.report import SoakReport
 from asynchicache.bench.soak.samples import Sample
-from asynchicache.bench.soak.traffic import Models, Served, soak_spec
+from asynchicache.bench.soak.traffic import Models, ServedModel, soak_spec
 from asynchicache.bench.transfer import TransferReport, TransferRow
 from asynchicache.cli import demo, serve
 from asynchicache.cli.commands import COMMANDS, AnyCommand
 from asynchicache.cli.main import main
 from asynchicache.cli.output import Output
-from asynchicache.integrations.serve.api import Counts
+from asynchicache.integrations.serve.api import RequestCounts
 from asynchicache.types import Tier
 
 TRACE = Path(__file__).parents[1] / "data" / "traces" / "claude_code_weka_16_sessions.jsonl.gz"
@@ -124,7 +124,7 @@ def demonstrated() -> RenderableType:
 
 
 def served() -> RenderableType:
-    return serve._present(Counts(10**6, 10**4, {429: 10**5, 503: 10**4}, 10**10, 10**10, 10**8))
+    return serve._present(RequestCounts(10**6, 10**4, {429: 10**5, 503: 10**4}, 10**10, 10**10, 10**8))
 
 
 def bench_served() -> RenderableType:
@@ -138,7 +138,7 @@ def soaked() -> RenderableType:
     tokens = Counter(dict.fromkeys(Tier, 10**10))
     model = HitModel(soak_spec(), [], [])
     model.hit_tokens = model.memory_tokens = 10**10
-    played = Served(
+    played = ServedModel(
         Models(model, model), 10**6, 10**4, 10**4, 10**11, tokens, checked=10**9, wrong=["slot 1 is wrong"]
     )
     return SoakReport(

@@ -21,7 +21,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asynchicache.integrations.serve.api import Counts
+    from asynchicache.integrations.serve.api import RequestCounts
     from asynchicache.integrations.serve.loading import LoadedModel
 
 TINY = "tiny"
@@ -188,7 +188,7 @@ def _announce(output: Output, where: str) -> None:
     output.console.print(f"listening on {where}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _present(counts: Counts) -> RenderableType:
+def _present(counts: RequestCounts) -> RenderableType:
     numbers = {
         "requests": counts.answered,
         "prompt tokens": counts.prompt_tokens,

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from transformers import DynamicCache
 
 from asynchicache.config import CacheConfig
-from asynchicache.integrations.serve.api import Api, Counts
+from asynchicache.integrations.serve.api import Api, RequestCounts
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.server import ApiServer, ServeSettings, address, bind, serve
 from asynchicache.integrations.transformers.forward import prefill
@@ -41,7 +41,7 @@ class Running:
     url: str
     openai: AsyncOpenAI
     http: httpx.AsyncClient
-    task: asyncio.Task[Counts]
+    task: asyncio.Task[RequestCounts]
 
     @property
     def api(self) -> Api:

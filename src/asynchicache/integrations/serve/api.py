@@ -40,7 +40,7 @@ _PAST = 0.9  # weight of what was before in the mean time of service
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """The model as clients see it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Served:
 
 
 @dataclass(slots=True, eq=False)
-class Counts:
+class RequestCounts:
     """What became of requests since the server started.
 
     Attributes:
@@ -106,10 +106,10 @@ class Api:
         stopping: set it to refuse what comes from now on.
     """
 
-    def __init__(self, model: PrefixCachedModel, served: Served) -> None:
+    def __init__(self, model: PrefixCachedModel, served: ServedModel) -> None:
         self.model = model
         self.served = served
-        self.counts = Counts()
+        self.counts = RequestCounts()
         self.first_token = Histogram()
         self.stopping = False
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")

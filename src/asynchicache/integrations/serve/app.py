@@ -42,7 +42,7 @@ def build_app(
     Returns:
         the application; its `state.bodies` is the `BodyRoom`.
     """
-    pages = Pages(api)
+    endpoints = InfoEndpoints(api)
     room = BodyRoom(max_bodies_bytes, largest=max_body_bytes, connections=max_connections)
     bodies = Bodies(max_body_bytes, room)
     completions = GenerationEndpoint(api, CompletionRequest, CompletionReply, bodies)
@@ -51,15 +51,15 @@ def build_app(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{name:path}", pages.model),
-            Route("/health", pages.health),
-            Route("/metrics", pages.metrics),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.model),
+            Route("/health", endpoints.health),
+            Route("/metrics", endpoints.metrics),
         ],
         exception_handlers={
-            CacheError: pages.refused,
-            HTTPException: pages.no_route,
-            Exception: pages.failed,
+            CacheError: endpoints.refused,
+            HTTPException: endpoints.no_route,
+            Exception: endpoints.failed,
         },
     )
     app.state.bodies = room
@@ -96,7 +96,7 @@ class GenerationEndpoint:
             await while_connected(receive, work)
 
 
-class Pages:
+class InfoEndpoints:
     """The other endpoints, and what is answered to errors."""
 
     def __init__(self, api: Api) -> None:

@@ -17,7 +17,7 @@ import uvicorn
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError, StorageError
-from asynchicache.integrations.serve.api import Api, Counts, Served
+from asynchicache.integrations.serve.api import Api, RequestCounts, ServedModel
 from asynchicache.integrations.serve.app import build_app
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.protocol import Connection
@@ -102,7 +102,7 @@ async def serve(
     settings: ServeSettings,
     listener: socket.socket,
     ready: Callable[[ApiServer], object],
-) -> Counts:
+) -> RequestCounts:
     """Serve until SIGTERM, SIGINT or cancellation; then drain.
 
     Args:
@@ -170,14 +170,14 @@ async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterato
             api.close()
 
 
-def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Served:
+def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> ServedModel:
     room = min(loaded.context, capacity)
     if settings.max_context > room:
         raise ConfigError(
             f"--max-context {settings.max_context}: the model takes {loaded.context} tokens, the cache's "
             f"device for {capacity}: lower it, or raise device_bytes or device_slots"
         )
-    return Served(
+    return ServedModel(
         name=settings.name or loaded.name,
         tokenizer=loaded.tokenizer,
         vocabulary=loaded.vocabulary,
