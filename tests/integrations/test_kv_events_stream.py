@@ -54,7 +54,7 @@ class Router:
             self.index.apply(update.batch.events)
 
     def known(self) -> dict[Any, set[Any]]:
-        return {place: blocks for place, blocks in self.index.places.items() if place.medium in MEDIA}
+        return {place: blocks for place, blocks in self.index.locations.items() if place.medium in MEDIA}
 
 
 async def truth(cache: HybridCache) -> dict[Any, set[Any]]:
@@ -62,7 +62,7 @@ async def truth(cache: HybridCache) -> dict[Any, set[Any]]:
     index = BlockIndex()
     encoder = EventEncoder(cache.spec, LOCAL)
     index.apply(encoder.encode(event for event in await cache.snapshot() if event.tier is not Tier.STORAGE))
-    return index.places
+    return index.locations
 
 
 def follow(publisher: KvEventPublisher, **options: Any) -> Any:
@@ -257,7 +257,7 @@ async def test_what_was_there_before_the_publisher_can_be_replayed():
             index = BlockIndex()
             for _, _, payload in await ask(client, (0).to_bytes(8, "big")):
                 index.apply(decode(payload).events)
-            assert index.places == await truth(cache) != {}
+            assert index.locations == await truth(cache) != {}
 
 
 async def test_replay_is_bounded_in_batches():
@@ -402,7 +402,7 @@ async def received(router: Router, count: int) -> list[tuple[Origin, int]]:
 
 
 def blocks(router: Router) -> set[Any]:
-    return set().union(*router.index.places.values())
+    return set().union(*router.index.locations.values())
 
 
 @pytest.mark.parametrize("topics", [True, False], ids=["vLLM now", "before #45177"])

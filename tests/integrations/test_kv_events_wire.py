@@ -18,7 +18,7 @@ from asynchicache.hashing import page_digests
 from asynchicache.integrations.kv_events.config import KvEventsConfig, at_rank
 from asynchicache.integrations.kv_events.decoding import MAX_PAYLOAD_BYTES, decode
 from asynchicache.integrations.kv_events.encoding import EventEncoder
-from asynchicache.integrations.kv_events.index import BlockIndex, Place
+from asynchicache.integrations.kv_events.index import BlockIndex, BlockLocation
 from asynchicache.integrations.kv_events.wire import (
     AllBlocksCleared,
     BlockRemoved,
@@ -284,9 +284,9 @@ def test_an_index_knows_how_far_a_sequence_reaches():
     index.apply([BlockRemoved([2], "GPU", group_idx=0)])
     assert index.reach([1, 2, 3]) == 1
     index.apply([AllBlocksCleared(["GPU"])])
-    assert set(index.places) == {Place("CPU", 0), Place("CPU", 1)}
+    assert set(index.locations) == {BlockLocation("CPU", 0), BlockLocation("CPU", 1)}
     index.apply([AllBlocksCleared()])
-    assert not index.places
+    assert not index.locations
 
 
 # Options

@@ -40,7 +40,7 @@ _EXIT_SECONDS = 1.0  # of a process whose bridge nobody closed
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _RunningJob:
     """A job and what the loop needs to run it.
 
     `ending` is how it ends if its coroutine is cancelled; it is set before it is.
@@ -87,7 +87,7 @@ class LoopBridge:
         self._gate = ByteGate(max_bytes)
         self._changed = threading.Condition()
         """Guards what follows; notified when a job has ended."""
-        self._runs: dict[Job[Any], _Run] = {}
+        self._runs: dict[Job[Any], _RunningJob] = {}
         self._bytes = 0
         self._finished: deque[Job[Any]] = deque()
         self._refusal: str | None = None
@@ -138,7 +138,7 @@ class LoopBridge:
             raise UsageError(f"submit takes a coroutine, such as store.get(...), not {coro!r}")
         job: Job[T] = Job(self._request_cancel, self._check_waitable, nbytes=nbytes, tag=tag)
         expires = None if deadline_s is None else time.monotonic() + deadline_s
-        run = _Run(job, coro, expires, queued)
+        run = _RunningJob(job, coro, expires, queued)
         try:
             if nbytes < 0:
                 raise UsageError(f"a job of {nbytes} bytes; 0 is the least")
@@ -255,7 +255,7 @@ class LoopBridge:
         if threading.current_thread() is self._thread:
             raise UsageError("waiting on the bridge's own loop would wait for itself; await instead")
 
-    def _enlist(self, run: _Run, *, wait: bool) -> bool:
+    def _enlist(self, run: _RunningJob, *, wait: bool) -> bool:
         """Note a job and have the loop start it; False if it was shed."""
         self._check_open()  # before the lock, which a fork may have left taken
         with self._changed:
@@ -277,7 +277,7 @@ class LoopBridge:
             self._loop.call_soon_threadsafe(self._end_early, job, JobState.CANCELLED)
 
     def _tell(
-        self, run: _Run, state: JobState, value: object = None, error: BaseException | None = None
+        self, run: _RunningJob, state: JobState, value: object = None, error: BaseException | None = None
     ) -> None:
         """End a job for its submitter; the lock is held."""
         if run.queued:  # first, so that whoever sees the job done finds it in the queue
@@ -285,7 +285,7 @@ class LoopBridge:
         run.job.finish(state, value, error)
 
     def _end(
-        self, run: _Run, state: JobState, value: object = None, error: BaseException | None = None
+        self, run: _RunningJob, state: JobState, value: object = None, error: BaseException | None = None
     ) -> None:
         """A job has ended; nothing if it had before."""
         with self._changed:
@@ -334,7 +334,7 @@ class LoopBridge:
         finally:
             self._loop.close()
 
-    def _start(self, run: _Run) -> None:
+    def _start(self, run: _RunningJob) -> None:
         run.task = self._loop.create_task(self._admitted(run))
         run.task.add_done_callback(partial(self._ended, run))
         if run.expires is not None:
@@ -347,7 +347,7 @@ class LoopBridge:
             run.ending = ending
             run.task.cancel()
 
-    async def _admitted(self, run: _Run) -> object:
+    async def _admitted(self, run: _RunningJob) -> object:
         await self._gate.enter(run.job.nbytes)
         try:
             return await run.coro
@@ -356,7 +356,7 @@ class LoopBridge:
         finally:
             self._gate.leave(run.job.nbytes)
 
-    def _ended(self, run: _Run, task: asyncio.Task[object]) -> None:
+    def _ended(self, run: _RunningJob, task: asyncio.Task[object]) -> None:
         """Tell how a coroutine ended; it may never have begun."""
         run.coro.close()
         if run.timer is not None:
@@ -373,7 +373,7 @@ class LoopBridge:
         return f"<LoopBridge {self._thread.name}: {self.pending} jobs, {self._bytes} bytes, {state}>"
 
 
-def _cancelled(run: _Run) -> tuple[JobState, None, BaseException]:
+def _cancelled(run: _RunningJob) -> tuple[JobState, None, BaseException]:
     if run.ending is JobState.TIMED_OUT:
         return JobState.TIMED_OUT, None, TimeoutError(f"{run.job!r} did not end by its deadline")
     return JobState.CANCELLED, None, CancelledError(f"{run.job!r} was cancelled")

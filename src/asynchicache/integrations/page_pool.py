@@ -62,7 +62,7 @@ class PagePoolStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _UnitTransfer:
     """One unit on its way.
 
     Attributes:
@@ -76,8 +76,8 @@ class _Flight:
     key: ObjectKey
     unit: int
     outcome: asyncio.Future[Outcome]
-    guests: list[int] = field(default_factory=list)
-    landing: bool = False
+    followers: list[int] = field(default_factory=list)
+    closing: bool = False
 
 
 class _Copy(NamedTuple):
@@ -108,8 +108,8 @@ class PagePool:
         self._binding = binding
         self._port = port
         self._writes = writes
-        self._reading: dict[ObjectKey, _Flight] = {}
-        self._writing: dict[ObjectKey, _Flight] = {}
+        self._reading: dict[ObjectKey, _UnitTransfer] = {}
+        self._writing: dict[ObjectKey, _UnitTransfer] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._joined = 0
         self._closed = False
@@ -140,8 +140,8 @@ class PagePool:
         Raises:
             UsageError: there are not as many pages as keys, no such page, or a key is neither text nor bytes.
         """
-        flights = self._flights(keys, pages)
-        return await self._to_the_end(self._move(flights, self._reading, self._read))
+        transfers = self._unit_transfers(keys, pages)
+        return await self._to_the_end(self._move(transfers, self._reading, self._read))
 
     async def put(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[Outcome]:
         """Store memory page `pages[i]` as `keys[i]`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
@@ -149,10 +149,10 @@ class PagePool:
         Raises:
             UsageError: as `get`.
         """
-        flights = self._flights(keys, pages)
+        transfers = self._unit_transfers(keys, pages)
         if not self._writes:
             return [Outcome.EXISTS] * len(keys)  # or will: another rank writes them
-        return await self._to_the_end(self._move(flights, self._writing, self._write))
+        return await self._to_the_end(self._move(transfers, self._writing, self._write))
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Outcome]:
         """Forget pages: HIT if one was there, MISS if not, FAILED or TIMEOUT."""
@@ -203,7 +203,7 @@ class PagePool:
             self._binding.key(sha256(digest + bytes([part])).digest()) for part in range(self.memory.units)
         ]
 
-    def _flights(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[_Flight]:
+    def _unit_transfers(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[_UnitTransfer]:
         """One for each unit, page by page.
 
         Raises:
@@ -218,7 +218,7 @@ class PagePool:
                 raise UsageError(f"pool {pool!r}: there is no page {page}; it has {count}")
         loop = asyncio.get_running_loop()
         return [
-            _Flight(key, part * count + page, loop.create_future())
+            _UnitTransfer(key, part * count + page, loop.create_future())
             for name, page in zip(keys, pages, strict=True)
             for part, key in enumerate(self._object_keys(name))
         ]
@@ -238,20 +238,20 @@ class PagePool:
                     await asyncio.wait([task])
             raise
 
-    async def _move(self, flights: list[_Flight], table: _Table, carry: _Carry) -> list[Outcome]:
+    async def _move(self, transfers: list[_UnitTransfer], table: _Table, carry: _Carry) -> list[Outcome]:
         """Move units, but for those that another call is moving; the outcome of each page."""
-        leaders = [self._board(flight, table) for flight in flights]
-        own = [flight for flight, leader in zip(flights, leaders, strict=True) if flight is leader]
+        leaders = [self._lead_or_follow(transfer, table) for transfer in transfers]
+        own = [transfer for transfer, leader in zip(transfers, leaders, strict=True) if transfer is leader]
         try:
             await carry(own)
         finally:
-            for flight in own:
-                _settle(flight, Outcome.FAILED, table)
+            for transfer in own:
+                _settle(transfer, Outcome.FAILED, table)
         units = [await leader.outcome for leader in leaders]
         if table is self._writing:
             units = [
-                Outcome.EXISTS if outcome is Outcome.STORED and leader is not flight else outcome
-                for outcome, leader, flight in zip(units, leaders, flights, strict=True)
+                Outcome.EXISTS if outcome is Outcome.STORED and leader is not transfer else outcome
+                for outcome, leader, transfer in zip(units, leaders, transfers, strict=True)
             ]
         return self._by_page(units)
 
@@ -259,74 +259,80 @@ class PagePool:
         step = self.memory.units
         return [min(units[at : at + step], key=_ORDER.index) for at in range(0, len(units), step)]
 
-    def _board(self, flight: _Flight, table: _Table) -> _Flight:
+    def _lead_or_follow(self, transfer: _UnitTransfer, table: _Table) -> _UnitTransfer:
         """The flight that moves this unit: one that is under way, or this one."""
-        leader = table.get(flight.key)
-        if leader is None or leader.landing:
-            table[flight.key] = flight
-            return flight
-        leader.guests.append(flight.unit)
+        leader = table.get(transfer.key)
+        if leader is None or leader.closing:
+            table[transfer.key] = transfer
+            return transfer
+        leader.followers.append(transfer.unit)
         self._joined += 1
         return leader
 
-    async def _read(self, flights: list[_Flight]) -> None:
+    async def _read(self, transfers: list[_UnitTransfer]) -> None:
         if isinstance(self._slots, StagedSlots):
-            late = await self._in_chunks(flights, self._slots, self._read_staged)
+            late = await self._in_chunks(transfers, self._slots, self._read_staged)
             self._settle_all(late, Batch([Outcome.TIMEOUT] * len(late)), self._reading)
-        elif flights:
-            units = [flight.unit for flight in flights]
-            batch = await self._ask(self._guard.get, flights, units)
-            await _let_go(batch)
-            await self._land(flights, batch, [])
+        elif transfers:
+            units = [transfer.unit for transfer in transfers]
+            batch = await self._ask(self._guard.get, transfers, units)
+            await _released(batch)
+            await self._deliver(transfers, batch, [])
 
-    async def _write(self, flights: list[_Flight]) -> None:
+    async def _write(self, transfers: list[_UnitTransfer]) -> None:
         if isinstance(self._slots, StagedSlots):
-            shed = await self._in_chunks(flights, self._slots, self._write_staged)
+            shed = await self._in_chunks(transfers, self._slots, self._write_staged)
             self._settle_all(shed, Batch([Outcome.REJECTED] * len(shed)), self._writing)
-        elif flights:
-            units = [flight.unit for flight in flights]
-            batch = await self._ask(self._guard.put, flights, units)
-            await _let_go(batch)
-            self._settle_all(flights, batch, self._writing)
+        elif transfers:
+            units = [transfer.unit for transfer in transfers]
+            batch = await self._ask(self._guard.put, transfers, units)
+            await _released(batch)
+            self._settle_all(transfers, batch, self._writing)
 
-    async def _ask(self, call: _Call, flights: list[_Flight], slots: Sequence[int]) -> Batch:
+    async def _ask(self, call: _Call, transfers: list[_UnitTransfer], slots: Sequence[int]) -> Batch:
         try:
-            return await call([flight.key for flight in flights], slots)
+            return await call([transfer.key for transfer in transfers], slots)
         except ClosedError:  # it was closed meanwhile
-            return Batch([Outcome.FAILED] * len(flights))
+            return Batch([Outcome.FAILED] * len(transfers))
 
-    async def _in_chunks(self, flights: list[_Flight], staging: StagedSlots, move: _Chunk) -> list[_Flight]:
+    async def _in_chunks(
+        self, transfers: list[_UnitTransfer], staging: StagedSlots, move: _Chunk
+    ) -> list[_UnitTransfer]:
         """Units through staging slots, so many at once as there is room for; those that got none in time."""
         step = max(1, _CHUNK_BYTES // self._binding.slot_bytes)
         chunks: list[asyncio.Task[None]] = []
-        while flights:
-            slots = await staging.take(min(step, len(flights)))
+        while transfers:
+            slots = await staging.take(min(step, len(transfers)))
             if not slots:
                 break
-            chunk, flights = flights[: len(slots)], flights[len(slots) :]
+            chunk, transfers = transfers[: len(slots)], transfers[len(slots) :]
             chunks.append(asyncio.ensure_future(move(chunk, slots, staging)))
         if chunks:
             await asyncio.wait(chunks)
         for chunk_ended in chunks:
             chunk_ended.result()
-        return flights
+        return transfers
 
-    async def _read_staged(self, flights: list[_Flight], slots: list[int], staging: StagedSlots) -> None:
-        batch = await self._ask(self._guard.get, flights, slots)
-        await self._land(flights, batch, [self._slot(slot) for slot in slots])
+    async def _read_staged(
+        self, transfers: list[_UnitTransfer], slots: list[int], staging: StagedSlots
+    ) -> None:
+        batch = await self._ask(self._guard.get, transfers, slots)
+        await self._deliver(transfers, batch, [self._slot(slot) for slot in slots])
         _give_back(slots, batch, staging)
 
-    async def _write_staged(self, flights: list[_Flight], slots: list[int], staging: StagedSlots) -> None:
+    async def _write_staged(
+        self, transfers: list[_UnitTransfer], slots: list[int], staging: StagedSlots
+    ) -> None:
         copies = [
-            _Copy(self.memory.unit(flight.unit), [self._slot(slot)])
-            for flight, slot in zip(flights, slots, strict=True)
+            _Copy(self.memory.unit(transfer.unit), [self._slot(slot)])
+            for transfer, slot in zip(transfers, slots, strict=True)
         ]
         await self._port.run_blocking(partial(_copy_all, copies))
-        batch = await self._ask(self._guard.put, flights, slots)
-        self._settle_all(flights, batch, self._writing)
+        batch = await self._ask(self._guard.put, transfers, slots)
+        self._settle_all(transfers, batch, self._writing)
         _give_back(slots, batch, staging)
 
-    async def _land(self, flights: list[_Flight], batch: Batch, slots: list[Bytes]) -> None:
+    async def _deliver(self, transfers: list[_UnitTransfer], batch: Batch, slots: list[Bytes]) -> None:
         """Bring what was read to all who want it.
 
         Args:
@@ -335,19 +341,19 @@ class PagePool:
             slots: where it lies now, if that is not where the flights belong.
         """
         copies: list[_Copy] = []
-        for place, (flight, outcome) in enumerate(zip(flights, batch.outcomes, strict=True)):
+        for place, (transfer, outcome) in enumerate(zip(transfers, batch.outcomes, strict=True)):
             if outcome is Outcome.HIT:
-                flight.landing = True
-                source = [slots[place]] if slots else self.memory.unit(flight.unit)
-                units = [flight.unit, *flight.guests] if slots else flight.guests
+                transfer.closing = True
+                source = [slots[place]] if slots else self.memory.unit(transfer.unit)
+                units = [transfer.unit, *transfer.followers] if slots else transfer.followers
                 copies += [_Copy(source, self.memory.unit(unit)) for unit in units]
         if copies:
             await self._port.run_blocking(partial(_copy_all, copies))
-        self._settle_all(flights, batch, self._reading)
+        self._settle_all(transfers, batch, self._reading)
 
-    def _settle_all(self, flights: list[_Flight], batch: Batch, table: _Table) -> None:
-        for flight, outcome in zip(flights, batch.outcomes, strict=True):
-            _settle(flight, outcome, table)
+    def _settle_all(self, transfers: list[_UnitTransfer], batch: Batch, table: _Table) -> None:
+        for transfer, outcome in zip(transfers, batch.outcomes, strict=True):
+            _settle(transfer, outcome, table)
 
     def _slot(self, slot: int) -> Bytes:
         return np.frombuffer(self._slots.page(slot), np.uint8)[: self.memory.unit_bytes]
@@ -357,21 +363,21 @@ class PagePool:
         return f"<PagePool {self._binding.pool}: {self.memory!r}, {way}>"
 
 
-_Table: TypeAlias = dict[ObjectKey, _Flight]
-_Carry: TypeAlias = Callable[[list[_Flight]], Coroutine[Any, Any, None]]
+_Table: TypeAlias = dict[ObjectKey, _UnitTransfer]
+_Carry: TypeAlias = Callable[[list[_UnitTransfer]], Coroutine[Any, Any, None]]
 _Call: TypeAlias = Callable[[Sequence[ObjectKey], Sequence[int]], Coroutine[Any, Any, Batch]]
-_Chunk: TypeAlias = Callable[[list[_Flight], list[int], StagedSlots], Coroutine[Any, Any, None]]
+_Chunk: TypeAlias = Callable[[list[_UnitTransfer], list[int], StagedSlots], Coroutine[Any, Any, None]]
 
 
-def _settle(flight: _Flight, outcome: Outcome, table: _Table) -> None:
+def _settle(transfer: _UnitTransfer, outcome: Outcome, table: _Table) -> None:
     """A flight has ended; nothing if it had before."""
-    if not flight.outcome.done():
-        flight.outcome.set_result(outcome)
-        if table.get(flight.key) is flight:
-            del table[flight.key]
+    if not transfer.outcome.done():
+        transfer.outcome.set_result(outcome)
+        if table.get(transfer.key) is transfer:
+            del table[transfer.key]
 
 
-async def _let_go(batch: Batch) -> None:
+async def _released(batch: Batch) -> None:
     """Wait until the engine no longer uses the slots; for ever if it never lets go."""
     if batch.lingering is not None:
         await asyncio.wait([batch.lingering])

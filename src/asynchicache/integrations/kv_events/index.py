@@ -14,7 +14,7 @@ from asynchicache.integrations.kv_events.wire import (
 )
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     """Where blocks are: a medium, and the group of a hybrid model; None where a publisher names none."""
 
     medium: str | None
@@ -29,29 +29,31 @@ class BlockIndex:
     """
 
     def __init__(self) -> None:
-        self.places: dict[Place, set[BlockHash]] = {}
+        self.locations: dict[BlockLocation, set[BlockHash]] = {}
 
     def apply(self, events: Iterable[AnyEvent]) -> None:
         """Follow events; kinds that are not known change nothing."""
         for event in events:
             if isinstance(event, BlockStored):
-                self.places.setdefault(Place(event.medium, event.group_idx), set()).update(event.block_hashes)
+                self.locations.setdefault(BlockLocation(event.medium, event.group_idx), set()).update(
+                    event.block_hashes
+                )
             elif isinstance(event, BlockRemoved):
-                self._remove(Place(event.medium, event.group_idx), event.block_hashes)
+                self._remove(BlockLocation(event.medium, event.group_idx), event.block_hashes)
             elif isinstance(event, AllBlocksCleared):
                 self._clear(event.media)
 
-    def _remove(self, place: Place, hashes: Iterable[BlockHash]) -> None:
-        blocks = self.places.get(place)
+    def _remove(self, location: BlockLocation, hashes: Iterable[BlockHash]) -> None:
+        blocks = self.locations.get(location)
         if blocks is not None:
             blocks.difference_update(hashes)
             if not blocks:
-                del self.places[place]
+                del self.locations[location]
 
     def _clear(self, media: Sequence[str] | None) -> None:
-        for place in list(self.places):
-            if media is None or place.medium in media:
-                del self.places[place]
+        for location in list(self.locations):
+            if media is None or location.medium in media:
+                del self.locations[location]
 
     def reach(self, hashes: Sequence[BlockHash], group: int | None = 0) -> int:
         """How many of a sequence's blocks, from the first on without a gap, some medium has.
@@ -60,7 +62,7 @@ class BlockIndex:
             hashes: of the sequence, in order.
             group: the pool that every block is needed of; None for publishers without groups.
         """
-        there = [blocks for place, blocks in self.places.items() if place.group == group]
+        there = [blocks for location, blocks in self.locations.items() if location.group == group]
         for count, block in enumerate(hashes):
             if not any(block in blocks for blocks in there):
                 return count

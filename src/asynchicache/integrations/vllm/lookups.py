@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _Lookup:
     """One chunk that somebody asked for.
 
     Attributes:
@@ -27,31 +27,31 @@ class Lookups:
     """Questions, and answers to them."""
 
     def __init__(self) -> None:
-        self._questions: dict[bytes, _Question] = {}
+        self._lookups: dict[bytes, _Lookup] = {}
         self._asked_by: dict[str, set[bytes]] = {}
         self._new: list[bytes] = []
 
     def ask(self, key: bytes, request: str) -> bool | None:
         """Whether the chunk is there; None while that is not known."""
-        question = self._questions.get(key)
-        if question is None:
-            question = self._questions[key] = _Question()
+        lookup = self._lookups.get(key)
+        if lookup is None:
+            lookup = self._lookups[key] = _Lookup()
             self._new.append(key)
-        question.requests.add(request)
+        lookup.requests.add(request)
         self._asked_by.setdefault(request, set()).add(key)
-        return question.present
+        return lookup.present
 
     def take_new(self) -> list[bytes]:
         """Questions that nobody has put to storage yet, each once."""
         new, self._new = self._new, []
-        return [key for key in dict.fromkeys(new) if key in self._questions]
+        return [key for key in dict.fromkeys(new) if key in self._lookups]
 
     def answer(self, keys: Iterable[bytes], present: Iterable[bool]) -> None:
         """What storage said; later news (`learn`) counts more."""
         for key, there in zip(keys, present, strict=True):
-            question = self._questions.get(key)
-            if question is not None and question.present is None:
-                question.present = there
+            lookup = self._lookups.get(key)
+            if lookup is not None and lookup.present is None:
+                lookup.present = there
 
     def learn(self, keys: Iterable[bytes], *, present: bool) -> None:
         """Chunks were stored, or could not be read.
@@ -59,17 +59,17 @@ class Lookups:
         A read that failed must end as a miss: the scheduler would ask, and read, for ever.
         """
         for key in keys:
-            question = self._questions.get(key)
-            if question is not None:
-                question.present = present
+            lookup = self._lookups.get(key)
+            if lookup is not None:
+                lookup.present = present
 
     def forget(self, request: str) -> None:
         """A request has ended; answers that nobody else asked for are asked anew next time."""
         for key in self._asked_by.pop(request, ()):
-            question = self._questions[key]
-            question.requests.discard(request)
-            if not question.requests:
-                del self._questions[key]
+            lookup = self._lookups[key]
+            lookup.requests.discard(request)
+            if not lookup.requests:
+                del self._lookups[key]
 
     def __len__(self) -> int:
-        return len(self._questions)
+        return len(self._lookups)

@@ -49,7 +49,7 @@ class _Kind(Enum):
     SAVE = "save"
 
 
-class _Work(NamedTuple):
+class _JobTag(NamedTuple):
     """What a job of the bridge does: its tag."""
 
     kind: _Kind
@@ -132,7 +132,7 @@ class AsynchicacheTier(SecondaryTierManager):
     def _ask_storage(self) -> None:
         keys = self._lookups.take_new()
         if keys:
-            self._submit(_Work(_Kind.LOOKUP, keys), self._chunks.exists(keys))
+            self._submit(_JobTag(_Kind.LOOKUP, keys), self._chunks.exists(keys))
 
     # Requests.
 
@@ -163,7 +163,7 @@ class AsynchicacheTier(SecondaryTierManager):
         """Read chunks into rows of the primary tier."""
         keys = list(job_metadata.keys)
         rows = job_metadata.chunk_ids.tolist()
-        self._submit(_Work(_Kind.LOAD, keys, job_metadata.job_id), self._chunks.load(keys, rows))
+        self._submit(_JobTag(_Kind.LOAD, keys, job_metadata.job_id), self._chunks.load(keys, rows))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store rows of the primary tier; shed if more than `store_bytes` are under way."""
@@ -172,7 +172,7 @@ class AsynchicacheTier(SecondaryTierManager):
             self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
         rows = job_metadata.chunk_ids.tolist()
-        work = _Work(_Kind.SAVE, keys, job_metadata.job_id)
+        work = _JobTag(_Kind.SAVE, keys, job_metadata.job_id)
         self._submit(work, self._chunks.save(keys, rows), nbytes=self._chunks.nbytes(keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -185,7 +185,7 @@ class AsynchicacheTier(SecondaryTierManager):
         """Wait until no call touches the primary tier's rows; deadlines of storage calls bound it."""
         self._bridge.drain()
 
-    def _submit(self, work: _Work, coro: Coroutine[Any, Any, Any], *, nbytes: int = 0) -> None:
+    def _submit(self, work: _JobTag, coro: Coroutine[Any, Any, Any], *, nbytes: int = 0) -> None:
         try:
             self._bridge.submit(coro, nbytes=nbytes, tag=work, wait=False)
         except ClosedError as error:
@@ -197,7 +197,7 @@ class AsynchicacheTier(SecondaryTierManager):
             self._end(job)
 
     def _end(self, job: Job[Any]) -> None:
-        work: _Work = job.tag  # type: ignore[assignment]  # as we submitted it
+        work: _JobTag = job.tag  # type: ignore[assignment]  # as we submitted it
         if job.state is not JobState.DONE:
             if job.state is JobState.SHED:
                 self._counters.shed(job.nbytes)
@@ -211,14 +211,14 @@ class AsynchicacheTier(SecondaryTierManager):
         else:
             self._saved(work, job.result())
 
-    def _fail(self, work: _Work) -> None:
+    def _fail(self, work: _JobTag) -> None:
         """Nothing is known of the chunks, and nothing was moved."""
         if work.kind is not _Kind.SAVE:
             self._lookups.learn(work.keys, present=False)
         if work.kind is not _Kind.LOOKUP:
             self._results.append(JobResult(work.job_id, success=False))
 
-    def _loaded(self, work: _Work, moved: Moved) -> None:
+    def _loaded(self, work: _JobTag, moved: Moved) -> None:
         """vLLM keeps what arrived; the rest must not be found again, or it would be asked for without end."""
         by_key = dict(zip(work.keys, moved.outcomes, strict=True))
         arrived = [key for key, outcome in by_key.items() if outcome is Outcome.HIT]
@@ -236,7 +236,7 @@ class AsynchicacheTier(SecondaryTierManager):
             )
         )
 
-    def _saved(self, work: _Work, moved: Moved) -> None:
+    def _saved(self, work: _JobTag, moved: Moved) -> None:
         by_key = dict(zip(work.keys, moved.outcomes, strict=True))
         there = [key for key, outcome in by_key.items() if is_there(outcome)]
         stored = [key for key, outcome in by_key.items() if outcome is Outcome.STORED]
