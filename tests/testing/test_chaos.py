@@ -14,8 +14,17 @@ from asynchicache.errors import ConfigError, InternalError
 from asynchicache.planner.planner import Planner
 from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.run import Report, run_script
-from asynchicache.testing.chaos.script import Client, DeviceFaults, Event, Life, Model, Script, Sizes, Turn
+from asynchicache.testing.chaos.run import ScriptReport, run_script
+from asynchicache.testing.chaos.script import (
+    CacheSizes,
+    ChaosClient,
+    ClientTurn,
+    DeviceFaults,
+    Life,
+    ModelShape,
+    Script,
+    ScriptEvent,
+)
 from asynchicache.testing.chaos.search import Findings, run_seeds, search
 from asynchicache.testing.chaos.shrink import Shrinker, violation_kind
 from asynchicache.testing.chaos.workload import draw_script
@@ -116,8 +125,8 @@ def needs(script: Script) -> list[str]:
 
 
 def test_a_script_is_cut_down_to_what_its_violation_takes() -> None:
-    def run(script: Script) -> Report:
-        return Report(script.seed, Ledger(violations=needs(script)), 0.0)
+    def run(script: Script) -> ScriptReport:
+        return ScriptReport(script.seed, Ledger(violations=needs(script)), 0.0)
 
     script = next(
         script for seed in range(100) if needs(script := draw_script(seed)) and len(script.lives) > 1
@@ -127,15 +136,15 @@ def test_a_script_is_cut_down_to_what_its_violation_takes() -> None:
 
     assert report.violations == needs(smaller) != []
     assert (smaller.requests, smaller.events, len(smaller.lives)) == (2, 0, 1)
-    assert smaller.model == Model(page_size=smaller.model.page_size)
+    assert smaller.model == ModelShape(page_size=smaller.model.page_size)
     life = smaller.lives[0]
     assert life == Life(sizes={"kv": life.sizes["kv"]}, clients=life.clients)
 
 
 def test_other_violations_are_not_taken_for_the_one_that_was_found() -> None:
-    def run(script: Script) -> Report:
+    def run(script: Script) -> ScriptReport:
         words = "wrong bytes: 1" if script.requests >= 3 else "hang: 2"
-        return Report(script.seed, Ledger(violations=[words]), 0.0)
+        return ScriptReport(script.seed, Ledger(violations=[words]), 0.0)
 
     smaller, report = Shrinker(run).shrink(draw_script(1), run(draw_script(1)))
 
@@ -151,16 +160,16 @@ def test_a_run_that_never_comes_back_to_its_loop_is_stopped(monkeypatch: pytest.
     monkeypatch.setattr(Planner, "open", spin)
     monkeypatch.setattr("asynchicache.testing.chaos.run.CPU_SECONDS", 0.2)
 
-    clients = (Client(turns=(Turn(prompt=(1, 2, 3)),)),)
-    life = Life(sizes={"kv": Sizes(device=4, host=4)}, clients=clients)
-    violations = run_script(Script(seed=1, model=Model(), lives=(life,))).violations
+    clients = (ChaosClient(turns=(ClientTurn(prompt=(1, 2, 3)),)),)
+    life = Life(sizes={"kv": CacheSizes(device=4, host=4)}, clients=clients)
+    violations = run_script(Script(seed=1, model=ModelShape(), lives=(life,))).violations
 
     gc.collect()  # what it leaves is to warn now, and not in the run of another test
     assert any("no turn of the loop for 0.2 s" in words for words in violations)
 
 
 def test_a_run_without_requests_is_clean() -> None:
-    script = Script(seed=1, model=Model(), lives=(Life(sizes={"kv": Sizes(device=4, host=4)}),))
+    script = Script(seed=1, model=ModelShape(), lives=(Life(sizes={"kv": CacheSizes(device=4, host=4)}),))
 
     report = run_script(script)
 
@@ -177,17 +186,19 @@ def test_what_was_found_stays_mended(found: Path) -> None:
 
 
 def test_who_drains_a_cache_that_closes_around_a_copy_that_never_ends_is_told() -> None:
-    client = Client(turns=(Turn(prompt=tuple(range(8))),))
-    drains = tuple(Event(what=what, wait=wait) for wait in (0.0005, 0.001) for what in ("drain", "flush"))
+    client = ChaosClient(turns=(ClientTurn(prompt=tuple(range(8))),))
+    drains = tuple(
+        ScriptEvent(what=what, wait=wait) for wait in (0.0005, 0.001) for what in ("drain", "flush")
+    )
     life = Life(
-        sizes={"kv": Sizes(device=8, host=8)},
+        sizes={"kv": CacheSizes(device=8, host=8)},
         clients=(client,),
         events=drains,
         device=DeviceFaults(never=0),
         close=0.01,
     )
     for seed in range(4):
-        report = run_script(Script(seed=seed, model=Model(), lives=(life,)))
+        report = run_script(Script(seed=seed, model=ModelShape(), lives=(life,)))
 
         assert report.violations == []
         assert report.ledger.faults["transfer.never"] == 1

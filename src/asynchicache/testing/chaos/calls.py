@@ -32,7 +32,7 @@ class Call:
     ended: float = inf
 
 
-class Listener(Protocol):
+class CallListener(Protocol):
     """Is told of calls."""
 
     def began(self, call: Call, running: Iterable[Call]) -> None:
@@ -53,7 +53,7 @@ class Calls:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[CallListener] = []
         self.given_up = 0
         self._clock = clock
         self._running: list[Call] = []

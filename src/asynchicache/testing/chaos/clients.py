@@ -15,11 +15,11 @@ from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.streams.base import Stream
-from asynchicache.testing.chaos.faults import ChaosDevice, Luck
-from asynchicache.testing.chaos.hits import Case, HitOracle
+from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws
+from asynchicache.testing.chaos.hits import HitCase, HitOracle
 from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.promises import Promise, Promises
-from asynchicache.testing.chaos.script import Client, Pace, Turn
+from asynchicache.testing.chaos.promises import DurabilityOracle, DurablePrefix
+from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Pace
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.transfer.ticket import Ticket
 
@@ -28,7 +28,7 @@ FOREVER = 1e5
 """Seconds, of virtual time, after which nothing that a client waits for can still come."""
 
 
-class Part(NamedTuple):
+class PoolSlots(NamedTuple):
     """Slots of a pool, and the digests of the pages or states that are in them, or belong there."""
 
     pool: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     digests: Sequence[bytes]
 
 
-class Engine:
+class ChaosEngine:
     """What serves requests on one cache.
 
     Attributes:
@@ -52,10 +52,10 @@ class Engine:
         cache: HybridCache,
         device: ChaosDevice,
         oracle: ByteOracle,
-        luck: Luck,
+        draws: FaultDraws,
         ledger: Ledger,
-        hits: Callable[[Engine], HitOracle],
-        promises: Promises | None,
+        hits: Callable[[ChaosEngine], HitOracle],
+        promises: DurabilityOracle | None,
         identity: object,
     ) -> None:
         self.cache = cache
@@ -66,7 +66,7 @@ class Engine:
         self.has_states = any(not pool.per_token for pool in cache.spec.pools)
         self._device = device
         self._oracle = oracle
-        self._luck = luck
+        self._draws = draws
         self.hits = hits(self)
         self._promises = promises
         self.identity = identity
@@ -82,7 +82,7 @@ class Engine:
         """Whether requests may fail: the device did, or the cache closes."""
         return self.closing or self._device.error is not None or self._device.lied
 
-    def expect(self, part: Part, layer: int | None, where: str) -> None:
+    def expect(self, part: PoolSlots, layer: int | None, where: str) -> None:
         """Compare, on the compute stream, what is in slots with what must be."""
 
         def look() -> None:
@@ -94,11 +94,11 @@ class Engine:
         if self._concerns(part, layer):
             self.stream.launch(look)
 
-    def write(self, part: Part, layer: int | None) -> None:
+    def write(self, part: PoolSlots, layer: int | None) -> None:
         if self._concerns(part, layer):
             self.stream.launch(lambda: self._oracle.write(*part, layer=layer))
 
-    def _concerns(self, part: Part, layer: int | None) -> bool:
+    def _concerns(self, part: PoolSlots, layer: int | None) -> bool:
         tensors = self.cache.spec.pool(part.pool).tensors
         return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
@@ -114,14 +114,14 @@ class Engine:
         with self._promises.waiting() as gone:
             if await request.durable() and self._device.error is None:  # else nothing is published any more
                 path = self.hits.path(tokens, seed, len(tokens) // size)
-                self._promises.made(Promise(self.identity, tenant, tuple(tokens)), path, gone)
+                self._promises.made(DurablePrefix(self.identity, tenant, tuple(tokens)), path, gone)
 
     def verify(self, when: str) -> None:
         """Recompute the cache's invariants."""
         self.did("verify")
         self.ledger.violations += [f"verify {when}: {problem}" for problem in self.cache.verify()]
 
-    async def serve_all(self, client: Client) -> None:
+    async def serve_all(self, client: ChaosClient) -> None:
         """A client's requests; what it may be refused is no violation."""
         for turn in client.turns:
             await asyncio.sleep(turn.wait)
@@ -138,7 +138,7 @@ class Engine:
             if not self.closing:
                 self.verify("after a request")
 
-    async def serve(self, turn: Turn) -> None:
+    async def serve(self, turn: ClientTurn) -> None:
         """One request, from its matching to its end."""
         self.did("open")
         request = self.cache.request(turn.prompt, namespace=turn.tenant)
@@ -164,7 +164,7 @@ class Engine:
             try:
                 await forwards.run()
             except _Aborted:
-                self._luck.count("request.abort")
+                self._draws.count("request.abort")
             finally:
                 self.did("close")
                 if not turn.leaves:
@@ -175,7 +175,7 @@ class Engine:
         served["nowhere"] += len(request.tokens) - hit.tokens
         served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
 
-    async def _prefetch(self, request: Request, case: Case, patience: float | None) -> None:
+    async def _prefetch(self, request: Request, case: HitCase, patience: float | None) -> None:
         """Prefetch, or begin to and lose patience."""
         self.did("prefetch")
         with suppress(TimeoutError):
@@ -194,7 +194,7 @@ class Forwards:
     The first one after a copy runs layer by layer, each behind that layer's fences, as in an engine.
     """
 
-    def __init__(self, engine: Engine, request: Request, turn: Turn, ticket: Ticket) -> None:
+    def __init__(self, engine: ChaosEngine, request: Request, turn: ClientTurn, ticket: Ticket) -> None:
         self._engine = engine
         self._request = request
         self._turn = turn
@@ -238,7 +238,7 @@ class Forwards:
             self._compute(length)
             await self._afterwards(next(self._paces, Pace()))
 
-    def _read(self) -> list[Part]:
+    def _read(self) -> list[PoolSlots]:
         """What the next forward reads: what was computed for these tokens."""
         engine, request = self._engine, self._request
         end = self.done // engine.cache.spec.page_size
@@ -251,12 +251,12 @@ class Forwards:
                 if behind > first or len(slots) != end - first:
                     engine.violated(f"a forward lacks pages {first} to {end} of {pool.name!r}")
                 else:
-                    parts.append(Part(pool.name, slots, digests[first:end]))
+                    parts.append(PoolSlots(pool.name, slots, digests[first:end]))
             elif self._restored and end:
-                parts.append(Part(pool.name, [request.state(pool.name)], digests[end - 1 : end]))
+                parts.append(PoolSlots(pool.name, [request.state(pool.name)], digests[end - 1 : end]))
         return parts
 
-    def _written(self, length: int) -> list[Part]:
+    def _written(self, length: int) -> list[PoolSlots]:
         """What a forward to `length` tokens writes."""
         request, spec = self._request, self._engine.cache.spec
         first, last = self.done // spec.page_size, length // spec.page_size
@@ -265,10 +265,10 @@ class Forwards:
             if pool.per_token:
                 behind = request.first_page(pool.name)
                 slots = request.pages(pool.name)[first - behind : last - behind]
-                parts.append(Part(pool.name, slots, digests[first:last]))
+                parts.append(PoolSlots(pool.name, slots, digests[first:last]))
             else:
                 state = _GARBAGE if length % spec.page_size else digests[last - 1]
-                parts.append(Part(pool.name, [request.state(pool.name)], [state]))
+                parts.append(PoolSlots(pool.name, [request.state(pool.name)], [state]))
         return parts
 
     def _digests(self) -> list[bytes]:

@@ -51,12 +51,12 @@ class ChaosDriver(SeededDriver):
     """Runs the work of streams in virtual time, some of it late, and some copy never."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, luck: Luck
+        self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, draws: FaultDraws
     ) -> None:
         super().__init__(loop, rng, mean_seconds=COPY_SECONDS)
         self._chaos_loop = loop
         self._faults = faults
-        self._luck = luck
+        self._draws = draws
         self._handed = 0
 
     def lane(self, name: str) -> Callable[[Run], None]:
@@ -66,15 +66,15 @@ class ChaosDriver(SeededDriver):
     def _perhaps(self, hand_over: Callable[[Run], None], run: Run) -> None:
         number, self._handed = self._handed, self._handed + 1
         if number == self._faults.never:
-            self._luck.count("transfer.never")
-        elif self._luck.strikes("transfer.stall", self._faults.stall):
-            delay = self._luck.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
+            self._draws.count("transfer.never")
+        elif self._draws.strikes("transfer.stall", self._faults.stall):
+            delay = self._draws.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
             self._chaos_loop.call_later(delay, hand_over, run)
         else:
             hand_over(run)
 
 
-class Luck:
+class FaultDraws:
     """Draws what goes wrong, and counts it.
 
     Attributes:
@@ -106,12 +106,12 @@ class ChaosDevice:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, luck: Luck
+        self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, draws: FaultDraws
     ) -> None:
-        self._inner = EmulatedDevice(ChaosDriver(loop, rng, faults, luck))
+        self._inner = EmulatedDevice(ChaosDriver(loop, rng, faults, draws))
         self._loop = loop
         self._faults = faults
-        self._luck = luck
+        self._draws = draws
         self._copies = 0
         self.memory: Sequence[Memory] = ()
         self.lied = False
@@ -141,10 +141,10 @@ class ChaosDevice:
         self._inner.yield_to_streams()
 
     def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
-        if self._luck.strikes("notification.lost", self._faults.lost):
+        if self._draws.strikes("notification.lost", self._faults.lost):
             return
-        if self._luck.strikes("notification.late", self._faults.late):
-            delay = self._luck.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
+        if self._draws.strikes("notification.late", self._faults.late):
+            delay = self._draws.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
             reached = partial(self._tell_late, delay, reached)
         self._inner.notify(_bare(stream), event, reached)
 
@@ -171,7 +171,7 @@ class ChaosDevice:
 
     def _break(self, kind: str, work: Callable[[], object] | None = None) -> None:
         """Fail the device, with half of a copy done if there is one."""
-        self._luck.count(kind)
+        self._draws.count(kind)
         if work is not None:
             before = [memory.copy() for memory in self.memory]
             work()
@@ -189,8 +189,8 @@ class ChaosDevice:
         for memory, old in zip(self.memory, before, strict=True):
             written = np.argwhere(memory != old)
             if len(written):
-                memory[tuple(self._luck.chance.choice(written))] ^= 1
-                self._luck.count("transfer.lie")
+                memory[tuple(self._draws.chance.choice(written))] ^= 1
+                self._draws.count("transfer.lie")
                 self.lied = True
                 return
 
@@ -224,26 +224,26 @@ def _bare(stream: Stream) -> Stream:
 
 
 @contextmanager
-def refusing_room(books: Books, luck: Luck, rate: float) -> Iterator[None]:
+def refusing_room(books: Books, draws: FaultDraws, rate: float) -> Iterator[None]:
     """Let there be no room now and then, as if all that there is were in use."""
     make_room = books.make_room
 
     def refuse(at: int, count: int) -> bool:
-        return not (count and luck.strikes("allocation.refused", rate)) and make_room(at, count)
+        return not (count and draws.strikes("allocation.refused", rate)) and make_room(at, count)
 
     with patch.object(books, "make_room", refuse) if rate else ExitStack():
         yield
 
 
 @contextmanager
-def refusing_memory(luck: Luck, piece: int) -> Iterator[None]:
+def refusing_memory(draws: FaultDraws, piece: int) -> Iterator[None]:
     """Let the system have no memory for one of the next slabs: number `piece` of them."""
     made = iter(range(piece + 1))
     init = Slab.__init__
 
     def refuse(slab: Slab, nbytes: int) -> None:
         if next(made, None) == piece:
-            luck.count("memory.refused")
+            draws.count("memory.refused")
             raise CapacityError(f"no room for a slab of {nbytes} bytes: made to fail")
         init(slab, nbytes)
 

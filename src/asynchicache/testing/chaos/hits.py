@@ -20,7 +20,7 @@ from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
 from asynchicache.planner.state import Books
 from asynchicache.testing.chaos.costs import CostOracle
-from asynchicache.testing.chaos.faults import Luck
+from asynchicache.testing.chaos.faults import FaultDraws
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.presence import (
     Pages,
@@ -32,7 +32,7 @@ from asynchicache.testing.chaos.presence import (
     shared_pages,
     span,
 )
-from asynchicache.testing.chaos.recency import Path, Recency
+from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.tree.node import FULL, FULL_HOST, TIERS, Node, place
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
@@ -61,7 +61,7 @@ _FAILURES = {
 
 
 @dataclass(slots=True, eq=False)
-class Case:
+class HitCase:
     """One request, as the oracle sees it.
 
     Attributes:
@@ -98,10 +98,10 @@ class HitOracle:
         cache: HybridCache,
         storage: ChaosStorage,
         options: PrefetchOptions,
-        luck: Luck,
+        draws: FaultDraws,
         ledger: Ledger,
         excused: Callable[[], bool],
-        recency: Recency | None,
+        recency: RecencyOracle | None,
     ) -> None:
         """
         Args:
@@ -119,7 +119,7 @@ class HitOracle:
         self._tree = self._books.tree
         self._storage = storage
         self._options = options
-        self._luck = luck
+        self._draws = draws
         self._ledger = ledger
         self._excused = excused
         self._size = cache.spec.page_size
@@ -128,7 +128,7 @@ class HitOracle:
             MissReason.STATE: any(not pool.per_token for pool in cache.spec.owners),
             MissReason.WINDOW: any(pool.per_token for pool in cache.spec.owners[1:]),
         }
-        self._waiting: list[Case] = []
+        self._waiting: list[HitCase] = []
         self._wanted: dict[bytes, float] = {}
         self.recency = recency
         self._pools = [pool.name for pool in cache.spec.pools]
@@ -150,21 +150,21 @@ class HitOracle:
 
     # What a request goes through
 
-    def opened(self, request: Request, tenant: str | None) -> Case:
+    def opened(self, request: Request, tenant: str | None) -> HitCase:
         """A request has just matched."""
         tokens = array("q", request.tokens)  # of its own: generated ones are appended to the request's
-        case = Case(tokens, namespace_seed(tenant), (len(tokens) - 1) // self._size)
+        case = HitCase(tokens, namespace_seed(tenant), (len(tokens) - 1) // self._size)
         self.matched(request, case)
         return case
 
-    def matched(self, request: Request, case: Case, *, now: bool = True) -> None:
+    def matched(self, request: Request, case: HitCase, *, now: bool = True) -> None:
         """What it matched must be what is in memory; `now`: it has looked in this turn, so all of that."""
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
         if got > there or (now and got < there):
             self._violated(f"hit: {got} pages matched, and {there} of {case.limit} are in memory")
 
-    def _seen(self, case: Case, full: bytearray, pages: Pages) -> int:
+    def _seen(self, case: HitCase, full: bytearray, pages: Pages) -> int:
         """How long a prefix of pages that are somewhere could be; whatever holds it back is a reason."""
         there, reach = longest(self._coverages, pages), _run(full)
         case.held_back |= reach > there
@@ -172,7 +172,7 @@ class HitOracle:
         return there
 
     @contextmanager
-    def prefetching(self, request: Request, case: Case, *, patient: bool) -> Iterator[None]:
+    def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
         """A request waits for storage; `patient`: for as long as the policy does."""
         self._begin(case)
         refusals = self._refusals
@@ -184,7 +184,7 @@ class HitOracle:
             case.refused = self._refusals > refusals
             self._answered(request, case, patient=patient)
 
-    def _begin(self, case: Case) -> None:
+    def _begin(self, case: HitCase) -> None:
         case.began = self._clock()
         digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
         case.digests = {digest: number for number, digest in enumerate(digests)}
@@ -229,7 +229,7 @@ class HitOracle:
                 found[number] = self._storage.has(self._books.sharing(number), digests)
         return found
 
-    def _answered(self, request: Request, case: Case, *, patient: bool) -> None:
+    def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
         calm = self._storage.calm_since(case.began, self._controller)
         waited = self._clock() - case.began
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
@@ -254,7 +254,7 @@ class HitOracle:
                 f"all the time; {len(self._waiting)} more requests wait for storage"
             )
 
-    def _check_wait(self, waited: float, case: Case) -> None:
+    def _check_wait(self, waited: float, case: HitCase) -> None:
         asks, reads = (self._storage.calls.slowest(verb, case.began) for verb in ("exists", "get"))
         parts = 1 + case.limit // _PAGES_AT_ONCE
         bound = ROUNDS * parts * (len(self._pools) * asks + reads) + NOISE_SECONDS
@@ -265,7 +265,7 @@ class HitOracle:
             )
 
     @contextmanager
-    def loading(self, request: Request, case: Case) -> Iterator[None]:
+    def loading(self, request: Request, case: HitCase) -> Iterator[None]:
         """A request loads what it matched, in the body, which awaits nothing."""
         matched, refusals = request.hit.tokens, self._refusals
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
@@ -284,7 +284,7 @@ class HitOracle:
             path = self.path(case.tokens, case.seed, request.hit.tokens // self._size)
             self.recency.restored(path, lambda key: self.costs.knows(key.pool, key.digest))
 
-    def path(self, tokens: array[int], seed: bytes, pages: int) -> Path:
+    def path(self, tokens: array[int], seed: bytes, pages: int) -> StoredPath:
         """What a prefix is called in the store, of pools that have memory for it to come to; without what its
         end needs, where memory has that no more."""
         digests = page_digests(tokens[: pages * self._size], self._size, seed)
@@ -294,13 +294,13 @@ class HitOracle:
         for number in range(1, self._tree.width) if longest(self._coverages, held) == pages else ():
             first = max(pages - (self._coverages[number].pages or 0), 0)
             ends += [key for digest in digests[first:] for key in self._keys(number, digest)]
-        return Path(digests, full, ends)
+        return StoredPath(digests, full, ends)
 
     def _keys(self, number: int, digest: bytes) -> list[ObjectKey]:
         keys = [self._storage.key(pool, digest) for pool in self._books.sharing(number)]
         return [key for key in keys if key is not None]
 
-    def _check_reason(self, request: Request, case: Case) -> None:
+    def _check_reason(self, request: Request, case: HitCase) -> None:
         pages, reason = request.hit.tokens // self._size, request.hit.reason
         if (reason is MissReason.NONE) != (pages >= case.limit):
             self._violated(f"reason: {reason.value}, with {pages} of {case.limit} pages")
@@ -317,7 +317,7 @@ class HitOracle:
     @property
     def _refusals(self) -> int:
         """How often somebody was refused room, by bad luck too."""
-        return self._refused + self._luck.counted["allocation.refused"]
+        return self._refused + self._draws.counted["allocation.refused"]
 
     def _room(self, make_room: Callable[[int, int], bool], at: int, count: int) -> bool:
         if make_room(at, count):
@@ -386,7 +386,7 @@ def _either(one: bytearray, other: bytearray) -> bytearray:
     return bytearray((int.from_bytes(one) | int.from_bytes(other)).to_bytes(size))
 
 
-def _common(path: Sequence[Node], case: Case, size: int) -> int:
+def _common(path: Sequence[Node], case: HitCase, size: int) -> int:
     """How many pages of a path, from its first node on, a request asks for."""
     view, at = memoryview(case.tokens).cast("B"), 0
     for node in path:

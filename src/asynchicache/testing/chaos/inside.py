@@ -18,7 +18,7 @@ from asynchicache.tree.node import TIERS, Node, place
 from asynchicache.types import Tier
 
 
-class Inside:
+class CacheInternals:
     """One open cache, opened further.
 
     Attributes:

@@ -11,14 +11,14 @@ from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.errors import CapacityError, StorageError, UsageError
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.testing.chaos.clients import FOREVER, Engine
-from asynchicache.testing.chaos.faults import ChaosDevice, Luck, refusing_memory, refusing_room
+from asynchicache.testing.chaos.clients import FOREVER, ChaosEngine
+from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws, refusing_memory, refusing_room
 from asynchicache.testing.chaos.hits import HitOracle
-from asynchicache.testing.chaos.inside import Inside
+from asynchicache.testing.chaos.inside import CacheInternals
 from asynchicache.testing.chaos.ledger import Ledger, error_text
-from asynchicache.testing.chaos.promises import Promises
-from asynchicache.testing.chaos.recency import Recency
-from asynchicache.testing.chaos.script import Client, Event, Life, Model, Script, Turn
+from asynchicache.testing.chaos.promises import DurabilityOracle
+from asynchicache.testing.chaos.recency import RecencyOracle
+from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Life, ModelShape, Script, ScriptEvent
 from asynchicache.testing.chaos.steady import SteadyTraffic
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
@@ -61,7 +61,7 @@ def life_config(life: Life) -> CacheConfig:
     )
 
 
-def page_identity(life: Life, model: Model) -> Callable[[str], str]:
+def page_identity(life: Life, model: ModelShape) -> Callable[[str], str]:
     """By pool, what makes a page of this cache another one than that of other caches.
 
     Made of the options alone, not of the fingerprint that the library makes of them: that may be wrong.
@@ -78,9 +78,9 @@ def page_identity(life: Life, model: Model) -> Callable[[str], str]:
 async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     """Run a script to its end; what is wrong goes to `ledger`."""
     store = ChaosStore(script.capacity)
-    promises = Promises(store, ledger)
-    recency = Recency(store, ledger) if script.capacity is not None else None
-    begin = partial(_Run, world, script, promises=promises, recency=recency, store=store, ledger=ledger)
+    promises = DurabilityOracle(store, ledger)
+    recency = RecencyOracle(store, ledger) if script.capacity is not None else None
+    begin = partial(_LifeRun, world, script, promises=promises, recency=recency, store=store, ledger=ledger)
     if script.together:
         async with asyncio.TaskGroup() as group:
             for run in [begin(life) for life in script.lives]:
@@ -92,7 +92,7 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     ledger.violations += [f"task {name!r} was left behind" for name in left]
 
 
-class _Run:
+class _LifeRun:
     """One life."""
 
     def __init__(
@@ -101,8 +101,8 @@ class _Run:
         script: Script,
         life: Life,
         *,
-        promises: Promises,
-        recency: Recency | None,
+        promises: DurabilityOracle,
+        recency: RecencyOracle | None,
         store: ChaosStore,
         ledger: Ledger,
     ) -> None:
@@ -111,10 +111,10 @@ class _Run:
         self._spec = script.model.spec()
         self._identity = page_identity(life, script.model)
         self._ledger = ledger
-        self._luck = Luck(world.random, ledger.faults)
-        self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._luck)
+        self._draws = FaultDraws(world.random, ledger.faults)
+        self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._draws)
         host = HostOracle(self._spec, life.layout, self._identity)
-        self._storage = ChaosStorage(store, life.storage, host, self._luck, ledger, life_limits(life))
+        self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
         self._recency = recency
         self._restarts: set[asyncio.Task[None]] = set()
         # Else what the cache was told is there may not be, through no fault of its own.
@@ -123,12 +123,12 @@ class _Run:
     async def run(self) -> None:
         refused = self._ledger.faults["memory.refused"]
         if self._life.poor is not None:
-            with refusing_memory(self._luck, self._life.poor), suppress(CapacityError):
+            with refusing_memory(self._draws, self._life.poor), suppress(CapacityError):
                 async with self._open():  # it may have fewer pieces than that
                     if self._ledger.faults["memory.refused"] > refused:
                         self._ledger.violations.append("a cache was opened without its memory")
         async with self._open() as cache:
-            inside = Inside(cache)
+            inside = CacheInternals(cache)
             oracle = ByteOracle(self._spec, cache.device_tensor, self._identity)
             inside.poison_freed()
             inside.copy_in_groups(self._life.group_bytes)
@@ -137,12 +137,12 @@ class _Run:
             with engine.hits.watching():
                 with (
                     inside.watching_failed_copies(),
-                    refusing_room(inside.books, self._luck, self._life.refuse),
+                    refusing_room(inside.books, self._draws, self._life.refuse),
                 ):
                     tasks = await self._live(engine)
                 self._ledger.violations += inside.violations
                 if self._life.crash:
-                    self._luck.count("cache.crash")
+                    self._draws.count("cache.crash")
                     self._storage.cut_off()
                 if engine.closing:
                     inside.stop_poisoning()
@@ -152,27 +152,27 @@ class _Run:
                 engine.hits.recency.restarted()
         await self._end(tasks)
 
-    def _engine(self, cache: HybridCache, oracle: ByteOracle) -> Engine:
+    def _engine(self, cache: HybridCache, oracle: ByteOracle) -> ChaosEngine:
         life = self._life
         identity = (life.weights, life.salt, life.rank, life.ranks, life.layout)
-        return Engine(
+        return ChaosEngine(
             cache,
             self._device,
             oracle,
-            self._luck,
+            self._draws,
             self._ledger,
             self._hit_oracle,
             self._promises,
             identity,
         )
 
-    def _hit_oracle(self, engine: Engine) -> HitOracle:
+    def _hit_oracle(self, engine: ChaosEngine) -> HitOracle:
         options = life_prefetch(self._life)
         return HitOracle(
             engine.cache,
             self._storage,
             options,
-            self._luck,
+            self._draws,
             self._ledger,
             lambda: engine.excused,
             self._recency,
@@ -183,10 +183,10 @@ class _Run:
         config = life_config(self._life)
         return self._world.open_cache(self._spec, config, storage=storage, device=self._device)
 
-    async def _live(self, engine: Engine) -> list[asyncio.Task[None]]:
+    async def _live(self, engine: ChaosEngine) -> list[asyncio.Task[None]]:
         """Let everybody loose until the clients are done, or it is time to close."""
         if self._promises is not None and self._life.weights is not None:
-            await engine.serve_all(Client(turns=tuple(self._promises.asked(engine.identity))))
+            await engine.serve_all(ChaosClient(turns=tuple(self._promises.asked(engine.identity))))
         tasks = [asyncio.create_task(self._client(engine, client)) for client in self._life.clients]
         happening = asyncio.create_task(self._happen(engine), name="events")
         running = set(tasks)
@@ -194,7 +194,7 @@ class _Run:
             _, running = await asyncio.wait(tasks, timeout=self._life.close)
         if running or self._life.device.never is not None:
             engine.closing = True
-            self._luck.count("cache.close")
+            self._draws.count("cache.close")
         if not engine.closing or self._world.random.random() < 0.5:
             await _stop([happening, *self._restarts])
             if self._life.steady is not None and not engine.closing:
@@ -202,16 +202,16 @@ class _Run:
             return tasks
         return [*tasks, happening]
 
-    async def _client(self, engine: Engine, client: Client) -> None:
+    async def _client(self, engine: ChaosEngine, client: ChaosClient) -> None:
         try:
             async with asyncio.timeout(client.cancel) as patience:
                 await engine.serve_all(client)
         except TimeoutError:
             if not patience.expired():
                 raise
-            self._luck.count("client.cancel")
+            self._draws.count("client.cancel")
 
-    async def _happen(self, engine: Engine) -> None:
+    async def _happen(self, engine: ChaosEngine) -> None:
         """What happens beside the requests; what is refused is no violation."""
         for event in self._life.events:
             await asyncio.sleep(event.wait)
@@ -220,8 +220,8 @@ class _Run:
             if not engine.closing:
                 engine.verify(f"after {event.what}")
 
-    async def _one_event(self, engine: Engine, event: Event) -> None:
-        cache, storage, luck = engine.cache, self._storage, self._luck
+    async def _one_event(self, engine: ChaosEngine, event: ScriptEvent) -> None:
+        cache, storage, draws = engine.cache, self._storage, self._draws
         engine.did(event.what)
         match event.what:
             case "flush":
@@ -231,10 +231,10 @@ class _Run:
             case "attach" if self._life.weights is not None:
                 await cache.attach_storage(storage.backend)
             case "detach":
-                luck.count("storage.detach")
+                draws.count("storage.detach")
                 await cache.detach_storage()
             case "clear":
-                luck.count("storage.clear")
+                draws.count("storage.clear")
                 await cache.clear_storage()
             case "forget":
                 storage.forget(event.share)
@@ -246,10 +246,10 @@ class _Run:
                 restart = storage.restart(min(event.seconds, 0.05), lose=how == "lose")
                 self._restarts.add(asyncio.create_task(restart, name=how))
             case "jump":
-                luck.count("clock.jump")
+                draws.count("clock.jump")
                 self._world.loop.skip(event.seconds)
 
-    async def _settle(self, engine: Engine, inside: Inside) -> None:
+    async def _settle(self, engine: ChaosEngine, inside: CacheInternals) -> None:
         """Nothing goes wrong any more: everything ends, nothing is left, and the next request is served."""
         self._storage.mend()
         await asyncio.sleep(1.0)
@@ -258,17 +258,17 @@ class _Run:
         if engine.suspect and not inside.failed:
             self._ledger.violations += [f"nobody noticed: {words}" for words in engine.suspect]
         if self._device.error is None and not self._device.lied:
-            await engine.serve_all(Client(turns=(self._last_turn(),)))
+            await engine.serve_all(ChaosClient(turns=(self._last_turn(),)))
             await asyncio.sleep(1.0)
             await engine.cache.drain()
         await engine.cache.flush()
         self._storage.settle()
         self._ledger.violations += inside.leftovers(self._may_leak())
 
-    def _last_turn(self) -> Turn:
+    def _last_turn(self) -> ClientTurn:
         """As much as one request may ask for."""
         full = next(iter(self._life.sizes.values()))
-        return Turn(prompt=tuple(range(full.device * self._spec.page_size)), patience=None, admit=True)
+        return ClientTurn(prompt=tuple(range(full.device * self._spec.page_size)), patience=None, admit=True)
 
     def _may_leak(self) -> bool:
         """Whether slots may be nobody's any more: a failed device may write to them, or an engine whose

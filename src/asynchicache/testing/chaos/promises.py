@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.recency import Path
-from asynchicache.testing.chaos.script import Turn
+from asynchicache.testing.chaos.recency import StoredPath
+from asynchicache.testing.chaos.script import ClientTurn
 from asynchicache.testing.chaos.store import ChaosStore
 
 _ASKED = 3
 """Promises that the next cache is asked to keep, the newest ones."""
 
 
-class Promise(NamedTuple):
+class DurablePrefix(NamedTuple):
     """A prefix of which somebody was told that it is in storage.
 
     Attributes:
@@ -28,13 +28,13 @@ class Promise(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Promises:
+class DurabilityOracle:
     """The promises of all caches over one store."""
 
     def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
         self._store = store
         self._ledger = ledger
-        self._made: list[Promise] = []
+        self._made: list[DurablePrefix] = []
 
     @contextmanager
     def waiting(self) -> Iterator[set[tuple[bytes, str]]]:
@@ -43,7 +43,7 @@ class Promises:
         with self._store.watched(lambda digest, pool: gone.add((digest, pool))):
             yield gone
 
-    def made(self, promise: Promise, path: Path, gone: set[tuple[bytes, str]]) -> None:
+    def made(self, promise: DurablePrefix, path: StoredPath, gone: set[tuple[bytes, str]]) -> None:
         """`durable` was True just now, `gone` since it was called."""
         keys = [key for key in path.every_key() if (key.digest, key.pool) not in gone]
         missing = [key for key in keys if key not in self._store]
@@ -56,10 +56,10 @@ class Promises:
             self._made = [other for other in self._made if other != promise]
             self._made.append(promise)
 
-    def asked(self, identity: object) -> Sequence[Turn]:
+    def asked(self, identity: object) -> Sequence[ClientTurn]:
         """Requests that the next cache of the same pages is to serve first: the hit oracle looks how."""
         mine = [promise for promise in self._made if promise.identity == identity]
         return [
-            Turn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None)
+            ClientTurn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None)
             for promise in mine[-_ASKED:]
         ]

@@ -24,7 +24,7 @@ _ROOM = 0.9
 """The share of a store that has to be put to use."""
 
 
-class Path(NamedTuple):
+class StoredPath(NamedTuple):
     """A prefix that can be restored from a store.
 
     Attributes:
@@ -43,7 +43,7 @@ class Path(NamedTuple):
         yield from self.ends
 
 
-class Recency:
+class RecencyOracle:
     """What was used when, of one bounded store, and whether what makes room is what should.
 
     Where storage goes wrong it may not be told; then nothing is expected of it.
@@ -57,7 +57,7 @@ class Recency:
         self._latest: dict[ObjectKey, float] = {}
         self._moved: dict[ObjectKey, float] = {}
         self._touched: defaultdict[ObjectKey, list[float]] = defaultdict(list)
-        self._paths: dict[ObjectKey, Path] = {}
+        self._paths: dict[ObjectKey, StoredPath] = {}
         self._above: dict[bytes, bytes] = {}
         store.keeper = self
 
@@ -66,7 +66,7 @@ class Recency:
         self._sizes[key] = size
         self._latest[key] = self._moved[key] = self._clock()
 
-    def restored(self, path: Path, known: Callable[[ObjectKey], bool]) -> None:
+    def restored(self, path: StoredPath, known: Callable[[ObjectKey], bool]) -> None:
         """A request was given a path from memory, or from storage by way of memory: all of it was used.
 
         `known`: whether the cache knows that storage has a page; else it cannot tell of its use.
@@ -83,7 +83,7 @@ class Recency:
         for above, below in pairwise(digests):
             self._above[below] = above
 
-    def _know(self, path: Path) -> None:
+    def _know(self, path: StoredPath) -> None:
         self.asked(path.digests)
         for key in path.every_key():
             self._paths[key] = path
@@ -142,7 +142,7 @@ class Recency:
         del times[: max(count - 1, 0)]
         return max(self._moved.get(key, 0.0), times[0] if times and times[0] <= told else 0.0)
 
-    def _restorable(self, path: Path, key: ObjectKey) -> bool:
+    def _restorable(self, path: StoredPath, key: ObjectKey) -> bool:
         """Whether something could have been restored with a page of a path: nothing else of it was lost."""
         if path.ends:
             return all(other in self._store for other in path.every_key() if other != key)

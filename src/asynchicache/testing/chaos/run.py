@@ -34,7 +34,7 @@ _EXPECTED = ("closed with copies in flight", "audit: ")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ScriptReport:
     """What became of a run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Report:
         return self.ledger.violations
 
 
-def run_script(script: Script) -> Report:
+def run_script(script: Script) -> ScriptReport:
     """Run a script in virtual time; the same script makes the same run."""
     ledger = Ledger()
     began = time.process_time()
@@ -71,7 +71,7 @@ def run_script(script: Script) -> Report:
         except (Exception, _Stuck) as error:  # noqa: BLE001 - whatever a run raises is what the search is after
             ledger.violations.append(error_text(error))
         gc.collect()  # what was lost warns now, not in the midst of another run
-    return Report(script.seed, ledger, time.process_time() - began)
+    return ScriptReport(script.seed, ledger, time.process_time() - began)
 
 
 class _Stuck(BaseException):
@@ -98,7 +98,7 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-class _Listener(logging.Handler):
+class _ErrorLog(logging.Handler):
     """Errors that the library caught and logged are no less errors."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -116,7 +116,7 @@ class _Listener(logging.Handler):
 @contextmanager
 def _log_watched(ledger: Ledger) -> Iterator[None]:
     """Have errors in the log taken down, and nobody else told of what goes wrong on purpose."""
-    listener = _Listener(ledger)
+    listener = _ErrorLog(ledger)
     loggers = [logging.getLogger("asynchicache"), logging.getLogger("asyncio")]
     before = [(one.propagate, one.level) for one in loggers]
     for logger in loggers:

@@ -17,7 +17,7 @@ from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy, trailing_pages
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The model that all caches of a script serve.
 
     Attributes:
@@ -84,7 +84,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pause: float = 0.0
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request.
 
     Attributes:
@@ -116,7 +116,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     leaves: bool = False
 
 
-class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChaosClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Requests one after the other.
 
     Attributes:
@@ -124,11 +124,11 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         cancel: seconds after which it is cancelled, whatever it does.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ClientTurn, ...]
     cancel: float | None = None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ScriptEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that happens beside the requests.
 
     Attributes:
@@ -163,7 +163,7 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     large: int = 1
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CacheSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Slots of one pool in each tier."""
 
     device: int
@@ -231,9 +231,9 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         crash: nothing of what is under way in the end gets to storage any more.
     """
 
-    sizes: dict[str, Sizes]
-    clients: tuple[Client, ...] = ()
-    events: tuple[Event, ...] = ()
+    sizes: dict[str, CacheSizes]
+    clients: tuple[ChaosClient, ...] = ()
+    events: tuple[ScriptEvent, ...] = ()
     weights: str | None = "w0"
     salt: str = ""
     rank: int = 0
@@ -269,7 +269,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     seed: int
-    model: Model
+    model: ModelShape
     lives: tuple[Life, ...]
     together: bool = False
     last: Life | None = None

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from asynchicache.testing.chaos.run import Report, run_script
+from asynchicache.testing.chaos.run import ScriptReport, run_script
 from asynchicache.testing.chaos.script import Script
 from asynchicache.testing.chaos.shrink import Shrinker
 from asynchicache.testing.chaos.workload import draw_script
@@ -58,7 +58,7 @@ class Findings:
     violations: list[Finding] = field(default_factory=list)
     cpu_seconds: float = 0.0
 
-    def add(self, script: Script, report: Report) -> None:
+    def add(self, script: Script, report: ScriptReport) -> None:
         self.seeds += 1
         self.operations += report.ledger.operations
         self.faults += report.ledger.faults

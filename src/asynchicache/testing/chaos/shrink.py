@@ -14,16 +14,16 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from asynchicache.testing.chaos.run import Report, run_script
+from asynchicache.testing.chaos.run import ScriptReport, run_script
 from asynchicache.testing.chaos.script import (
-    Client,
+    ChaosClient,
+    ClientTurn,
     DeviceFaults,
     Life,
-    Model,
+    ModelShape,
     Script,
     Steady,
     StorageFaults,
-    Turn,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -47,13 +47,15 @@ class Shrinker:
         runs: how many were made.
     """
 
-    def __init__(self, run: Callable[[Script], Report] = run_script, *, most_runs: int = MOST_RUNS) -> None:
+    def __init__(
+        self, run: Callable[[Script], ScriptReport] = run_script, *, most_runs: int = MOST_RUNS
+    ) -> None:
         self.runs = 0
         self._run = run
         self._most = most_runs
         self._end = time.process_time() + MOST_SECONDS
 
-    def shrink(self, script: Script, report: Report) -> tuple[Script, Report]:
+    def shrink(self, script: Script, report: ScriptReport) -> tuple[Script, ScriptReport]:
         """The least script that was found, and what its run came to; `report` is of `script`."""
         kind = violation_kind(report.violations[0])
         before = None
@@ -67,7 +69,9 @@ class Shrinker:
     def _done(self) -> bool:
         return self.runs >= self._most or time.process_time() > self._end
 
-    def _pass(self, stage: Stage, script: Script, report: Report, kind: str) -> tuple[Script, Report]:
+    def _pass(
+        self, stage: Stage, script: Script, report: ScriptReport, kind: str
+    ) -> tuple[Script, ScriptReport]:
         """Every simplification of one stage, on top of those before it that kept the violation."""
         tried = 0
         while (candidate := next(islice(stage(script), tried, None), None)) is not None:
@@ -78,7 +82,7 @@ class Shrinker:
                 script, report = found  # the next one has moved up to its place
         return script, report
 
-    def _try(self, candidate: Script, kind: str) -> tuple[Script, Report] | None:
+    def _try(self, candidate: Script, kind: str) -> tuple[Script, ScriptReport] | None:
         for seed in range(candidate.seed, candidate.seed + SEEDS):
             if self._done:
                 return None
@@ -141,7 +145,7 @@ def _without_turns(script: Script, gone: set[Place]) -> Script:
     return _each_life(script, lambda i, life: _replaced(life, clients=tuple(_clients_without(life, i, gone))))
 
 
-def _clients_without(life: Life, number: int, gone: set[Place]) -> Iterator[Client]:
+def _clients_without(life: Life, number: int, gone: set[Place]) -> Iterator[ChaosClient]:
     for j, client in enumerate(life.clients):
         turns = tuple(turn for k, turn in enumerate(client.turns) if (number, j, k) not in gone)
         if turns:
@@ -188,17 +192,17 @@ def _less(steady: Steady) -> Iterator[Steady]:
 
 
 def _simpler_turns(script: Script) -> Iterator[Script]:
-    usual = Turn(prompt=())
+    usual = ClientTurn(prompt=())
     for i, j, k in _turns(script):
         client = script.lives[i].clients[j]
-        bare = Turn(prompt=client.turns[k].prompt)
+        bare = ClientTurn(prompt=client.turns[k].prompt)
         for simpler in chain([bare], _usual(client.turns[k], usual), _shorter(client.turns[k])):
             changed = _replaced(client, turns=_put(client.turns, k, simpler))
             life = _replaced(script.lives[i], clients=_put(script.lives[i].clients, j, changed))
             yield _replaced(script, lives=_put(script.lives, i, life))
 
 
-def _shorter(turn: Turn) -> Iterator[Turn]:
+def _shorter(turn: ClientTurn) -> Iterator[ClientTurn]:
     for length in (len(turn.prompt) // 2, len(turn.prompt) - 1):
         if 0 < length < len(turn.prompt):
             yield _replaced(turn, prompt=turn.prompt[:length], stops=())
@@ -206,7 +210,7 @@ def _shorter(turn: Turn) -> Iterator[Turn]:
 
 def _simpler_models(script: Script) -> Iterator[Script]:
     """Without one of its kinds of pools."""
-    for model in _usual(script.model, Model(page_size=script.model.page_size)):
+    for model in _usual(script.model, ModelShape(page_size=script.model.page_size)):
         names = {pool.name for pool in model.spec().owners}
         last = None if script.last is None else _with_pools(script.last, names)
         lives = tuple(_with_pools(life, names) for life in script.lives)

@@ -15,21 +15,21 @@ import msgspec
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.chaos.recency import TOLD_SECONDS
 from asynchicache.testing.chaos.script import (
-    Client,
-    Event,
+    CacheSizes,
+    ChaosClient,
+    ClientTurn,
     Life,
-    Model,
+    ModelShape,
     Pace,
     Script,
-    Sizes,
+    ScriptEvent,
     Steady,
     StorageFaults,
-    Turn,
 )
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 T = TypeVar("T", bound=msgspec.Struct)
-Situation: TypeAlias = Callable[[random.Random, int, Model], Script]
+Situation: TypeAlias = Callable[[random.Random, int, ModelShape], Script]
 
 LONGEST_PROMPT = 100_000
 """Tokens, and pages, of the longest prompt."""
@@ -40,7 +40,7 @@ _ROOMY = 128
 _CALLS = ("flush", "drain", "durable", "reserve", "detach")
 
 
-def draw_rush(chance: random.Random, seed: int, model: Model) -> Script:
+def draw_rush(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Many requests with one head at the same moment, against a cold memory and a warm storage."""
     head = tuple(range(chance.randrange(2, 9) * model.page_size))
     tails = _tails(chance, model, chance.randrange(5, 17))
@@ -54,29 +54,31 @@ def draw_rush(chance: random.Random, seed: int, model: Model) -> Script:
         audit=chance.choice([0.0, 0.5]),
     )
     warm = _replaced(
-        life, clients=(Client(turns=tuple(_turn(head + tail, durable=True) for tail in tails[:known])),)
+        life, clients=(ChaosClient(turns=tuple(_turn(head + tail, durable=True) for tail in tails[:known])),)
     )
     waves = [_rush(chance, head, tails) for _ in range(1 if len(tails) > 11 else 2 if len(tails) > 7 else 3)]
     cold = tuple(_replaced(life, clients=wave) for wave in waves)
     return Script(seed=seed, model=model, lives=(warm, *cold))
 
 
-def _rush(chance: random.Random, head: tuple[int, ...], tails: list[tuple[int, ...]]) -> tuple[Client, ...]:
+def _rush(
+    chance: random.Random, head: tuple[int, ...], tails: list[tuple[int, ...]]
+) -> tuple[ChaosClient, ...]:
     """Who was there before comes back with more, the others come for the first time."""
     turns = [_turn((*head, *tail, *range(7, 7 + chance.randrange(1, 9)))) for tail in tails]
     chance.shuffle(turns)
     wait = chance.choice([0.0, 0.0, 0.001])
     return tuple(
-        Client(turns=(_replaced(turn, wait=round(chance.uniform(0, wait), 6)), _again(turn)))
+        ChaosClient(turns=(_replaced(turn, wait=round(chance.uniform(0, wait), 6)), _again(turn)))
         for turn in turns
     )
 
 
-def _again(turn: Turn) -> Turn:
+def _again(turn: ClientTurn) -> ClientTurn:
     return _replaced(turn, prompt=(*turn.prompt, 1, 2, 3), wait=0.0005)
 
 
-def draw_return(chance: random.Random, seed: int, model: Model) -> Script:
+def draw_return(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Many requests at the same moment that resume where one has ended, whose pages and state others have
     since driven to the host; some of them are audited on their way back."""
     model = _replaced(model, states=True)
@@ -84,14 +86,14 @@ def draw_return(chance: random.Random, seed: int, model: Model) -> Script:
     shared = tuple(range(chance.randrange(1, 6) * size))
     others = [tuple(range(1000 * n, 1000 * n + 4 * size)) for n in range(1, chance.randrange(10, 16))]
     sizes = roomy(model, device=5 * many + 24, host=_ROOMY)
-    sizes["mamba"] = Sizes(device=many + 3, host=_ROOMY)
+    sizes["mamba"] = CacheSizes(device=many + 3, host=_ROOMY)
     back = [_turn((*shared, 7, *range(tail)), wait=0.2) for tail in range(many)]
     rounds = [(*(_replaced(turn, prompt=(*turn.prompt, 3), wait=0.1) for _ in range(3)),) for turn in back]
     life = Life(
         sizes=sizes,
         clients=(
-            Client(turns=(_turn((*shared, 7)), *(_turn(prompt) for prompt in others))),
-            *(Client(turns=(turn, *more)) for turn, more in zip(back, rounds, strict=True)),
+            ChaosClient(turns=(_turn((*shared, 7)), *(_turn(prompt) for prompt in others))),
+            *(ChaosClient(turns=(turn, *more)) for turn, more in zip(back, rounds, strict=True)),
         ),
         audit=chance.choice([0.5, 0.9, 1.0]),
         prefetch=PrefetchPolicy.WAIT_COMPLETE,
@@ -100,14 +102,14 @@ def draw_return(chance: random.Random, seed: int, model: Model) -> Script:
     return Script(seed=seed, model=model, lives=(life,))
 
 
-def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
+def draw_bounded(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Conversations that begin alike, one after the other, in a memory that holds them all and a storage that
     holds a few."""
     size = model.page_size
     head, numbers = tuple(range(chance.randrange(2, 9) * size)), count(5000)
     own = chance.randrange(2, 6)
     fit = chance.randrange(3, 7)
-    turns: list[Turn] = []
+    turns: list[ClientTurn] = []
     for number in range(max(chance.randrange(3 * fit, 5 * fit), 17)):
         tail = tuple(next(numbers) for _ in range(own * size))
         wait = TOLD_SECONDS * chance.uniform(0.6, 1.5) if chance.random() < 0.5 else 0.001
@@ -122,18 +124,18 @@ def draw_bounded(chance: random.Random, seed: int, model: Model) -> Script:
         clients=_in_turn(chance, turns),
         crash=chance.random() < 0.3,
     )
-    forget = tuple(Event(what="forget", wait=0.4, share=0.3) for _ in range(chance.choice([0, 0, 2])))
-    last = _replaced(first, clients=(Client(turns=tuple(turns[-fit:])),), events=forget, crash=False)
+    forget = tuple(ScriptEvent(what="forget", wait=0.4, share=0.3) for _ in range(chance.choice([0, 0, 2])))
+    last = _replaced(first, clients=(ChaosClient(turns=tuple(turns[-fit:])),), events=forget, crash=False)
     return Script(seed=seed, model=model, lives=(first, last), capacity=pages * page_bytes(model.spec()))
 
 
-def _in_turn(chance: random.Random, turns: list[Turn]) -> tuple[Client, ...]:
+def _in_turn(chance: random.Random, turns: list[ClientTurn]) -> tuple[ChaosClient, ...]:
     if chance.random() < 0.6:
-        return (Client(turns=tuple(turns)),)
-    return Client(turns=tuple(turns[::2])), Client(turns=tuple(turns[1::2]))
+        return (ChaosClient(turns=tuple(turns)),)
+    return ChaosClient(turns=tuple(turns[::2])), ChaosClient(turns=tuple(turns[1::2]))
 
 
-def draw_steady(chance: random.Random, seed: int, model: Model) -> Script:
+def draw_steady(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Traffic that does not stop, and calls that have to end all the same."""
     size, clients = model.page_size, chance.randrange(5, 9)
     prompts = tuple(
@@ -144,7 +146,7 @@ def draw_steady(chance: random.Random, seed: int, model: Model) -> Script:
     device = clients * (pages + 6) if "reserve" not in calls else clients * (pages + 5)
     life = Life(
         sizes=roomy(model, device=device, host=chance.choice([40, 2 * _ROOMY])),
-        clients=(Client(turns=tuple(_turn(prompt) for prompt in prompts)),),
+        clients=(ChaosClient(turns=tuple(_turn(prompt) for prompt in prompts)),),
         store_bytes=chance.choice([1 << 12, 1 << 15, 1 << 20]),
         write_policy=chance.choice(list(WritePolicy)),
         steady=Steady(
@@ -157,18 +159,18 @@ def draw_steady(chance: random.Random, seed: int, model: Model) -> Script:
     return Script(seed=seed, model=model, lives=(life,))
 
 
-def draw_long(chance: random.Random, seed: int, model: Model) -> Script:
+def draw_long(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """One prompt of very many pages, which storage is asked for, and that has come back when it is asked for
     again."""
-    model = Model(page_size=1, layers=2)
+    model = ModelShape(page_size=1, layers=2)
     prompt = tuple(range(LONGEST_PROMPT))
-    client = Client(turns=(_turn(prompt), _turn((*prompt, 1))))
-    sizes = {"kv": Sizes(device=LONGEST_PROMPT + 20, host=chance.randrange(8, 64))}
+    client = ChaosClient(turns=(_turn(prompt), _turn((*prompt, 1))))
+    sizes = {"kv": CacheSizes(device=LONGEST_PROMPT + 20, host=chance.randrange(8, 64))}
     life = Life(sizes=sizes, clients=(client,), prefetch=PrefetchPolicy.WAIT_COMPLETE, patience=0.05)
     return Script(seed=seed, model=model, lives=(life,))
 
 
-def _tails(chance: random.Random, model: Model, many: int) -> list[tuple[int, ...]]:
+def _tails(chance: random.Random, model: ModelShape, many: int) -> list[tuple[int, ...]]:
     longest = 4 * model.page_size
     return [
         tuple(range(1000 * number, 1000 * number + chance.randrange(1, longest)))
@@ -176,17 +178,19 @@ def _tails(chance: random.Random, model: Model, many: int) -> list[tuple[int, ..
     ]
 
 
-def _turn(prompt: tuple[int, ...], *, durable: bool = False, wait: float = 0.0) -> Turn:
-    return Turn(prompt=prompt, patience=None, durable=durable, wait=wait, paces=(Pace(checkpoint=True),))
+def _turn(prompt: tuple[int, ...], *, durable: bool = False, wait: float = 0.0) -> ClientTurn:
+    return ClientTurn(
+        prompt=prompt, patience=None, durable=durable, wait=wait, paces=(Pace(checkpoint=True),)
+    )
 
 
 def _replaced(given: T, **changes: object) -> T:
     return msgspec.structs.replace(given, **changes)
 
 
-def roomy(model: Model, *, device: int, host: int) -> dict[str, Sizes]:
+def roomy(model: ModelShape, *, device: int, host: int) -> dict[str, CacheSizes]:
     """Pools of one size, whatever they hold."""
-    return {pool.name: Sizes(device=device, host=host) for pool in model.spec().owners}
+    return {pool.name: CacheSizes(device=device, host=host) for pool in model.spec().owners}
 
 
 def page_bytes(spec: ModelSpec) -> int:

@@ -8,8 +8,8 @@ from itertools import count
 
 from asynchicache.errors import CapacityError, UsageError
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.chaos.clients import FOREVER, Engine
-from asynchicache.testing.chaos.script import Steady, Turn
+from asynchicache.testing.chaos.clients import FOREVER, ChaosEngine
+from asynchicache.testing.chaos.script import ClientTurn, Steady
 
 BOUND_SECONDS = 0.3
 """In which what was in flight when a call was made has long ended: a copy takes 0.1 ms, a storage call 0.5,
@@ -22,7 +22,7 @@ _BEGINNING = 0.003
 class SteadyTraffic:
     """Clients that ask again and again, with new pages each time, and what is called meanwhile."""
 
-    def __init__(self, engine: Engine, steady: Steady, backend: StorageBackend) -> None:
+    def __init__(self, engine: ChaosEngine, steady: Steady, backend: StorageBackend) -> None:
         self._engine = engine
         self._steady = steady
         self._backend = backend
@@ -41,13 +41,13 @@ class SteadyTraffic:
 
     async def _client(self, prompt: tuple[int, ...]) -> None:
         while not self._stopped:
-            await self._one(Turn(prompt=self._longer(prompt, self._steady.pages), patience=None))
+            await self._one(ClientTurn(prompt=self._longer(prompt, self._steady.pages), patience=None))
 
     def _longer(self, prompt: tuple[int, ...], pages: int) -> tuple[int, ...]:
         """A prompt that goes on with new pages."""
         return (*prompt, *(next(self._numbers) for _ in range(pages * self._size)), 0)
 
-    async def _one(self, turn: Turn) -> None:
+    async def _one(self, turn: ClientTurn) -> None:
         try:
             async with asyncio.timeout(FOREVER):
                 await self._engine.serve(turn)
@@ -76,7 +76,7 @@ class SteadyTraffic:
             case "drain":
                 return cache.drain()
             case "durable":
-                return self._one(Turn(prompt=large, durable=True))
+                return self._one(ClientTurn(prompt=large, durable=True))
             case "reserve":
                 return self._reserve(large)
             case "detach":

@@ -14,7 +14,7 @@ from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, touch_of
 from asynchicache.testing.chaos.calls import Call, Calls
-from asynchicache.testing.chaos.faults import SLOWER, Luck
+from asynchicache.testing.chaos.faults import SLOWER, FaultDraws
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.script import StorageFaults
 from asynchicache.testing.chaos.store import ChaosStore
@@ -54,30 +54,30 @@ class ChaosStorage:
         store: ChaosStore,
         faults: StorageFaults,
         oracle: HostOracle,
-        luck: Luck,
+        draws: FaultDraws,
         ledger: Ledger,
         limits: PoolLimits,
     ) -> None:
         self.store = store
         self.calls = Calls(asyncio.get_running_loop().time)
-        self._luck = luck
+        self._draws = draws
         self._limits = limits
         self._stall = faults.stall
         self._exists = faults.exists
         self._rates = FaultRates(
             **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
         )
-        self._witness = Witness(store, oracle, ledger)
-        self._faulty = Faulty(self._witness, self._rates, luck.chance, late_seconds=0.03)
+        self._witness = VerifyingBackend(store, oracle, ledger)
+        self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
-        self.backend = Watched(slow, self.calls, self._look, self._question)
+        self.backend = WatchedBackend(slow, self.calls, self._look, self._question)
         self._seen = 0
         self._troubled = -1.0
         self._cut = False
 
     async def _sleep(self, mean_seconds: float) -> None:
-        slower = SLOWER if self._luck.strikes("storage.stall", self._stall) else 1
-        await asyncio.sleep(self._luck.chance.expovariate(1 / (mean_seconds * slower)))
+        slower = SLOWER if self._draws.strikes("storage.stall", self._stall) else 1
+        await asyncio.sleep(self._draws.chance.expovariate(1 / (mean_seconds * slower)))
 
     async def _question(self) -> None:
         """What a question takes, beside what any call does."""
@@ -128,7 +128,7 @@ class ChaosStorage:
 
     def _look(self) -> None:
         """Notice that something went wrong since the last time, or still does."""
-        counted = self._luck.counted
+        counted = self._draws.counted
         seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
         if seen != self._seen or self._faulty.hanging or self.calls.oldest() > self._limits.deadline:
             self._seen = seen or 1
@@ -140,7 +140,7 @@ class ChaosStorage:
 
     async def restart(self, seconds: float, *, lose: bool) -> None:
         """Answer nothing for a while; and forget everything, if it is to."""
-        self._luck.count("storage.lose" if lose else "storage.restart")
+        self._draws.count("storage.lose" if lose else "storage.restart")
         self._faulty.rates = FaultRates(raises=1.0)
         if lose:
             self.store.forget(list(self.store))
@@ -149,9 +149,9 @@ class ChaosStorage:
 
     def forget(self, share: float) -> None:
         """Lose some pages, for good and without a word."""
-        self._luck.count("storage.forget")
+        self._draws.count("storage.forget")
         keys = list(self.store)
-        self.store.forget(self._luck.chance.sample(keys, round(len(keys) * share)))
+        self.store.forget(self._draws.chance.sample(keys, round(len(keys) * share)))
 
     def cut_off(self) -> None:
         """The process is killed: nothing that it asks from now on gets to the store."""
@@ -167,11 +167,11 @@ class ChaosStorage:
     def settle(self) -> None:
         """Add up what went wrong."""
         for name, count in self._faulty.injected.items():
-            self._luck.counted[f"storage.{name}"] += count
+            self._draws.counted[f"storage.{name}"] += count
         self._faulty.injected.clear()
 
 
-class Watched:
+class WatchedBackend:
     """A backend whose calls are told of, and that notices who does not wait for their end."""
 
     def __init__(
@@ -194,7 +194,7 @@ class Watched:
 
 
 class _WatchedCalls:
-    def __init__(self, engine: PoolEngine, pool: str, watched: Watched) -> None:
+    def __init__(self, engine: PoolEngine, pool: str, watched: WatchedBackend) -> None:
         self._engine = engine
         self._pool = pool
         self._watched = watched
@@ -241,7 +241,7 @@ class _WatchedCalls:
             raise
 
 
-class Witness:
+class VerifyingBackend:
     """A backend that looks at every page that it is to store.
 
     Attributes:
@@ -259,13 +259,13 @@ class Witness:
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
         self.bindings[binding.pool] = binding
         engine = await self._backend.open_pool(binding)
-        return _WatchedEngine(engine, binding, self._store, self._oracle, self._ledger)
+        return _VerifyingEngine(engine, binding, self._store, self._oracle, self._ledger)
 
     async def aclose(self) -> None:
         await self._backend.aclose()
 
 
-class _WatchedEngine:
+class _VerifyingEngine:
     def __init__(
         self,
         engine: MemoryEngine,

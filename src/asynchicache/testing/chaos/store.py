@@ -13,7 +13,7 @@ Gone: TypeAlias = Callable[[bytes, str], object]
 """Told the digest and the pool of a page that the store has no more."""
 
 
-class Keeper(Protocol):
+class StoreObserver(Protocol):
     """Is told what is used, and what had to make room."""
 
     def used(self, key: ObjectKey, size: int) -> None:
@@ -38,7 +38,7 @@ class ChaosStore(MemoryStore):
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
-        self.keeper: Keeper | None = None
+        self.keeper: StoreObserver | None = None
         self._watchers: list[Gone] = []
         self._making_room = False
 

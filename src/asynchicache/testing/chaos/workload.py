@@ -13,16 +13,16 @@ import msgspec
 
 from asynchicache.layouts import HostLayout
 from asynchicache.testing.chaos.script import (
-    Client,
+    CacheSizes,
+    ChaosClient,
+    ClientTurn,
     DeviceFaults,
-    Event,
     Life,
-    Model,
+    ModelShape,
     Pace,
     Script,
-    Sizes,
+    ScriptEvent,
     StorageFaults,
-    Turn,
 )
 from asynchicache.testing.chaos.situations import (
     Situation,
@@ -67,11 +67,11 @@ def draw_script(seed: int) -> Script:
     return situation(chance, seed, model)
 
 
-def draw_traffic(chance: random.Random, seed: int, model: Model) -> Script:
+def draw_traffic(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Requests at random, and most kinds of faults left out."""
     together = chance.random() < 0.2
     count = chance.choice([1, 1, 2, 2, 3]) if not together else 2
-    traffic = Traffic(chance, model)
+    traffic = TrafficGenerator(chance, model)
     lives = tuple(_draw_life(chance, model, traffic, count, alone=not together) for _ in range(count))
     if together and chance.random() < 0.4:
         lives = tuple(_of_rank(life, rank, count) for rank, life in enumerate(lives))
@@ -92,7 +92,7 @@ def _is_cut_short(life: Life) -> bool:
     return any(number is not None for number in failing)
 
 
-def _draw_rest(chance: random.Random, model: Model, traffic: Traffic) -> Life:
+def _draw_rest(chance: random.Random, model: ModelShape, traffic: TrafficGenerator) -> Life:
     """A cache in which everybody comes to an end."""
     life = _draw_life(chance, model, traffic, 1, alone=False)
     calm = msgspec.structs.replace(life.device, fail=None, partial=None, never=None, lie=None)
@@ -111,12 +111,12 @@ _SITUATIONS: Sequence[tuple[Situation, float]] = (
 """What a script is about, and how often."""
 
 
-def draw_model(chance: random.Random) -> Model:
+def draw_model(chance: random.Random) -> ModelShape:
     """One of the families: full, with states, with windows, with an index, or with all of them."""
     family = chance.choice(["full", "states", "window", "index", "mixed", "mixed"])
     mixed = family == "mixed"
     window = chance.choice([1, 2, 3, LONGEST + 4]) if family == "window" or mixed else 0
-    return Model(
+    return ModelShape(
         page_size=chance.choice([1, 2, 4, 4]),
         layers=chance.choice([2, 3, 4, 6]),
         states=family == "states" or (mixed and chance.random() < 0.7),
@@ -128,11 +128,11 @@ def draw_model(chance: random.Random) -> Model:
     )
 
 
-class Traffic:
+class TrafficGenerator:
     """Who asks for what: prompts that share, diverge, extend, resume inside outputs, and come back when
     their pages have just had to go."""
 
-    def __init__(self, chance: random.Random, model: Model) -> None:
+    def __init__(self, chance: random.Random, model: ModelShape) -> None:
         self._chance = chance
         self._model = model
         self._families = [[1000 * family + n for n in range(LONGEST * 4)] for family in range(2)]
@@ -143,7 +143,7 @@ class Traffic:
         """Tokens of the longest sequence."""
         return LONGEST * self._model.page_size
 
-    def turn(self, capacity: int) -> Turn:
+    def turn(self, capacity: int) -> ClientTurn:
         """The next request on a cache whose device and host have so many pages."""
         chance = self._chance
         tenant, start = self._start(capacity)
@@ -178,9 +178,9 @@ class Traffic:
                 break
         return chosen
 
-    def _request(self, tenant: str | None, prompt: tuple[int, ...], output: tuple[int, ...]) -> Turn:
+    def _request(self, tenant: str | None, prompt: tuple[int, ...], output: tuple[int, ...]) -> ClientTurn:
         chance = self._chance
-        return Turn(
+        return ClientTurn(
             prompt=prompt,
             output=output,
             tenant=tenant,
@@ -208,7 +208,9 @@ class Traffic:
         )
 
 
-def _draw_life(chance: random.Random, model: Model, traffic: Traffic, lives: int, *, alone: bool) -> Life:
+def _draw_life(
+    chance: random.Random, model: ModelShape, traffic: TrafficGenerator, lives: int, *, alone: bool
+) -> Life:
     """One of so many caches; `alone`: no other is open at that time.
 
     What may end in a device that failed, or hangs, is seldom drawn: a cache that serves nothing any more
@@ -244,9 +246,9 @@ def _draw_life(chance: random.Random, model: Model, traffic: Traffic, lives: int
     )
 
 
-def draw_sizes(chance: random.Random, model: Model) -> dict[str, Sizes]:
+def draw_sizes(chance: random.Random, model: ModelShape) -> dict[str, CacheSizes]:
     """Pools that one long sequence nearly fills; some have no host memory at all."""
-    sizes: dict[str, Sizes] = {}
+    sizes: dict[str, CacheSizes] = {}
     for pool in model.spec().owners:
         window = pool.coverage.pages or 0
         if not pool.per_token:
@@ -258,23 +260,23 @@ def draw_sizes(chance: random.Random, model: Model) -> dict[str, Sizes]:
         host = chance.choice([0, window + chance.randrange(1, 8), 40])
         if not window:
             host = chance.choice([0, LONGEST, 20, 40, 40, 40, 40])
-        sizes[pool.name] = Sizes(device=device, host=host)
+        sizes[pool.name] = CacheSizes(device=device, host=host)
     return sizes
 
 
 def _draw_clients(
-    chance: random.Random, traffic: Traffic, requests: int, sizes: dict[str, Sizes]
-) -> tuple[Client, ...]:
+    chance: random.Random, traffic: TrafficGenerator, requests: int, sizes: dict[str, CacheSizes]
+) -> tuple[ChaosClient, ...]:
     full = next(iter(sizes.values()))
     count = chance.choice([1, 2, 3, 4])
-    turns: list[list[Turn]] = [[] for _ in range(count)]
+    turns: list[list[ClientTurn]] = [[] for _ in range(count)]
     for _ in range(requests):
         turns[chance.randrange(count)].append(
             traffic.turn(chance.choice([full.device, full.device + full.host]))
         )
     impatient = chance.randrange(count) if chance.random() < 0.3 else None
     return tuple(
-        Client(
+        ChaosClient(
             turns=tuple(some),
             cancel=round(chance.uniform(0, 0.01), 6) if number == impatient else None,
         )
@@ -283,10 +285,10 @@ def _draw_clients(
     )
 
 
-def _draw_events(chance: random.Random, requests: int) -> tuple[Event, ...]:
+def _draw_events(chance: random.Random, requests: int) -> tuple[ScriptEvent, ...]:
     """What happens beside the requests; storage that is detached mostly comes back."""
     known = chance.sample(_EVENTS, chance.randrange(1, len(_EVENTS)))
-    events: list[Event] = []
+    events: list[ScriptEvent] = []
     for _ in range(requests):
         what = chance.choice(known)
         events.append(_draw_event(chance, what))
@@ -295,10 +297,10 @@ def _draw_events(chance: random.Random, requests: int) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _draw_event(chance: random.Random, what: str) -> Event:
+def _draw_event(chance: random.Random, what: str) -> ScriptEvent:
     wait = round(chance.expovariate(500), 6)
     share = chance.choice([0.2, 0.5, 0.9]) if what == "forget" else 0.0
-    return Event(what=what, wait=wait, seconds=chance.choice([0.001, 0.005, 0.05, 100.0]), share=share)
+    return ScriptEvent(what=what, wait=wait, seconds=chance.choice([0.001, 0.005, 0.05, 100.0]), share=share)
 
 
 def _draw_storage_faults(chance: random.Random) -> StorageFaults:
