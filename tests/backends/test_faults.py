@@ -17,7 +17,7 @@ from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 
@@ -27,7 +27,7 @@ HIT, MISS, STORED, FAILED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.F
 class Scene:
     """A faulty memory backend, its bare engine and the core's guard around it."""
 
-    def __init__(self, faults: Faulty, bench: Bench, guard: GuardedPool) -> None:
+    def __init__(self, faults: Faulty, bench: PoolUnderTest, guard: GuardedPool) -> None:
         self.faults = faults
         self.bench = bench
         self.guard = guard
@@ -37,7 +37,7 @@ class Scene:
         return await self.guard.put(keys, slots)
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
-        """As `Bench.get`, but through the guard, which waits for what lingers."""
+        """As `PoolUnderTest.get`, but through the guard, which waits for what lingers."""
         self.bench.poison(slots)
         batch = await self.guard.get(keys, slots)
         for key, slot, outcome in zip(keys, slots, batch.outcomes, strict=True):
@@ -57,7 +57,7 @@ async def scene(*, seed: int = 0, deadline: float = 60.0, **options: Any) -> Asy
         guard = GuardedPool(engine, binding, port, PoolLimits(deadline=deadline, failures=10**6, retries=0))
         stack.push_async_callback(guard.aclose)
         stack.callback(faults.release)
-        yield Scene(faults, Bench(engine, binding), guard)
+        yield Scene(faults, PoolUnderTest(engine, binding), guard)
 
 
 @pytest.mark.asyncio
@@ -182,7 +182,7 @@ async def test_latency_is_by_call_and_page() -> None:
         slow = Latency(memory.open_backend({}, port), 1.0, page=0.25, sleep=sleep)
         stack.push_async_callback(slow.aclose)
         binding = SlotBinding(slab_of("kv", 300, 4), fingerprint_of("w"))
-        bench = Bench(await slow.open_pool(binding), binding)
+        bench = PoolUnderTest(await slow.open_pool(binding), binding)
 
         assert (slow.name, bench.engine.capabilities.immediate) == ("slow-memory", False)
         assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
@@ -256,7 +256,7 @@ async def test_persistence_makes_up_for_partial_results() -> None:
     async with scene() as s:
         keys = s.bench.keys(*range(20))
         s.faults.rates = FaultRates(partial=0.5)
-        bench = Bench(await Persistent(s.faults).open_pool(s.bench.binding), s.bench.binding)
+        bench = PoolUnderTest(await Persistent(s.faults).open_pool(s.bench.binding), s.bench.binding)
 
         assert await bench.put(keys, range(20)) == [STORED] * 20
         assert await bench.get(keys, range(20, 40)) == [HIT] * 20

@@ -14,7 +14,7 @@ from asynchicache.backends.file import FileBackend, open_backend
 from asynchicache.backends.file.segments import ASK_AGAIN_SECONDS
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.guard import GuardedPool
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from storage.file_stores import bench_at, capacity_for, fill, open_bench, there
 
@@ -64,7 +64,7 @@ async def opened(path: Path, **options: object) -> AsyncIterator[tuple[FileBacke
         yield backend, port
 
 
-async def asks(disk: Disk, bench: Bench, number: int) -> bool:
+async def asks(disk: Disk, bench: PoolUnderTest, number: int) -> bool:
     """Whether the disk is asked when a page is put."""
     before = disk.asked
     await bench.put(bench.keys(number), [0])

@@ -22,14 +22,14 @@ from asynchicache.backends.file.index import PageIndex
 from asynchicache.backends.file.manifest import parse
 from asynchicache.backends.file.store import PageStore
 from asynchicache.backends.file.verify import verify_store
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from storage.file_stores import SLOT_BYTES, bench_at, capacity_for
 from storage.power_cuts import DiskLog
 
 PAGES = 48
 
 
-async def work(bench: Bench, log: DiskLog, chance: random.Random, steps: int) -> None:
+async def work(bench: PoolUnderTest, log: DiskLog, chance: random.Random, steps: int) -> None:
     """Puts side by side, deletes, pages evicted; before each step the log hears which pages are there."""
     keys = bench.keys(*range(PAGES))
     for _ in range(steps):

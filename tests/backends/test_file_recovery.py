@@ -16,7 +16,7 @@ from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.verify import StoreReport, verify_store
 from asynchicache.errors import StorageFormatError, UsageError
-from asynchicache.testing.backends import Bench, fingerprint_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of
 from asynchicache.types import Outcome
 from storage.file_stores import SLOT_BYTES, SLOTS_AT, backend_at, bench_at, open_bench, pages_file
 from storage.power_cuts import DiskLog
@@ -53,7 +53,7 @@ def slots_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return slots
 
 
-async def hits(bench: Bench, count: int = 6) -> list[bool]:
+async def hits(bench: PoolUnderTest, count: int = 6) -> list[bool]:
     return [outcome is HIT for outcome in await bench.get(bench.keys(*range(count)), range(count))]
 
 

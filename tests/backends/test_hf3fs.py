@@ -23,7 +23,7 @@ from asynchicache.backends.hf3fs.datafile import Frame
 from asynchicache.backends.hf3fs.posix import PosixPath, runs
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from engines import Server, free_port
 from storage.hf3fs_services import (
@@ -67,7 +67,7 @@ def pages_file(path: Path) -> Path:
 class Gate:
     """A data path that stops before it moves bytes, until a test lets it go on."""
 
-    def __init__(self, bench: Bench, method: str) -> None:
+    def __init__(self, bench: PoolUnderTest, method: str) -> None:
         self.reached = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._data: PosixPath = bench.engine._data  # type: ignore[attr-defined]
@@ -392,7 +392,7 @@ async def test_memory_that_is_not_aligned_goes_through_the_kernels_cache(tmp_pat
 
     async with backend_at(tmp_path / "pages", url) as backend:
         binding = Crooked()
-        bench = Bench(await backend.open_pool(binding), binding)
+        bench = PoolUnderTest(await backend.open_pool(binding), binding)
 
         assert await bench.put(bench.keys(1, 2), [0, 1]) == [STORED] * 2
         assert await bench.get(bench.keys(1, 2), [2, 3]) == [HIT] * 2
@@ -408,7 +408,7 @@ def test_runs_are_cut_where_a_slot_does_not_follow() -> None:
 
 
 @asynccontextmanager
-async def served(tmp_path: Path, **options: object) -> AsyncIterator[tuple[Bench, Server]]:
+async def served(tmp_path: Path, **options: object) -> AsyncIterator[tuple[PoolUnderTest, Server]]:
     port = free_port()
     with service_process(tmp_path / "metadata", port) as server:
         async with bench_at(tmp_path / "pages", f"http://127.0.0.1:{port}", **options) as bench:
@@ -465,7 +465,7 @@ async def test_killed_again_and_again_it_loses_nothing_that_was_stored(tmp_path:
     acknowledged: set[int] = set()
     enough = asyncio.Event()
 
-    async def write(bench: Bench, first: int, goal: int) -> None:
+    async def write(bench: PoolUnderTest, first: int, goal: int) -> None:
         for start in range(first, first + 100, 4):
             names = list(range(start, start + 4))
             slots = [name % 32 for name in names]

@@ -13,7 +13,7 @@ from asynchicache.config import open_backend as open_by_name
 from asynchicache.errors import ClosedError, ConfigError, StorageError, StorageFormatError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from engines import free_port
 from storage.hf3fs_services import FRAME_BYTES, Clock, backend_at, bench_at, open_bench, service_here
@@ -201,6 +201,6 @@ async def test_names_that_are_no_names_never_reach_a_path(
     binding = Hostile()
     async with backend_at(tmp_path / "pages", url) as backend:
         with pytest.raises(StorageError):
-            Bench(await backend.open_pool(binding), binding)
+            PoolUnderTest(await backend.open_pool(binding), binding)
 
     assert names_in(tmp_path) == []

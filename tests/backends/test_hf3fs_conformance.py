@@ -15,7 +15,7 @@ from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.ports import Port
 from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.backends import BackendConformance, Bench
+from asynchicache.testing.backends import BackendConformance, PoolUnderTest
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from engines import free_port
 from storage.hf3fs_services import service_process
@@ -41,7 +41,7 @@ class Served(BackendConformance):
 
     async def open(
         self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
-    ) -> Bench:
+    ) -> PoolUnderTest:
         return await super().open(backend, pool, weights=f"{weights} {self.salt}", shard=shard)
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:

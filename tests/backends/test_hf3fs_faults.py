@@ -16,7 +16,7 @@ from asynchicache.backends.hf3fs import open_backend
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool, PoolLimits
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import Outcome
 from engines import free_port
@@ -30,7 +30,7 @@ MANY = FaultRates(fail=0.1, raises=0.1, partial=0.2, lie=0.1, swap=0.2)
 class Scene:
     """A faulty backend behind the core's guard."""
 
-    def __init__(self, faults: Faulty, bench: Bench, guard: GuardedPool) -> None:
+    def __init__(self, faults: Faulty, bench: PoolUnderTest, guard: GuardedPool) -> None:
         self.faults = faults
         self.bench = bench
         self.guard = guard
@@ -88,7 +88,7 @@ async def scene(url: str, path: Path, seed: int, **options: object) -> AsyncIter
         guard = GuardedPool(engine, binding, port, PoolLimits(deadline=60, failures=10**6))
         stack.push_async_callback(guard.aclose)
         stack.callback(faults.release)
-        yield Scene(faults, Bench(engine, binding), guard)
+        yield Scene(faults, PoolUnderTest(engine, binding), guard)
 
 
 @pytest.fixture(scope="module")

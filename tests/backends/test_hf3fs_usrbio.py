@@ -24,7 +24,13 @@ from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.backends import BackendConformance, Bench, TearingBinding, fingerprint_of, slab_of
+from asynchicache.testing.backends import (
+    BackendConformance,
+    PoolUnderTest,
+    TearingBinding,
+    fingerprint_of,
+    slab_of,
+)
 from asynchicache.types import Outcome
 from storage.hf3fs_services import FRAME_BYTES, PAGE_BYTES, Clock, backend_at, bench_at, service_here
 from storage.usrbio_standin import Behaviour, Usrbio
@@ -61,7 +67,7 @@ def options(tmp_path: Path) -> dict[str, object]:
     return {"path": tmp_path / "mount" / "pages", "io": "usrbio", "entries": 4}
 
 
-def path_of(bench: Bench) -> UsrbioPath:
+def path_of(bench: PoolUnderTest) -> UsrbioPath:
     data: UsrbioPath = bench.engine._data  # type: ignore[attr-defined]
     return data
 
@@ -324,7 +330,7 @@ async def test_without_a_copy_3fs_moves_the_slots_themselves(
 ) -> None:
     async with backend_at(url=url, **options, zero_copy=True) as backend:  # type: ignore[arg-type]
         binding = SharedBinding(shared, uuid4().hex)
-        bench = Bench(await backend.open_pool(binding), binding)
+        bench = PoolUnderTest(await backend.open_pool(binding), binding)
         keys = bench.keys(*range(10))
 
         assert await bench.put(keys, range(10)) == [STORED] * 10
@@ -349,7 +355,7 @@ async def test_without_a_copy_a_call_keeps_its_slots_until_late_io_has_ended(
 ) -> None:
     async with backend_at(url=url, **options, zero_copy=True, io_seconds=0.01) as backend:  # type: ignore[arg-type]
         binding = SharedBinding(shared, uuid4().hex)
-        bench = Bench(await backend.open_pool(binding), binding)
+        bench = PoolUnderTest(await backend.open_pool(binding), binding)
         keys = bench.keys(*range(4))
         await bench.put(keys, range(4))
         usrbio.behaviour.stalls = 0.5
@@ -372,7 +378,7 @@ async def test_without_a_copy_closing_ends_a_call_that_would_wait_for_ever(
 ) -> None:
     async with backend_at(url=url, **options, zero_copy=True, io_seconds=0.01) as backend:  # type: ignore[arg-type]
         binding = SharedBinding(shared, uuid4().hex)
-        bench = Bench(await backend.open_pool(binding), binding)
+        bench = PoolUnderTest(await backend.open_pool(binding), binding)
         await bench.put(bench.keys(1), [0])
         usrbio.behaviour.stalls = 1
         reading = asyncio.create_task(bench.get(bench.keys(1), [20]))
@@ -398,10 +404,10 @@ class TestZeroCopy(BackendConformance):
 
     async def open(
         self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
-    ) -> Bench:
+    ) -> PoolUnderTest:
         self.slabs.append(SharedSlab(self.slots, pool))
         binding = SharedBinding(self.slabs[-1], f"{weights} {self.salt}", shard)
-        return Bench(await backend.open_pool(binding), binding)
+        return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 # What is said when it cannot be opened.

@@ -11,7 +11,7 @@ from asynchicache.backends.memory import MemoryBackend, open_backend
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 
 HIT, MISS, STORED, EXISTS, REJECTED = (
@@ -23,9 +23,9 @@ HIT, MISS, STORED, EXISTS, REJECTED = (
 )
 
 
-async def open_bench(backend: MemoryBackend, pool: str = "kv", page_bytes: int = 1000) -> Bench:
+async def open_bench(backend: MemoryBackend, pool: str = "kv", page_bytes: int = 1000) -> PoolUnderTest:
     binding = SlotBinding(slab_of(pool, page_bytes, 16), fingerprint_of("w"))
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
 from asynchicache.backends.mooncake import store as store_module
 from asynchicache.backends.mooncake.codes import Code
 from asynchicache.errors import StorageError
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from storage.mooncake_cluster import open_bench
 
@@ -51,7 +51,7 @@ class Counting:
 
 
 @asynccontextmanager
-async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Counting, Bench]]:
+async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Counting, PoolUnderTest]]:
     monkeypatch.setattr(store_module, "_replicate_config", lambda replicas: None)
     store = Counting()
     backend = MooncakeBackend(MooncakeOptions(master="127.0.0.1:1"), store)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Countin
         await backend.aclose()
 
 
-CALLS: dict[str, Callable[[Bench], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[PoolUnderTest], Awaitable[object]]] = {
     "exists": lambda bench: bench.engine.exists(bench.keys(1, 2)),
     "get": lambda bench: bench.engine.get(bench.keys(1, 2), [0, 1]),
     "put": lambda bench: bench.engine.put(bench.keys(1, 2), [0, 1]),

@@ -16,7 +16,7 @@ from asynchicache.backends.mooncake.store import Store
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.guard import GuardedPool, PoolLimits
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import Outcome
 from storage.mooncake_cluster import (
@@ -49,7 +49,7 @@ def forgetful() -> Iterator[Cluster]:
 
 
 @asynccontextmanager
-async def watched_bench(made: Cluster) -> AsyncIterator[tuple[Bench, Watched]]:
+async def watched_bench(made: Cluster) -> AsyncIterator[tuple[PoolUnderTest, Watched]]:
     """A pool with two pages in it, and its store."""
     store = join(MooncakeOptions.of(made.options()))
     watched = Watched(store)
@@ -198,7 +198,7 @@ async def test_faults_above_a_real_cluster_never_give_other_bytes(
         backend = await stack.enter_async_context(backend_of(mooncake, mooncake_store))
         faults = Faulty(backend, FaultRates(), Random(7))
         binding = binding_of()
-        bench = Bench(await faults.open_pool(binding), binding)
+        bench = PoolUnderTest(await faults.open_pool(binding), binding)
         guard = GuardedPool(bench.engine, binding, port, PoolLimits(failures=1000))
         stack.push_async_callback(guard.aclose)
         faults.rates = FaultRates(fail=0.1, raises=0.1, partial=0.2, lie=0.2, swap=0.3)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from asynchicache.errors import StorageError
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from storage.listening import listening
 from storage.object_servers import FRAME_BYTES, bench_at
@@ -96,7 +96,7 @@ class HostileStore:
 
 
 @asynccontextmanager
-async def scene(scheme: str) -> AsyncIterator[tuple[HostileStore, Bench]]:
+async def scene(scheme: str) -> AsyncIterator[tuple[HostileStore, PoolUnderTest]]:
     """A store that is honest so far and holds pages 0 and 1, and one pool over it."""
     store = HostileStore(scheme)
     async with listening(store.serve) as store.port, bench_at(store.options) as bench:
@@ -104,7 +104,7 @@ async def scene(scheme: str) -> AsyncIterator[tuple[HostileStore, Bench]]:
         yield store, bench
 
 
-async def recovers(store: HostileStore, bench: Bench) -> None:
+async def recovers(store: HostileStore, bench: PoolUnderTest) -> None:
     store.lies.clear()
     keys = bench.keys(0, 1)
     assert set(await bench.put(keys, [0, 1])) <= {STORED, EXISTS}

@@ -14,7 +14,7 @@ import pytest
 from asynchicache.backends import file, memory
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.backends import Bench, TearingBinding, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, TearingBinding, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from storage.file_stores import PAGE_BYTES, capacity_for, pool_bytes
 from storage.paths import converse, path, prefix, touch
@@ -71,10 +71,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return make(tmp_path)
 
 
-async def open_bench(backend: StorageBackend, pool: str = "kv", *, weights: str = "w1") -> Bench:
+async def open_bench(backend: StorageBackend, pool: str = "kv", *, weights: str = "w1") -> PoolUnderTest:
     slab, stands_on = slab_of(pool, PAGE_BYTES, 200), None if pool == "kv" else "kv"
     binding = TearingBinding(slab, fingerprint_of(f"{weights} {pool}"), stands_on=stands_on)
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 @pytest.mark.asyncio
@@ -248,7 +248,7 @@ async def test_after_a_kill_a_path_that_was_stored_at_once_loses_its_end_first(t
         assert await prefix(bench, range(8)) == 5
 
 
-async def lose(pages: Bench, how: str) -> None:
+async def lose(pages: PoolUnderTest, how: str) -> None:
     """Let page 1, one of three in a store of four and the oldest, leave it."""
     if how == "evicted":
         await touch(pages, [3, 2])
@@ -261,7 +261,7 @@ async def lose(pages: Bench, how: str) -> None:
         assert await pages.get(pages.keys(1), [0]) == [Outcome.CORRUPT]
 
 
-async def first_to_go(bench: Bench, numbers: Sequence[int]) -> list[int]:
+async def first_to_go(bench: PoolUnderTest, numbers: Sequence[int]) -> list[int]:
     """Put new pages, one by one, until some of these are gone; which."""
     for new in range(500, 600):
         found = await bench.engine.exists(bench.keys(*numbers))

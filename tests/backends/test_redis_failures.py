@@ -16,7 +16,7 @@ from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from engines import module
 from storage.redis_servers import FRAME_BYTES, RedisServer, bench_at, impatient
@@ -41,7 +41,7 @@ def client(server: RedisServer) -> Iterator[Any]:
 
 
 @asynccontextmanager
-async def guarded(bench: Bench, **limits: float) -> AsyncIterator[GuardedPool]:
+async def guarded(bench: PoolUnderTest, **limits: float) -> AsyncIterator[GuardedPool]:
     """The pool as the core has it, with its breaker out of the way."""
     port = AsyncioPort(threads=2)
     guard = GuardedPool(bench.engine, bench.binding, port, PoolLimits(failures=10**6, **limits))
@@ -52,13 +52,13 @@ async def guarded(bench: Bench, **limits: float) -> AsyncIterator[GuardedPool]:
         await port.aclose()
 
 
-def damage(client: Any, bench: Bench, number: int, value: bytes) -> None:
+def damage(client: Any, bench: PoolUnderTest, number: int, value: bytes) -> None:
     """Replace what lies under a key."""
     (key,) = bench.keys(number)
     assert client.set(f"asynchicache:{key.text()}", value, xx=True)
 
 
-def stored(client: Any, bench: Bench, number: int) -> bytes:
+def stored(client: Any, bench: PoolUnderTest, number: int) -> bytes:
     (key,) = bench.keys(number)
     value: bytes = client.get(f"asynchicache:{key.text()}")
     return value

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynchicache.errors import StorageError, StorageFormatError
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from storage.hostile_redis import MARKER, HostileServer, bulk, hostile_server
 from storage.redis_servers import FRAME_BYTES, backend_at, bench_at, impatient, open_bench
@@ -25,14 +25,14 @@ FEW, MANY = 2, 20
 
 
 @asynccontextmanager
-async def scene(**options: object) -> AsyncIterator[tuple[HostileServer, Bench]]:
+async def scene(**options: object) -> AsyncIterator[tuple[HostileServer, PoolUnderTest]]:
     """A server that is honest so far and holds pages 0 to 3, and one pool over it."""
     async with hostile_server() as server, bench_at(server.url, **options) as bench:
         assert await bench.put(bench.keys(*range(4)), range(4)) == [STORED] * 4
         yield server, bench
 
 
-async def recovers(server: HostileServer, bench: Bench) -> None:
+async def recovers(server: HostileServer, bench: PoolUnderTest) -> None:
     """Once the server tells the truth again, so does the engine."""
     server.lies.clear()
     keys = bench.keys(*range(4))

@@ -14,7 +14,7 @@ from asynchicache.backends.file.budget import FIXED_BYTES
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 
 PAGE_BYTES = 5000
 SLOT_BYTES = 8192
@@ -35,27 +35,27 @@ async def backend_at(path: Path | str, **options: object) -> AsyncIterator[FileB
 
 async def open_bench(
     backend: FileBackend, pool: str = "kv", *, weights: str = "w1", slots: int = 64
-) -> Bench:
+) -> PoolUnderTest:
     """One pool of the backend, and slots."""
     binding = SlotBinding(slab_of(pool, PAGE_BYTES, slots), fingerprint_of(weights))
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 @asynccontextmanager
-async def bench_at(path: Path | str, *, slots: int = 64, **options: object) -> AsyncIterator[Bench]:
+async def bench_at(path: Path | str, *, slots: int = 64, **options: object) -> AsyncIterator[PoolUnderTest]:
     """One pool of the file backend over a folder; closed in the end."""
     async with backend_at(path, **options) as backend:
         yield await open_bench(backend, slots=slots)
 
 
-async def fill(bench: Bench, numbers: Sequence[int]) -> None:
+async def fill(bench: PoolUnderTest, numbers: Sequence[int]) -> None:
     """Put the pages of these numbers."""
     for start in range(0, len(numbers), 32):
         some = numbers[start : start + 32]
         await bench.put(bench.keys(*some), range(len(some)))
 
 
-async def there(bench: Bench, numbers: Sequence[int]) -> list[int]:
+async def there(bench: PoolUnderTest, numbers: Sequence[int]) -> list[int]:
     """Those of the numbers whose pages are there."""
     found = await bench.engine.exists(bench.keys(*numbers))
     return [number for number, bit in zip(numbers, found, strict=True) if bit]

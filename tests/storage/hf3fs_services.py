@@ -17,7 +17,7 @@ from asynchicache.backends.hf3fs.metadata.service import MetadataService
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from engines import Server
 
 PAGE_BYTES = 5000
@@ -77,15 +77,17 @@ async def backend_at(path: Path, url: str, **options: object) -> AsyncIterator[H
 
 async def open_bench(
     backend: Hf3fsBackend, pool: str = "kv", *, weights: str = "", shard: str = "", slots: int = 64
-) -> Bench:
+) -> PoolUnderTest:
     """One pool of the backend, and slots. Without `weights` nobody else has its pages."""
     fingerprint = fingerprint_of(weights or uuid4().hex)
     binding = SlotBinding(slab_of(pool, PAGE_BYTES, slots), fingerprint, shard)
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 @asynccontextmanager
-async def bench_at(path: Path, url: str, *, weights: str = "", **options: object) -> AsyncIterator[Bench]:
+async def bench_at(
+    path: Path, url: str, *, weights: str = "", **options: object
+) -> AsyncIterator[PoolUnderTest]:
     """One pool of the backend; closed in the end."""
     async with backend_at(path, url, **options) as backend:
         yield await open_bench(backend, weights=weights)

@@ -21,7 +21,7 @@ from pathlib import Path
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
 from asynchicache.backends.mooncake.store import Store
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from engines import Server, free_ports, module
 
 NODE = """
@@ -191,7 +191,7 @@ def binding_of(pool: str = "kv", *, page_bytes: int = PAGE_BYTES, slots: int = 3
     return SlotBinding(slab_of(pool, page_bytes, slots), fingerprint_of("w1"))
 
 
-async def open_bench(backend: MooncakeBackend, binding: SlotBinding | None = None) -> Bench:
+async def open_bench(backend: MooncakeBackend, binding: SlotBinding | None = None) -> PoolUnderTest:
     """One pool of the backend."""
     binding = binding or binding_of()
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)

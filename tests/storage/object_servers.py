@@ -21,7 +21,7 @@ from asynchicache.backends.object.engine import ObjectEngine
 from asynchicache.backends.object.stores import make_store
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from engines import Server, executable, free_port
 
 PAGE_BYTES = 5000
@@ -166,23 +166,23 @@ async def backend_at(options: dict[str, object]) -> AsyncIterator[ObjectBackend]
 
 async def open_bench(
     backend: ObjectBackend, pool: str = "kv", *, page_bytes: int = PAGE_BYTES, slots: int = 64
-) -> Bench:
+) -> PoolUnderTest:
     """One pool of the backend, and slots."""
     binding = SlotBinding(slab_of(pool, page_bytes, slots), fingerprint_of("w1"))
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 @asynccontextmanager
 async def bench_at(
     options: dict[str, object], *, page_bytes: int = PAGE_BYTES, slots: int = 64
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[PoolUnderTest]:
     """One pool of the object backend of a place; closed in the end."""
     async with backend_at(options) as backend:
         yield await open_bench(backend, page_bytes=page_bytes, slots=slots)
 
 
 @contextmanager
-def impatient(bench: Bench, seconds: float) -> Iterator[None]:
+def impatient(bench: PoolUnderTest, seconds: float) -> Iterator[None]:
     """Give the engine's requests this deadline within the block only: what comes before and after it may take
     as long as the machine needs."""
     engine = bench.engine

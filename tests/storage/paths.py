@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynchicache.storage.protocol import TouchableEngine
-from asynchicache.testing.backends import Bench
+from asynchicache.testing.backends import PoolUnderTest
 
 SHARED, OWN = 8, 8
 
@@ -15,13 +15,13 @@ def path(conversation: int, shared: int = SHARED, own: int = OWN) -> list[int]:
     return [*range(shared), *range(1000 * (conversation + 1), 1000 * (conversation + 1) + own)]
 
 
-async def touch(bench: Bench, numbers: Sequence[int]) -> None:
+async def touch(bench: PoolUnderTest, numbers: Sequence[int]) -> None:
     """Say that a path was used: its end first, its beginning last."""
     assert isinstance(bench.engine, TouchableEngine)
     await bench.engine.touch(bench.keys(*reversed(numbers)))
 
 
-async def converse(benches: Sequence[Bench], conversation: int, lengths: Sequence[int] = ()) -> None:
+async def converse(benches: Sequence[PoolUnderTest], conversation: int, lengths: Sequence[int] = ()) -> None:
     """Store a conversation: what is there of its path is used, the rest is put, then all of it is used.
 
     Args:
@@ -43,7 +43,7 @@ async def converse(benches: Sequence[Bench], conversation: int, lengths: Sequenc
         await touch(bench, whole if not index else [whole[length - 1] for length in lengths])
 
 
-async def prefix(bench: Bench, numbers: Sequence[int]) -> int:
+async def prefix(bench: PoolUnderTest, numbers: Sequence[int]) -> int:
     """How many pages of a path are there, from its beginning on."""
     found = bytes(await bench.engine.exists(bench.keys(*numbers)))
     return len(found) - len(found.lstrip(b"\1"))

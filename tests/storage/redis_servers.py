@@ -11,7 +11,7 @@ from asynchicache.backends.redis import RedisBackend, open_backend
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from engines import Server, executable, free_port
 
 PAGE_BYTES = 5000
@@ -57,23 +57,23 @@ async def open_bench(
     page_bytes: int = PAGE_BYTES,
     slots: int = 64,
     weights: str = "w1",
-) -> Bench:
+) -> PoolUnderTest:
     """One pool of the backend, and slots."""
     binding = SlotBinding(slab_of(pool, page_bytes, slots), fingerprint_of(weights))
-    return Bench(await backend.open_pool(binding), binding)
+    return PoolUnderTest(await backend.open_pool(binding), binding)
 
 
 @asynccontextmanager
 async def bench_at(
     url: str, *, page_bytes: int = PAGE_BYTES, slots: int = 64, **options: object
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[PoolUnderTest]:
     """One pool of the redis backend of a server; closed in the end."""
     async with backend_at(url, **options) as backend:
         yield await open_bench(backend, page_bytes=page_bytes, slots=slots)
 
 
 @contextmanager
-def impatient(bench: Bench, seconds: float) -> Iterator[None]:
+def impatient(bench: PoolUnderTest, seconds: float) -> Iterator[None]:
     """Give the engine's calls this deadline within the block only: what comes before and after it may take
     as long as the machine needs."""
     engine = bench.engine

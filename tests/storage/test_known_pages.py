@@ -18,7 +18,7 @@ from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.presence import KnownKeys, KnownStatistics
 from asynchicache.storage.protocol import Capabilities, PoolEngine
-from asynchicache.testing.backends import Bench, fingerprint_of, slab_of
+from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 
 HIT, MISS, STORED, EXISTS = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.EXISTS
@@ -80,7 +80,7 @@ class FarEngine:
 
 
 class Scene:
-    def __init__(self, engine: FarEngine, bench: Bench, guard: GuardedPool, port: ManualPort) -> None:
+    def __init__(self, engine: FarEngine, bench: PoolUnderTest, guard: GuardedPool, port: ManualPort) -> None:
         self.engine = engine
         self.bench = bench
         self.guard = guard
@@ -101,7 +101,7 @@ async def scene(store: MemoryStore | None = None, **limits: float) -> AsyncItera
     binding = SlotBinding(slab_of("kv", 300, 16), fingerprint_of("w"))
     engine = FarEngine(await backend.open_pool(binding))
     guard = GuardedPool(engine, binding, port, PoolLimits(**limits))
-    yield Scene(engine, Bench(engine, binding), guard, port)
+    yield Scene(engine, PoolUnderTest(engine, binding), guard, port)
     await guard.aclose()
     await port.aclose()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asynchicache.errors import ConfigError
-from asynchicache.specs.parts import INDEX, KV, WINDOW, Layer, Part, PoolKind, Recipe
+from asynchicache.specs.parts import INDEX, KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
 
 _LATENT_MODELS = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "kimi_linear"}
@@ -16,19 +16,19 @@ LEAST_WINDOW = 2
 """A window of one token sees nothing that was computed before."""
 
 
-def full_attention(layer: Layer) -> tuple[Part, ...]:
+def full_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     """Keys (after RoPE) and values of every token, or their latent."""
     if layer.has("kv_lora_rank"):
         return _latent_attention(layer)
     return _keys_and_values(layer, KV)
 
 
-def sliding_attention(layer: Layer) -> tuple[Part, ...]:
+def sliding_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     """Keys and values of the last `sliding_window` tokens."""
     return _windowed(layer, layer.size("sliding_window", least=LEAST_WINDOW))
 
 
-def chunked_attention(layer: Layer) -> tuple[Part, ...]:
+def chunked_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     """Keys and values of the current chunk (Llama 4).
 
     Transformers keeps the last `attention_chunk_size - 1` tokens whatever the chunk's begin is, and so do
@@ -37,24 +37,24 @@ def chunked_attention(layer: Layer) -> tuple[Part, ...]:
     return _windowed(layer, layer.size("attention_chunk_size", least=LEAST_WINDOW))
 
 
-def indexed_attention(layer: Layer) -> tuple[Part, ...]:
+def indexed_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     """Attention whose tokens are picked by an indexer (DSA, DeepSeek-V3.2), and the indexer's keys."""
     return full_attention(layer) + _index_keys(layer)
 
 
-def _windowed(layer: Layer, window: int) -> tuple[Part, ...]:
+def _windowed(layer: Layer, window: int) -> tuple[LayerTensor, ...]:
     if layer.has("kv_lora_rank"):
         raise layer.unsupported("windows over latents have no pool")
     return tuple(part._replace(window=window) for part in _keys_and_values(layer, WINDOW))
 
 
-def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[Part, ...]:
+def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[LayerTensor, ...]:
     """MHA and GQA."""
     if layer.has("multi_query") and not layer.has("num_key_value_heads"):
         raise layer.unsupported("its head counts are not named num_key_value_heads")
     heads = layer.size("num_key_value_heads" if layer.has("num_key_value_heads") else "num_attention_heads")
     shape = (heads, _head_dim(layer))
-    return Part(pool, "keys", shape, layer.dtype), Part(pool, "values", shape, layer.dtype)
+    return LayerTensor(pool, "keys", shape, layer.dtype), LayerTensor(pool, "values", shape, layer.dtype)
 
 
 def _head_dim(layer: Layer) -> int:
@@ -66,7 +66,7 @@ def _head_dim(layer: Layer) -> int:
     return hidden // heads
 
 
-def _latent_attention(layer: Layer) -> tuple[Part, ...]:
+def _latent_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     """The compressed latent, and the RoPE key behind it, of every token (MLA, DeepSeek-V2).
 
     One tensor, as serving engines have it. All heads read the same latent, so every tensor-parallel rank
@@ -75,24 +75,24 @@ def _latent_attention(layer: Layer) -> tuple[Part, ...]:
     if layer.model_type not in _LATENT_MODELS:
         raise layer.unsupported("whether this model caches its latent, or keys and values, is not known here")
     sections = (layer.size("kv_lora_rank"), layer.size("qk_rope_head_dim", least=0))
-    return (Part(KV, "latent", (1, sum(sections)), layer.dtype, sections=sections, replicated=True),)
+    return (LayerTensor(KV, "latent", (1, sum(sections)), layer.dtype, sections=sections, replicated=True),)
 
 
 # Indexers. Which layers have one is data: others use the choice of the layer before.
 
 
-def _index_keys(layer: Layer) -> tuple[Part, ...]:
+def _index_keys(layer: Layer) -> tuple[LayerTensor, ...]:
     indexer = _INDEXERS.get(layer.model_type)
     if indexer is None:
         raise layer.unsupported("no recipe for this model's index keys")
     return indexer(layer)
 
 
-def _keys_of_own_indexer(layer: Layer) -> tuple[Part, ...]:
+def _keys_of_own_indexer(layer: Layer) -> tuple[LayerTensor, ...]:
     return _index_part(layer, layer.size("index_head_dim")) if _has_indexer(layer) else ()
 
 
-def _pooled_keys(layer: Layer) -> tuple[Part, ...]:
+def _pooled_keys(layer: Layer) -> tuple[LayerTensor, ...]:
     """A key, the gate's score of each channel, and whether the token counts."""
     return _index_part(layer, 2 * layer.size("index_head_dim") + 1) if _has_indexer(layer) else ()
 
@@ -113,7 +113,7 @@ def _has_indexer(layer: Layer) -> bool:
     return kinds[layer.index] == "full"
 
 
-def _keys_and_positions(layer: Layer) -> tuple[Part, ...]:
+def _keys_and_positions(layer: Layer) -> tuple[LayerTensor, ...]:
     """Index keys (Qwen4-Exp), and, with the first layer that has them, all tokens' positions.
 
     Three numbers a token: time, height and width of multimodal RoPE.
@@ -122,11 +122,11 @@ def _keys_and_positions(layer: Layer) -> tuple[Part, ...]:
     kinds: Sequence[str] = getattr(layer.config, "layer_types", ())
     if list(kinds).index(layer.kind) != layer.index:
         return keys
-    return (*keys, Part(INDEX, "index_positions", (3,), "int64", replicated=True))
+    return (*keys, LayerTensor(INDEX, "index_positions", (3,), "int64", replicated=True))
 
 
-def _index_part(layer: Layer, width: int) -> tuple[Part, ...]:
-    return (Part(INDEX, "index_keys", (width,), layer.dtype, replicated=True),)
+def _index_part(layer: Layer, width: int) -> tuple[LayerTensor, ...]:
+    return (LayerTensor(INDEX, "index_keys", (width,), layer.dtype, replicated=True),)
 
 
 _INDEXERS: Mapping[str, Recipe] = {

@@ -17,7 +17,7 @@ from asynchicache.specs.attention import (
     sliding_attention,
 )
 from asynchicache.specs.identity import HuggingFaceConfig, identity
-from asynchicache.specs.parts import KV, WINDOW, Layer, Part, PoolKind, Recipe
+from asynchicache.specs.parts import KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
 from asynchicache.specs.pools import PoolSpec, TensorSpec
 from asynchicache.specs.recurrent import linear_attention, short_convolution
 from asynchicache.types import ALL_PAGES, Coverage, trailing_pages
@@ -59,12 +59,12 @@ def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = N
 # Layers.
 
 
-def _hybrid(layer: Layer) -> tuple[Part, ...]:
+def _hybrid(layer: Layer) -> tuple[LayerTensor, ...]:
     """Attention and recurrence side by side in one layer (Falcon-H1, Zamba2)."""
     return full_attention(layer) + linear_attention(layer)
 
 
-def _nothing(layer: Layer) -> tuple[Part, ...]:
+def _nothing(layer: Layer) -> tuple[LayerTensor, ...]:
     return ()
 
 
@@ -166,7 +166,7 @@ def _layers(text: HuggingFaceConfig, kinds: Sequence[str], dtype: str) -> Iterab
 
 # From parts to pools.
 
-_Placed = tuple[int, Part]
+_Placed = tuple[int, LayerTensor]
 
 
 def _covered(model_type: str, parts: Sequence[_Placed]) -> Sequence[_Placed]:
@@ -224,7 +224,7 @@ def _tensor_spec(placed: Sequence[_Placed]) -> TensorSpec:
     return TensorSpec(part.tensor, tuple(index for index, _ in placed), part.shape, part.dtype, part.sections)
 
 
-def _coverage(kind: PoolKind, parts: Sequence[Part], page_size: int) -> Coverage:
+def _coverage(kind: PoolKind, parts: Sequence[LayerTensor], page_size: int) -> Coverage:
     """What a prefix needs of a pool; of windows of several widths, the widest."""
     if not kind.per_token:
         return trailing_pages(1)

@@ -23,7 +23,7 @@ INDEX = PoolKind("dsa", slots_of="kv")
 STATE = PoolKind("mamba", per_token=False)
 
 
-class Part(NamedTuple):
+class LayerTensor(NamedTuple):
     """One tensor that one layer leaves in the cache.
 
     Attributes:
@@ -77,5 +77,5 @@ class Layer:
         return UnsupportedModelError(f"{self.model_type} layer {self.index} is {self.kind!r}: {why}")
 
 
-Recipe = Callable[[Layer], tuple[Part, ...]]
+Recipe = Callable[[Layer], tuple[LayerTensor, ...]]
 """What a kind of layer leaves in the cache."""

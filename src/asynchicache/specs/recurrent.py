@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asynchicache.errors import ConfigError
-from asynchicache.specs.parts import STATE, Layer, Part, Recipe
+from asynchicache.specs.parts import STATE, Layer, LayerTensor, Recipe
 
 STATE_DTYPE = "float32"
 """Recurrent states are float32 whatever the model's dtype: they accumulate over the whole prefix."""
 
 
-def linear_attention(layer: Layer) -> tuple[Part, ...]:
+def linear_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     """The state of a linear attention or state space layer, by the model's own recipe."""
     recipe = _RECIPES.get(layer.model_type)
     if recipe is None:
@@ -22,20 +22,20 @@ def linear_attention(layer: Layer) -> tuple[Part, ...]:
     return recipe(layer)
 
 
-def short_convolution(layer: Layer) -> tuple[Part, ...]:
+def short_convolution(layer: Layer) -> tuple[LayerTensor, ...]:
     """The inputs that a gated short convolution still sees (LFM2); no recurrent state."""
     shape = (layer.size("hidden_size"), layer.size("conv_L_cache"))
-    return (Part(STATE, "conv", shape, layer.dtype),)
+    return (LayerTensor(STATE, "conv", shape, layer.dtype),)
 
 
-def _state(layer: Layer, channels: int, kernel: int, recurrent: tuple[int, ...]) -> tuple[Part, ...]:
+def _state(layer: Layer, channels: int, kernel: int, recurrent: tuple[int, ...]) -> tuple[LayerTensor, ...]:
     return (
-        Part(STATE, "conv", (channels, kernel), layer.dtype),
-        Part(STATE, "recurrent", recurrent, STATE_DTYPE),
+        LayerTensor(STATE, "conv", (channels, kernel), layer.dtype),
+        LayerTensor(STATE, "recurrent", recurrent, STATE_DTYPE),
     )
 
 
-def _gated_delta_net(layer: Layer) -> tuple[Part, ...]:
+def _gated_delta_net(layer: Layer) -> tuple[LayerTensor, ...]:
     """One convolution over queries, keys and values; a `[value_heads, key_dim, value_dim]` memory."""
     key_dim, value_dim = layer.size("linear_key_head_dim"), layer.size("linear_value_head_dim")
     key_heads, value_heads = layer.size("linear_num_key_heads"), layer.size("linear_num_value_heads")
@@ -48,7 +48,7 @@ def _gated_delta_net(layer: Layer) -> tuple[Part, ...]:
     return _state(layer, channels, layer.size("linear_conv_kernel_dim"), (value_heads, key_dim, value_dim))
 
 
-def _delta_net_with_ngrams(layer: Layer) -> tuple[Part, ...]:
+def _delta_net_with_ngrams(layer: Layer) -> tuple[LayerTensor, ...]:
     """A gated delta net; in layers with per-layer embeddings also what their n-grams look back on.
 
     That is the input of a dilated convolution, and the last token ids themselves (Qwen4-Exp).
@@ -62,17 +62,17 @@ def _delta_net_with_ngrams(layer: Layer) -> tuple[Part, ...]:
     span = (layer.size("ple_conv_kernel_size", least=2) - 1) * ngram
     return (
         *parts,
-        Part(STATE, "ngram_conv", (channels, span), layer.dtype),
-        Part(STATE, "ngram_tokens", (ngram - 1,), "int64"),
+        LayerTensor(STATE, "ngram_conv", (channels, span), layer.dtype),
+        LayerTensor(STATE, "ngram_tokens", (ngram - 1,), "int64"),
     )
 
 
-def _kimi_delta_attention(layer: Layer) -> tuple[Part, ...]:
+def _kimi_delta_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     heads, dim = layer.size("linear_num_heads"), layer.size("linear_head_dim")
     return _state(layer, 3 * heads * dim, layer.size("linear_conv_kernel_dim"), (heads, dim, dim))
 
 
-def _mamba1(layer: Layer) -> tuple[Part, ...]:
+def _mamba1(layer: Layer) -> tuple[LayerTensor, ...]:
     """A state for each channel (Mamba-1), as Jamba names its sizes."""
     inner = _expanded(layer)
     return _state(layer, inner, layer.size("mamba_d_conv"), (inner, layer.size("mamba_d_state")))
@@ -92,7 +92,7 @@ class _Mamba2:
     kernel: str
     inner: Callable[[Layer], int] | None
 
-    def __call__(self, layer: Layer) -> tuple[Part, ...]:
+    def __call__(self, layer: Layer) -> tuple[LayerTensor, ...]:
         heads, head_dim, state = (layer.size(n) for n in (self.heads, self.head_dim, self.state))
         width = heads * head_dim
         if self.inner is not None and self.inner(layer) != width:

@@ -96,7 +96,7 @@ class TearingBinding(SlotBinding):
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class PoolUnderTest:
     """One open pool and the slots to use it with."""
 
     engine: PoolEngine
@@ -202,11 +202,11 @@ class BackendConformance:
 
     async def open(
         self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
-    ) -> Bench:
+    ) -> PoolUnderTest:
         """A pool of the backend, with slots."""
         slab = slab_of(pool, self.page_bytes, self.slots)
         binding = TearingBinding(slab, fingerprint_of(weights), shard)
-        return Bench(await backend.open_pool(binding), binding)
+        return PoolUnderTest(await backend.open_pool(binding), binding)
 
     async def test_a_page_comes_back_into_any_slot(self, tmp_path: Path) -> None:
         async with self.backend(tmp_path) as backend:
@@ -389,7 +389,7 @@ class BackendConformance:
             assert outcomes == [EXISTS] * 3 + [STORED] * 5 + [REJECTED] * 4
             assert await bench.get(bench.keys(*range(12)), range(12)) == [HIT] * 8 + [MISS] * 4
 
-    async def _left(self, bench: Bench, numbers: Sequence[int], *, new: Sequence[int]) -> list[int]:
+    async def _left(self, bench: PoolUnderTest, numbers: Sequence[int], *, new: Sequence[int]) -> list[int]:
         """Which of the pages are there once the new ones were stored, one by one."""
         for number in new:
             assert await bench.put(bench.keys(number), [0]) == [STORED]

@@ -70,7 +70,7 @@ class ChaosStorage:
         self._witness = VerifyingBackend(store, oracle, ledger)
         self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
-        self.backend = WatchedBackend(slow, self.calls, self._look, self._question)
+        self.backend = TrackedBackend(slow, self.calls, self._look, self._question)
         self._seen = 0
         self._troubled = -1.0
         self._cut = False
@@ -171,7 +171,7 @@ class ChaosStorage:
         self._faulty.injected.clear()
 
 
-class WatchedBackend:
+class TrackedBackend:
     """A backend whose calls are told of, and that notices who does not wait for their end."""
 
     def __init__(
@@ -194,7 +194,7 @@ class WatchedBackend:
 
 
 class _WatchedCalls:
-    def __init__(self, engine: PoolEngine, pool: str, watched: WatchedBackend) -> None:
+    def __init__(self, engine: PoolEngine, pool: str, watched: TrackedBackend) -> None:
         self._engine = engine
         self._pool = pool
         self._watched = watched
