@@ -24,8 +24,7 @@ import pytest
 
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageError
 from asynchicache.integrations import bridge as bridge_module
-from asynchicache.integrations.bridge import Job, JobState, LoopBridge
-from asynchicache.integrations.gate import ByteGate
+from asynchicache.integrations.bridge import ByteGate, Job, JobState, LoopBridge
 
 PATIENCE = 30.0  # of a test that waits for what must come; it never runs out
 

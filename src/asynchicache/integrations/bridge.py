@@ -23,12 +23,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageError
-from asynchicache.integrations.gate import ByteGate
-from asynchicache.integrations.jobs import Job, JobState
 
 T = TypeVar("T")
 
@@ -37,6 +36,164 @@ logger = logging.getLogger(__name__)
 _OBEY_SECONDS = 1.0  # for coroutines that are told to end, and for the thread after that
 _TIDY_SECONDS = 0.2  # of the latter, for what still runs when the loop has stopped
 _EXIT_SECONDS = 1.0  # of a process whose bridge nobody closed
+
+
+class JobState(Enum):
+    """How far a job is. All but the first are final."""
+
+    PENDING = "pending"  # waits for its turn, or runs
+    DONE = "done"  # has a result
+    FAILED = "failed"  # raised
+    CANCELLED = "cancelled"  # somebody wanted it to end
+    TIMED_OUT = "timed_out"  # its deadline came first
+    SHED = "shed"  # never ran: too many bytes were under way
+
+
+class Job(Generic[T]):
+    """One coroutine on a `LoopBridge`. Every method may be called from any thread.
+
+    Attributes:
+        tag: what the submitter gave to know it again.
+        nbytes: what it counts for in the bridge's byte cap.
+        state: how far it is.
+    """
+
+    __slots__ = ("_cancel", "_ended", "_error", "_guard", "_seen", "_value", "nbytes", "state", "tag")
+
+    def __init__(
+        self,
+        cancel: Callable[[Job[T]], None],
+        guard: Callable[[], None],
+        *,
+        nbytes: int = 0,
+        tag: object = None,
+    ) -> None:
+        """
+        Args:
+            cancel: asks whoever runs the job to end it.
+            guard: raises where waiting would never end.
+            nbytes, tag: see above.
+        """
+        self.tag = tag
+        self.nbytes = nbytes
+        self.state = JobState.PENDING
+        self._cancel = cancel
+        self._guard = guard
+        self._ended = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._seen = False
+
+    def done(self) -> bool:
+        """Whether it has ended, and lets go of everything that it was lent."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for `timeout` seconds at most, None for as long as it takes; whether it has ended.
+
+        Raises:
+            UsageError: called on the bridge's own loop, which would wait for itself.
+            ClosedError: the process was forked, and the job is its parent's.
+        """
+        if not self._ended.is_set():
+            self._guard()
+        return self._ended.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> T:
+        """What the coroutine returned, or raised.
+
+        Raises:
+            TimeoutError: its deadline passed (`done` is true), or it has not ended in `timeout` seconds.
+            CancelledError: it was cancelled (`concurrent.futures`).
+            CapacityError: it was shed.
+            ClosedError: the bridge ended before the job did; or as `wait`.
+            UsageError: as `wait`.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return cast("T", self._value)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` would raise; None if it would return.
+
+        Raises:
+            TimeoutError: it has not ended in `timeout` seconds.
+            UsageError, ClosedError: as `wait`.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self!r} has not ended in {timeout} s")
+        self._seen = True
+        return self._error
+
+    def cancel(self) -> bool:
+        """Ask it to end; False if it has ended. It may still end otherwise, if that comes first."""
+        if self._ended.is_set():
+            return False
+        self._cancel(self)
+        return True
+
+    def finish(self, state: JobState, value: T | None = None, error: BaseException | None = None) -> None:
+        """For the bridge that runs it, once."""
+        self._value, self._error = value, error
+        self.state = state
+        self._ended.set()
+
+    def __del__(self) -> None:
+        if self.state is JobState.FAILED and not self._seen:
+            logger.error("%r failed, and nobody asked how", self, exc_info=self._error)
+
+    def __repr__(self) -> str:
+        tag = "" if self.tag is None else f" {self.tag!r}"
+        return f"<Job{tag}: {self.state.value}>"
+
+
+class ByteGate:
+    """Lets work in while the bytes of what is inside stay below a limit, first come, first served.
+
+    Work larger than the limit gets in alone; work of no bytes never waits. Confined to its loop.
+
+    Args:
+        limit: bytes; None for no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._inside = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def enter(self, nbytes: int) -> None:
+        """Wait for room."""
+        if not nbytes or (not self._waiting and self._fits(nbytes)):
+            self._inside += nbytes
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((nbytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # let in, and cancelled before it could notice
+                self.leave(nbytes)
+            else:
+                self._admit()  # it may have been what others waited behind
+            raise
+
+    def leave(self, nbytes: int) -> None:
+        self._inside -= nbytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            nbytes, turn = self._waiting[0]
+            if not turn.cancelled():
+                if not self._fits(nbytes):
+                    return
+                self._inside += nbytes
+                turn.set_result(None)
+            self._waiting.popleft()
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._limit is None or not self._inside or self._inside + nbytes <= self._limit
 
 
 @dataclass(slots=True, eq=False)
@@ -377,6 +534,3 @@ def _cancelled(run: _RunningJob) -> tuple[JobState, None, BaseException]:
     if run.ending is JobState.TIMED_OUT:
         return JobState.TIMED_OUT, None, TimeoutError(f"{run.job!r} did not end by its deadline")
     return JobState.CANCELLED, None, CancelledError(f"{run.job!r} was cancelled")
-
-
-__all__ = ["Job", "JobState", "LoopBridge"]

@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 from asynchicache.errors import CacheError, ClosedError
-from asynchicache.integrations.bridge import LoopBridge
-from asynchicache.integrations.jobs import Job, JobState
+from asynchicache.integrations.bridge import Job, JobState, LoopBridge
 from asynchicache.integrations.vllm.chunks import ChunkStore, Moved, is_there
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
 from asynchicache.integrations.vllm.lookups import Lookups
