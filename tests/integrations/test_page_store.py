@@ -139,10 +139,10 @@ async def test_pages_come_back_as_they_were(storage: str, geometry: str, tmp_pat
         (one_part(), 1, None),
         (keys_and_values(), 2, None),
         (keys_and_values(shift=64), 2, "does not start on a multiple of 4096"),
-        (one_part(1000), 1, "1000 bytes are no multiple of 4096"),
+        (one_part(1000), 1, "1000 bytes are not a multiple of 4096"),
         (ragged(), 1, "3 parts that are not equal blocks"),
         (layer_first(), 1, "6 parts that are not equal blocks"),
-        (PageMemory([PagePart(memory_of(1 << 17), 0, 8192, 4096)], PAGES), 1, "something between pages"),
+        (PageMemory([PagePart(memory_of(1 << 17), 0, 8192, 4096)], PAGES), 1, "do not lie back to back"),
     ],
 )
 @pytest.mark.asyncio

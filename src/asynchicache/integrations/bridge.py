@@ -1,9 +1,9 @@
-"""An event loop in a thread of its own, for hosts that have none: submit a coroutine, poll for its end.
+"""An event loop in its own thread, for engines without one: submit a coroutine, poll for its result.
 
-Every adapter of a synchronous engine stands on it. Nothing of the host's ever runs on the loop: ends
-of jobs are told through a queue.
+The adapters of synchronous engines use it. No code of the engine runs on the loop: finished jobs are put in a
+queue that the engine polls.
 
-Not anyio's blocking portal, because jobs lend the host's memory to storage calls:
+Not anyio's blocking portal, because jobs lend the engine's memory to storage calls:
 - The future of a portal is cancelled at once, while its coroutine still runs. A job ends with its coroutine.
 - A cancel scope cancels again in every iteration of the loop. A coroutine that first waits for its storage
   call to end would keep the CPU busy until then. A job's task is cancelled once.
@@ -33,29 +33,29 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_OBEY_SECONDS = 1.0  # for coroutines that are told to end, and for the thread after that
-_TIDY_SECONDS = 0.2  # of the latter, for what still runs when the loop has stopped
-_EXIT_SECONDS = 1.0  # of a process whose bridge nobody closed
+_OBEY_SECONDS = 1.0  # for cancelled coroutines to end, and then for the thread
+_TIDY_SECONDS = 0.2  # of the thread's second, for tasks that still run when the loop has stopped
+_EXIT_SECONDS = 1.0  # for the thread, at the exit of a process that did not close its bridge
 
 
 class JobState(Enum):
-    """How far a job is. All but the first are final."""
+    """The state of a job. All but the first are final."""
 
-    PENDING = "pending"  # waits for its turn, or runs
+    PENDING = "pending"  # waits for room, or runs
     DONE = "done"  # has a result
     FAILED = "failed"  # raised
-    CANCELLED = "cancelled"  # somebody wanted it to end
-    TIMED_OUT = "timed_out"  # its deadline came first
-    SHED = "shed"  # never ran: too many bytes were under way
+    CANCELLED = "cancelled"  # `cancel` was called
+    TIMED_OUT = "timed_out"  # its deadline passed
+    SHED = "shed"  # never ran: too many bytes were in flight
 
 
 class Job(Generic[T]):
     """One coroutine on a `LoopBridge`. Every method may be called from any thread.
 
     Attributes:
-        tag: what the submitter gave to know it again.
-        nbytes: what it counts for in the bridge's byte cap.
-        state: how far it is.
+        tag: given by the submitter, to recognise the job.
+        nbytes: bytes that it counts towards the bridge's limit.
+        state: its current state.
     """
 
     __slots__ = ("_cancel", "_ended", "_error", "_guard", "_seen", "_value", "nbytes", "state", "tag")
@@ -70,7 +70,7 @@ class Job(Generic[T]):
     ) -> None:
         """
         Args:
-            cancel: asks whoever runs the job to end it.
+            cancel: asks the bridge to cancel the job.
             guard: raises where waiting would never end.
             nbytes, tag: see above.
         """
@@ -85,25 +85,25 @@ class Job(Generic[T]):
         self._seen = False
 
     def done(self) -> bool:
-        """Whether it has ended, and lets go of everything that it was lent."""
+        """Whether it has ended and no longer uses the memory that was lent to it."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for `timeout` seconds at most, None for as long as it takes; whether it has ended.
+        """Wait up to `timeout` seconds, without limit if None; return whether it has ended.
 
         Raises:
-            UsageError: called on the bridge's own loop, which would wait for itself.
-            ClosedError: the process was forked, and the job is its parent's.
+            UsageError: called on the bridge's own loop, which would deadlock.
+            ClosedError: the process was forked, and the job belongs to its parent.
         """
         if not self._ended.is_set():
             self._guard()
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """What the coroutine returned, or raised.
+        """Return what the coroutine returned, or raise what it raised.
 
         Raises:
-            TimeoutError: its deadline passed (`done` is true), or it has not ended in `timeout` seconds.
+            TimeoutError: its deadline passed (`done` is true), or it did not end within `timeout` seconds.
             CancelledError: it was cancelled (`concurrent.futures`).
             CapacityError: it was shed.
             ClosedError: the bridge ended before the job did; or as `wait`.
@@ -115,7 +115,7 @@ class Job(Generic[T]):
         return cast("T", self._value)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise; None if it would return.
+        """Return what `result` would raise; None if it would return.
 
         Raises:
             TimeoutError: it has not ended in `timeout` seconds.
@@ -127,21 +127,21 @@ class Job(Generic[T]):
         return self._error
 
     def cancel(self) -> bool:
-        """Ask it to end; False if it has ended. It may still end otherwise, if that comes first."""
+        """Ask it to end; False if it has ended. Its result is kept if the coroutine returns first."""
         if self._ended.is_set():
             return False
         self._cancel(self)
         return True
 
     def finish(self, state: JobState, value: T | None = None, error: BaseException | None = None) -> None:
-        """For the bridge that runs it, once."""
+        """Set the result and wake waiters; called once, by the bridge."""
         self._value, self._error = value, error
         self.state = state
         self._ended.set()
 
     def __del__(self) -> None:
         if self.state is JobState.FAILED and not self._seen:
-            logger.error("%r failed, and nobody asked how", self, exc_info=self._error)
+            logger.error("%r failed, and its error was never read", self, exc_info=self._error)
 
     def __repr__(self) -> str:
         tag = "" if self.tag is None else f" {self.tag!r}"
@@ -149,9 +149,9 @@ class Job(Generic[T]):
 
 
 class ByteGate:
-    """Lets work in while the bytes of what is inside stay below a limit, first come, first served.
+    """Limits the bytes in flight; waiters are admitted first come, first served.
 
-    Work larger than the limit gets in alone; work of no bytes never waits. Confined to its loop.
+    An operation larger than the limit runs alone; one of 0 bytes never waits. Confined to its loop.
 
     Args:
         limit: bytes; None for no limit.
@@ -163,7 +163,7 @@ class ByteGate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, nbytes: int) -> None:
-        """Wait for room."""
+        """Wait until `nbytes` fit."""
         if not nbytes or (not self._waiting and self._fits(nbytes)):
             self._inside += nbytes
             return
@@ -172,10 +172,10 @@ class ByteGate:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # let in, and cancelled before it could notice
+            if not turn.cancelled():  # admitted, but cancelled before it could run
                 self.leave(nbytes)
             else:
-                self._admit()  # it may have been what others waited behind
+                self._admit()  # smaller ones may have waited behind it
             raise
 
     def leave(self, nbytes: int) -> None:
@@ -200,7 +200,8 @@ class ByteGate:
 class _RunningJob:
     """A job and what the loop needs to run it.
 
-    `ending` is how it ends if its coroutine is cancelled; it is set before it is.
+    Attributes:
+        ending: its final state if its coroutine is cancelled; set before the cancellation.
     """
 
     job: Job[Any]
@@ -215,10 +216,10 @@ class _RunningJob:
 class LoopBridge:
     """One event loop in a daemon thread. Every method may be called from any thread but the loop's own.
 
-    A job ends when its coroutine has ended, also after a deadline or `cancel`: what it was lent is
-    the host's again then. A coroutine that ignores cancellation keeps its job; `close` gives up on it.
+    A job ends when its coroutine has ended, also after a deadline or `cancel`: only then does the engine get
+    its memory back. If a coroutine ignores cancellation, its job does not end until `close` gives up on it.
 
-    After a fork the child has no loop: its bridge is closed, and the parent's goes on.
+    After a fork the child's bridge is closed, because it has no loop; the parent's continues.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class LoopBridge:
         self._bytes = 0
         self._finished: deque[Job[Any]] = deque()
         self._refusal: str | None = None
-        """Why nothing more is taken; None while the bridge is open."""
+        """Why submissions are refused; None while the bridge is open."""
         self._process = os.getpid()
         self._loop = loop_factory()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -276,20 +277,20 @@ class LoopBridge:
         wait: bool = True,
         queued: bool = True,
     ) -> Job[T]:
-        """Run `coro` on the loop; returns at once. If it is refused, `coro` is closed unrun.
+        """Start `coro` on the loop and return at once. If it is refused, `coro` is closed without running.
 
         Args:
-            coro: what to run.
-            nbytes: what it counts for in `max_bytes`; a job of 0 never waits and is never shed.
-            deadline_s: seconds from now, waiting for room included, after which it is cancelled and
-                its job ends as timed out; None for no deadline.
-            tag: for the submitter to know the job again.
-            wait: over `max_bytes`, wait inside the loop; False: end at once, as shed.
-            queued: give the job to `finished` when it has ended; False for those who wait for it.
+            coro: the coroutine.
+            nbytes: counted towards `max_bytes`; a job of 0 never waits and is never shed.
+            deadline_s: seconds from now, including the wait for room, after which the coroutine is cancelled
+                and the job ends as timed out; None for no deadline.
+            tag: lets the submitter recognise the job.
+            wait: above `max_bytes`, wait inside the loop; False: shed the job at once.
+            queued: report the job in `finished` when it has ended; False if the caller waits for it.
 
         Raises:
             ClosedError: the bridge is closed, its loop has died, or the process was forked.
-            UsageError: `coro` is no coroutine, or `nbytes` is below 0.
+            UsageError: `coro` is not a coroutine, or `nbytes` is below 0.
         """
         if not asyncio.iscoroutine(coro):
             raise UsageError(f"submit takes a coroutine, such as store.get(...), not {coro!r}")
@@ -321,7 +322,7 @@ class LoopBridge:
             job.cancel()
 
     def finished(self) -> list[Job[Any]]:
-        """Jobs that have ended since the last call, each once, in the order of their ends; never waits."""
+        """Return the jobs that have ended since the last call, in the order of their ends; never waits."""
         if self._forked:  # a thread of the parent may have held the lock, which nothing releases here
             return []
         with self._changed:
@@ -329,10 +330,10 @@ class LoopBridge:
             self._finished.clear()
         return jobs
 
-    # The end.
+    # Closing.
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no job is pending; False if `timeout_s` came first.
+        """Wait until no job is pending; False after `timeout_s` seconds.
 
         Raises:
             UsageError: called on the bridge's own loop.
@@ -342,16 +343,16 @@ class LoopBridge:
             return self._changed.wait_for(lambda: not self._runs, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Take no more jobs, wait for those that are pending, cancel the rest, and end the thread.
+        """Refuse new jobs, wait for the pending ones, cancel the rest, and end the thread.
 
-        `finished` still gives what ended. Calling it twice is harmless.
+        `finished` still returns jobs that ended. Calling `close` twice is harmless.
 
         Args:
-            timeout_s: seconds that jobs have to end by themselves; cancelled ones get 1 s more.
+            timeout_s: seconds for jobs to end by themselves; cancelled ones get 1 s more.
 
         Returns:
-            False if a job or the thread did not end: such a job ends with `ClosedError`, and may still
-            use what it was lent.
+            False if a job or the thread did not end. Such a job fails with `ClosedError`, and its coroutine
+            may still use the memory that was lent to it.
 
         Raises:
             UsageError: called on the bridge's own loop.
@@ -374,18 +375,18 @@ class LoopBridge:
             job.cancel()
 
     def _stop(self, timeout_s: float) -> bool:
-        """Stop the loop; what still runs there is left without it. Whether all ended well."""
+        """Stop the loop and the thread; return whether every job and the thread ended."""
         clean = not self._runs
         with suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
-        if self._thread.is_alive():  # a coroutine blocks it
+        if self._thread.is_alive():  # blocked by a coroutine
             self._abandon("the bridge was closed while its loop was blocked")
         atexit.unregister(self._exit)
         return clean and not self._thread.is_alive()
 
     def _exit(self) -> None:
-        """The interpreter ends: no thread may be left to run when it is gone."""
+        """At interpreter exit: no daemon thread may run while the interpreter is torn down."""
         if not self._forked:
             self._refusal = self._refusal or "the interpreter is shutting down"
             self._stop(_EXIT_SECONDS)
@@ -413,13 +414,13 @@ class LoopBridge:
             raise UsageError("waiting on the bridge's own loop would wait for itself; await instead")
 
     def _enlist(self, run: _RunningJob, *, wait: bool) -> bool:
-        """Note a job and have the loop start it; False if it was shed."""
-        self._check_open()  # before the lock, which a fork may have left taken
+        """Register a job and schedule its start; False if it was shed."""
+        self._check_open()  # before the lock, which a fork may have left locked
         with self._changed:
             self._check_open()
             over = self._max_bytes is not None and self._bytes + run.job.nbytes > self._max_bytes
             if over and run.job.nbytes and self._bytes and not wait:
-                text = f"{run.job.nbytes} bytes more than {self._bytes} of {self._max_bytes} under way"
+                text = f"{run.job.nbytes} bytes more than {self._bytes} of {self._max_bytes} in flight"
                 self._tell(run, JobState.SHED, error=CapacityError(text))
                 return False
             self._runs[run.job] = run
@@ -436,15 +437,15 @@ class LoopBridge:
     def _tell(
         self, run: _RunningJob, state: JobState, value: object = None, error: BaseException | None = None
     ) -> None:
-        """End a job for its submitter; the lock is held."""
-        if run.queued:  # first, so that whoever sees the job done finds it in the queue
+        """Report a job's end to its submitter. The caller holds the lock."""
+        if run.queued:  # first, so that a job that is done is in the queue already
             self._finished.append(run.job)
         run.job.finish(state, value, error)
 
     def _end(
         self, run: _RunningJob, state: JobState, value: object = None, error: BaseException | None = None
     ) -> None:
-        """A job has ended; nothing if it had before."""
+        """Record that a job has ended; a no-op if it had before."""
         with self._changed:
             if self._runs.pop(run.job, None) is not None:
                 self._bytes -= run.job.nbytes
@@ -452,7 +453,7 @@ class LoopBridge:
                 self._changed.notify_all()
 
     def _abandon(self, why: str) -> None:
-        """End every job that is pending: nobody will."""
+        """Fail every pending job: the loop will not end them."""
         with self._changed:
             self._refusal = self._refusal or why
             left = list(self._runs.values())
@@ -462,7 +463,7 @@ class LoopBridge:
     # The loop's thread.
 
     def _serve(self) -> None:
-        """The thread. However the loop ends, no job is left pending and no submitter waits for ever."""
+        """Run the loop. However it ends, no job stays pending and no submitter waits forever."""
         why = "the loop of the bridge was stopped"
         try:
             asyncio.set_event_loop(self._loop)
@@ -477,9 +478,9 @@ class LoopBridge:
             self._abandon(self._refusal)
 
     def _tidy(self) -> None:
-        """Tell what still runs to end, for a moment, and close the loop."""
+        """Cancel the tasks that still run, give them a moment, and close the loop."""
         try:
-            self._loop.run_until_complete(asyncio.sleep(0))  # what was submitted last begins
+            self._loop.run_until_complete(asyncio.sleep(0))  # the latest submissions start
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
@@ -495,8 +496,8 @@ class LoopBridge:
         run.task = self._loop.create_task(self._admitted(run))
         run.task.add_done_callback(partial(self._ended, run))
         if run.expires is not None:
-            patience = max(0.0, run.expires - time.monotonic())
-            run.timer = self._loop.call_later(patience, self._end_early, run.job, JobState.TIMED_OUT)
+            delay = max(0.0, run.expires - time.monotonic())
+            run.timer = self._loop.call_later(delay, self._end_early, run.job, JobState.TIMED_OUT)
 
     def _end_early(self, job: Job[Any], ending: JobState) -> None:
         run = self._runs.get(job)
@@ -514,7 +515,7 @@ class LoopBridge:
             self._gate.leave(run.job.nbytes)
 
     def _ended(self, run: _RunningJob, task: asyncio.Task[object]) -> None:
-        """Tell how a coroutine ended; it may never have begun."""
+        """Report how a coroutine ended; it may never have started."""
         run.coro.close()
         if run.timer is not None:
             run.timer.cancel()

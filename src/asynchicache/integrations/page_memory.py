@@ -1,4 +1,4 @@
-"""An engine's own host memory as pages of bytes: where they lie, and what storage can use in place."""
+"""An engine's host memory as pages of bytes: where they lie, and whether storage can use them in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asynchicache.layouts import ALIGNMENT
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-_MOST_STORED_PARTS = 4  # more objects a page cost storage more than a copy costs here
+_MOST_STORED_PARTS = 4  # more objects per page cost storage more than a copy costs here
 
 
 class TensorLike(Protocol):
-    """What is asked of a tensor: `torch.Tensor` has it."""
+    """The methods of `torch.Tensor` that are used here."""
 
     def data_ptr(self) -> int: ...
 
@@ -34,10 +34,10 @@ class TensorLike(Protocol):
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """`nbytes` of this process's memory, writable. It must live as long as the view is used.
+    """Return a writable view of `nbytes` of this process's memory, which must outlive the view.
 
     Raises:
-        ConfigError: no memory can be there.
+        ConfigError: the address or size is not valid.
     """
     if address <= 0 or nbytes < 1:
         raise ConfigError(f"no memory of {nbytes} bytes at address {address}")
@@ -45,10 +45,10 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def tensor_memory(tensor: TensorLike) -> memoryview:
-    """The bytes of a contiguous host tensor, writable; the tensor must live as long as they are used.
+    """Return a writable view of a contiguous host tensor, which must outlive the view.
 
     Raises:
-        ConfigError: it is on a device, or in pieces.
+        ConfigError: it is on a device, or not contiguous.
     """
     if str(tensor.device) != "cpu" or not tensor.is_contiguous():
         raise ConfigError(
@@ -60,7 +60,7 @@ def tensor_memory(tensor: TensorLike) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """One part of every page: `memory[offset + page * stride:][:nbytes]`."""
+    """One part of every page, at `memory[offset + page * stride:][:nbytes]`."""
 
     memory: memoryview
     offset: int
@@ -68,7 +68,7 @@ class PagePart:
     nbytes: int
 
     def rows(self, pages: int) -> Bytes:
-        """uint8 `[pages, nbytes]`, a view.
+        """Return a uint8 view `[pages, nbytes]`.
 
         Raises:
             ConfigError: pages overlap, or lie outside the memory.
@@ -88,14 +88,14 @@ class PagePart:
 class PageMemory:
     """Pages of equal size, each of one or more parts that may lie anywhere.
 
-    What storage holds as one object is a *unit*: a part, where a page has a few parts of equal size that
-    lie back to back in whole blocks of 4,096 bytes, as `[parts, pages, bytes]`; else the whole page. That
-    follows from the geometry alone, never from addresses, so that two processes agree.
+    Storage holds a *unit* as one object. A unit is a part, if a page has a few parts of equal size that lie
+    back to back in whole blocks of 4,096 bytes, as `[parts, pages, bytes]`; otherwise it is the whole page.
+    This depends on the geometry only, never on addresses, so that two processes agree.
 
     Attributes:
-        pages: how many there are.
+        pages: their number.
         page_bytes: bytes of one page, all parts.
-        units: objects a page.
+        units: objects per page.
         unit_bytes: bytes of one object.
     """
 
@@ -103,8 +103,8 @@ class PageMemory:
         """
         Args:
             parts: of a page, in the order in which they are stored.
-            pages: how many.
-            owner: kept alive as long as the memory is used.
+            pages: their number.
+            owner: kept alive while the memory is used.
 
         Raises:
             ConfigError: no pages or parts, pages that overlap, or memory that cannot be written.
@@ -124,10 +124,10 @@ class PageMemory:
 
     @classmethod
     def of_view(cls, view: memoryview, *, owner: object = None) -> PageMemory:
-        """Pages along the first dimension of a contiguous view `[pages, ...]`.
+        """Take pages along the first dimension of a contiguous view `[pages, ...]`.
 
         Raises:
-            ConfigError: it has one dimension only, is in pieces, empty, or read-only.
+            ConfigError: it has only one dimension, or is not contiguous, empty, or read-only.
         """
         if view.ndim < 2 or not view.c_contiguous or not view.nbytes:
             raise ConfigError(
@@ -140,10 +140,10 @@ class PageMemory:
 
     @classmethod
     def of_tensor(cls, tensor: Any, *, parts: int = 1) -> PageMemory:
-        """Pages of a contiguous host tensor `[pages, ...]`, or `[parts, pages, ...]` (keys and values).
+        """Take pages of a contiguous host tensor `[pages, ...]`, or `[parts, pages, ...]` (keys and values).
 
         Raises:
-            ConfigError: it is on a device, in pieces, or has no such dimensions.
+            ConfigError: it is on a device, not contiguous, or of another shape.
         """
         memory = tensor_memory(tensor)
         pages = tensor.shape[0] if parts == 1 else tensor.shape[1]
@@ -157,15 +157,15 @@ class PageMemory:
     def at_addresses(
         cls, parts: Sequence[tuple[int, int, int]], pages: int, *, owner: object = None
     ) -> PageMemory:
-        """Pages in this process's memory.
+        """Take pages at addresses in this process's memory.
 
         Args:
-            parts: address in page 0, distance to the next page, and bytes of each part.
-            pages: how many.
-            owner: what keeps the memory alive.
+            parts: for each part its address in page 0, the distance to the next page, and its bytes.
+            pages: their number.
+            owner: keeps the memory alive.
 
         Raises:
-            ConfigError: no memory can be there, or pages overlap.
+            ConfigError: an address is not valid, or pages overlap.
         """
         ends = [address + pages * stride for address, stride, _ in parts]
         if [address for address, _, _ in parts[1:]] == ends[:-1]:  # back to back: one run
@@ -180,8 +180,8 @@ class PageMemory:
         return cls(cuts, pages, owner=owner)
 
     def in_place(self) -> memoryview | None:
-        """All units as one run of memory, unit `part * pages + page`, if storage can use them in place:
-        each is aligned and fills its blocks. Else None.
+        """Return all units as one range of memory, in the order `part * pages + page`; None if storage cannot
+        use them in place, because a unit is not aligned or does not fill its blocks.
         """
         address = self._parts[0].ctypes.data
         if self._whole or not self._dense(0) or address % ALIGNMENT or self.unit_bytes % ALIGNMENT:
@@ -190,17 +190,17 @@ class PageMemory:
         return self._first.memory[start : start + self.units * self.pages * self.unit_bytes]
 
     def obstacle(self) -> str:
-        """Why storage cannot use the pages in place, for people."""
+        """Say why storage cannot use the pages in place."""
         if self._whole:
-            return f"a page is in {len(self._parts)} parts that are not equal blocks back to back"
+            return f"a page has {len(self._parts)} parts that are not equal blocks back to back"
         if not self._dense(0):
-            return "there is something between pages"
+            return "pages do not lie back to back"
         if self.unit_bytes % ALIGNMENT:
-            return f"{self.unit_bytes} bytes are no multiple of {ALIGNMENT}"
+            return f"{self.unit_bytes} bytes are not a multiple of {ALIGNMENT}"
         return f"its memory does not start on a multiple of {ALIGNMENT}"
 
     def unit(self, index: int) -> list[Bytes]:
-        """The pieces of unit `part * pages + page`, or of a page that is stored whole."""
+        """Return the pieces of unit `part * pages + page`, or of a page that is stored whole."""
         if self._whole:
             return [part[index] for part in self._parts]
         part, page = divmod(index, self.pages)
@@ -229,9 +229,9 @@ class PageMemory:
 
 
 def copy_pieces(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> None:
-    """Copy runs of bytes to runs of other lengths, one after another; the sums are equal.
+    """Copy pieces to pieces of other lengths, in order; their total lengths are equal.
 
-    Each piece releases the interpreter's lock while it is copied.
+    The interpreter lock is released while a piece is copied.
     """
     if len(sources) == len(destinations):
         for source, destination in zip(sources, destinations, strict=True):

@@ -1,4 +1,4 @@
-"""One pool of foreign pages in storage: units, single flight, staging, outcomes a page."""
+"""One pool of an engine's pages in storage: units, equal calls made once, staging, one outcome a page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PageKey: TypeAlias = str | bytes
 logger = logging.getLogger(__name__)
 
 _KEY_TAG = b"asynchicache-foreign-key-v1"
-_CHUNK_BYTES = 16 << 20  # staged together, so that copying and storing overlap
+_CHUNK_BYTES = 16 << 20  # staged at once, so that copying and storing overlap
 _ORDER = (
     Outcome.TIMEOUT,
     Outcome.CORRUPT,
@@ -41,7 +41,7 @@ _ORDER = (
     Outcome.EXISTS,
     Outcome.HIT,
 )
-"""Of the outcomes of a page's units, the first of these is the page's."""
+"""From worst to best: the outcome of a page is the worst of its units'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class PagePoolStatistics:
     """One pool.
 
     Attributes:
-        storage: calls, outcomes, bytes, latencies, in units; the breaker.
-        units: objects that a page is stored as.
-        staged: whether pages pass through staging slots.
-        joined: units that a call did not move because another was moving them.
+        storage: calls, outcomes, bytes and latencies, in units; the breaker.
+        units: objects per page.
+        staged: whether pages are copied through staging slots.
+        joined: units that a call did not transfer because another call was transferring them.
     """
 
     storage: PoolStatistics
@@ -63,14 +63,14 @@ class PagePoolStatistics:
 
 @dataclass(slots=True, eq=False)
 class _UnitTransfer:
-    """One unit on its way.
+    """One unit in flight between memory and storage.
 
     Attributes:
         key: in storage.
-        unit: where in memory.
-        outcome: what became of it.
-        guests: units of other calls that want the same bytes.
-        landing: guests are being served; it is too late for more.
+        unit: index in memory.
+        outcome: of the transfer.
+        followers: units of other calls that need the same bytes.
+        closing: followers are being served; it is too late for more.
     """
 
     key: ObjectKey
@@ -86,10 +86,10 @@ class _Copy(NamedTuple):
 
 
 class PagePool:
-    """One pool of pages; made by `PageStore.open_pool`, confined to its loop.
+    """One pool of pages; opened by `PageStore.open_pool`, confined to its loop.
 
-    Keys are anything that names a page's content: they are hashed, and never part of a path. A key's
-    bytes must not change; a page that is there is not written again.
+    A key is any text or bytes that identify a page's content. Keys are hashed, and are never part of a path.
+    The content of a key must not change: a page that exists is not written again.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class PagePool:
 
     @property
     def staged(self) -> bool:
-        """Whether pages pass through staging slots."""
+        """Whether pages are copied through staging slots."""
         return isinstance(self._slots, StagedSlots)
 
     async def exists(self, keys: Sequence[PageKey]) -> list[bool]:
-        """For each key, whether a `get` now would very likely hit.
+        """Return for each key whether a `get` now would very likely hit.
 
         Raises:
-            ClosedError: the pool is closed; as all calls.
+            ClosedError: the pool is closed; all calls raise it.
         """
         self._check_open()
         if not keys:
@@ -135,13 +135,14 @@ class PagePool:
     async def get(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[Outcome]:
         """Read page `keys[i]` into memory page `pages[i]`: HIT, MISS, CORRUPT, FAILED or TIMEOUT.
 
-        A page that is no HIT may hold anything.
+        The content of a page that is not a HIT is undefined.
 
         Raises:
-            UsageError: there are not as many pages as keys, no such page, or a key is neither text nor bytes.
+            UsageError: the numbers of keys and pages differ, a page does not exist, or a key is neither text
+                nor bytes.
         """
         transfers = self._unit_transfers(keys, pages)
-        return await self._to_the_end(self._move(transfers, self._reading, self._read))
+        return await self._run_to_end(self._move(transfers, self._reading, self._read))
 
     async def put(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[Outcome]:
         """Store memory page `pages[i]` as `keys[i]`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
@@ -151,11 +152,11 @@ class PagePool:
         """
         transfers = self._unit_transfers(keys, pages)
         if not self._writes:
-            return [Outcome.EXISTS] * len(keys)  # or will: another rank writes them
-        return await self._to_the_end(self._move(transfers, self._writing, self._write))
+            return [Outcome.EXISTS] * len(keys)  # or will exist: another rank writes them
+        return await self._run_to_end(self._move(transfers, self._writing, self._write))
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Outcome]:
-        """Forget pages: HIT if one was there, MISS if not, FAILED or TIMEOUT."""
+        """Delete pages: HIT if one existed, MISS if not, FAILED or TIMEOUT."""
         self._check_open()
         if not self._writes:
             return [Outcome.MISS] * len(keys)
@@ -163,7 +164,7 @@ class PagePool:
         return self._by_page(batch.outcomes)
 
     async def clear(self) -> int:
-        """Forget every page; how many units there were.
+        """Delete every page; return the number of units.
 
         Raises:
             StorageError: the backend failed.
@@ -175,14 +176,14 @@ class PagePool:
         return PagePoolStatistics(self._guard.statistics(), self.memory.units, self.staged, self._joined)
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit; twice is harmless."""
+        """Wait for running calls, with a limit; calling it twice is harmless."""
         self._closed = True
         touched = await self._guard.aclose()
         if touched:
             logger.error("%r: the backend may still write to %d of its pages", self, len(touched))
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if not touched:  # else the memory must outlive us
+        if not touched:  # else the backend may still write to the memory
             self._slots.close()
 
     # Units.
@@ -192,7 +193,7 @@ class PagePool:
             raise ClosedError(f"pool {self._binding.pool!r} of the page store is closed")
 
     def _object_keys(self, name: PageKey) -> list[ObjectKey]:
-        """Keys of a page's units."""
+        """Return the keys of a page's units."""
         if not isinstance(name, str | bytes):
             raise UsageError(f"key {name!r} of pool {self._binding.pool!r} must be text or bytes")
         kind, data = (b"s", name.encode(errors="surrogatepass")) if isinstance(name, str) else (b"b", name)
@@ -204,7 +205,7 @@ class PagePool:
         ]
 
     def _unit_transfers(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[_UnitTransfer]:
-        """One for each unit, page by page.
+        """Make a transfer for each unit, page by page.
 
         Raises:
             UsageError, ClosedError: see `get`.
@@ -223,10 +224,10 @@ class PagePool:
             for part, key in enumerate(self._object_keys(name))
         ]
 
-    # Moving them.
+    # Transfers.
 
-    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` whatever becomes of the caller, who is kept until it has ended: its pages are lent."""
+    async def _run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end even if the caller is cancelled: the caller's pages are in use until then."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -239,7 +240,7 @@ class PagePool:
             raise
 
     async def _move(self, transfers: list[_UnitTransfer], table: _Table, carry: _Carry) -> list[Outcome]:
-        """Move units, but for those that another call is moving; the outcome of each page."""
+        """Transfer units, except those that another call is transferring; return the outcome of each page."""
         leaders = [self._lead_or_follow(transfer, table) for transfer in transfers]
         own = [transfer for transfer, leader in zip(transfers, leaders, strict=True) if transfer is leader]
         try:
@@ -260,7 +261,7 @@ class PagePool:
         return [min(units[at : at + step], key=_ORDER.index) for at in range(0, len(units), step)]
 
     def _lead_or_follow(self, transfer: _UnitTransfer, table: _Table) -> _UnitTransfer:
-        """The flight that moves this unit: one that is under way, or this one."""
+        """Return the transfer of this unit: one that is in flight, or this one."""
         leader = table.get(transfer.key)
         if leader is None or leader.closing:
             table[transfer.key] = transfer
@@ -298,7 +299,7 @@ class PagePool:
     async def _in_chunks(
         self, transfers: list[_UnitTransfer], staging: StagedSlots, move: _Chunk
     ) -> list[_UnitTransfer]:
-        """Units through staging slots, so many at once as there is room for; those that got none in time."""
+        """Transfer units through free staging slots; return those that got none in time."""
         step = max(1, _CHUNK_BYTES // self._binding.slot_bytes)
         chunks: list[asyncio.Task[None]] = []
         while transfers:
@@ -333,12 +334,12 @@ class PagePool:
         _give_back(slots, batch, staging)
 
     async def _deliver(self, transfers: list[_UnitTransfer], batch: Batch, slots: list[Bytes]) -> None:
-        """Bring what was read to all who want it.
+        """Copy what was read to every unit that needs it.
 
         Args:
-            flights: what was read.
-            batch: how that went.
-            slots: where it lies now, if that is not where the flights belong.
+            transfers: what was read.
+            batch: the outcomes.
+            slots: the staging slots that hold it; empty if it was read in place.
         """
         copies: list[_Copy] = []
         for place, (transfer, outcome) in enumerate(zip(transfers, batch.outcomes, strict=True)):
@@ -370,7 +371,7 @@ _Chunk: TypeAlias = Callable[[list[_UnitTransfer], list[int], StagedSlots], Coro
 
 
 def _settle(transfer: _UnitTransfer, outcome: Outcome, table: _Table) -> None:
-    """A flight has ended; nothing if it had before."""
+    """Set the outcome of a transfer; a no-op if it has one."""
     if not transfer.outcome.done():
         transfer.outcome.set_result(outcome)
         if table.get(transfer.key) is transfer:
@@ -378,16 +379,16 @@ def _settle(transfer: _UnitTransfer, outcome: Outcome, table: _Table) -> None:
 
 
 async def _released(batch: Batch) -> None:
-    """Wait until the engine no longer uses the slots; for ever if it never lets go."""
+    """Wait until the backend no longer uses the slots, without limit."""
     if batch.lingering is not None:
         await asyncio.wait([batch.lingering])
 
 
 def _give_back(slots: list[int], batch: Batch, staging: StagedSlots) -> None:
-    """Staging slots are free again, once the engine has let go of them."""
+    """Give staging slots back once the backend no longer uses them."""
 
     def free(call: asyncio.Future[None]) -> None:
-        if not call.cancelled():  # else nobody will ever know
+        if not call.cancelled():  # else it is unknown whether the backend still uses them
             staging.give(slots)
 
     if batch.lingering is None:

@@ -1,4 +1,4 @@
-"""The slots that an engine of ours moves: the foreign pages themselves, or staging slots in between."""
+"""Slots that storage reads and writes: the engine's own pages in place, or staging slots."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from asynchicache.types import trailing_pages
 
 
 def opaque_pool(name: str, nbytes: int) -> PoolSpec:
-    """A pool whose slots hold `nbytes` bytes that mean nothing to us."""
+    """A pool whose slots hold `nbytes` opaque bytes."""
     tensor = TensorSpec("bytes", (0,), (nbytes,), "uint8")
     return PoolSpec(name, (tensor,), trailing_pages(1), per_token=False)
 
 
 class PlacedSlots:
-    """Foreign pages as slots, `storage.binding.SlotMemory`; their headers lie in a slab of ours.
+    """An engine's pages as slots (a `storage.binding.SlotMemory`); their headers lie in a slab of ours.
 
     Args:
         name: of the pool.
@@ -47,7 +47,7 @@ class PlacedSlots:
         return self._headers.memory, self._memory
 
     def close(self) -> None:
-        """Let go of the memory; twice is harmless."""
+        """Release the memory; calling it twice is harmless."""
         self._headers.close()
         self._memory = memoryview(b"")
 
@@ -57,29 +57,29 @@ class PlacedSlots:
 
 
 class StagedSlots(HostPool):
-    """Slots of our own that pages pass through, lent and given back; first come, first served.
+    """Our own slots that pages are copied through; callers take and give them back, first come, first served.
 
     Args:
         name: of the pool.
         nbytes: bytes of a page.
         slots: how many.
-        patience: seconds that `take` waits: a server that hangs keeps the slots of its calls.
+        timeout_s: seconds that `take` waits. A server that hangs keeps the slots of its calls.
 
     Raises:
-        CapacityError: the system has no room for them.
+        CapacityError: the system has no memory for them.
     """
 
-    def __init__(self, name: str, nbytes: int, slots: int, patience: float) -> None:
+    def __init__(self, name: str, nbytes: int, slots: int, timeout_s: float) -> None:
         super().__init__(opaque_pool(name, nbytes), 1, slots, pin=False)
-        self._patience = patience
+        self._timeout_s = timeout_s
         self._free = list(range(slots))
-        self._line = asyncio.Lock()
+        self._queue_lock = asyncio.Lock()
         self._freed = asyncio.Event()
 
     async def take(self, most: int) -> list[int]:
-        """Up to `most` free slots; waits until there is one, and gives none if there is none in time."""
+        """Take up to `most` free slots; wait until one is free, and return none after the timeout."""
         try:
-            async with asyncio.timeout(self._patience), self._line:
+            async with asyncio.timeout(self._timeout_s), self._queue_lock:
                 while not self._free:
                     self._freed.clear()
                     await self._freed.wait()

@@ -1,6 +1,6 @@
-"""Storage for engines that have host memory and keys of their own: pools of opaque pages over any backend.
+"""Storage for engines with their own host memory and keys: pools of opaque pages over any backend.
 
-A call ends only when its pages are the caller's again, also after a deadline or a cancellation.
+A call returns only when storage no longer uses its pages, also after a deadline or a cancellation.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from asynchicache.storage.protocol import StorageBackend
 logger = logging.getLogger(__name__)
 
 _LOCAL = frozenset({"file", "memory"})
-"""Backends whose calls end by themselves. A read from a dead server cannot be called back, so a page of
-the caller's would be tied up for as long as the network takes; a staged one costs its deadline."""
+"""Backends whose calls always end. A read from a dead server cannot be cancelled: in place it would hold the
+caller's page until the network gives up; through a staging slot it costs only its deadline."""
 
 
 class PageStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which storage, and how.
+    """Storage options.
 
     Attributes:
         storage: name of a backend: `file`, `memory`, `redis`, `object`, `mooncake`, `hf3fs`, or one that
             an entry point adds.
-        storage_options: the backend's own.
-        storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
-        zero_copy: move pages in place where they are aligned. None: with `file` and `memory` only, whose
-            calls end by themselves. Default: None.
-        staging_bytes: memory of a pool whose pages are not moved in place. Default: 64 MiB.
+        storage_options: the backend's own options.
+        storage_limits: timeouts and limits of the backend, see `storage.limits.PoolLimits`.
+        zero_copy: read and write aligned pages in place. None: only with `file` and `memory`, whose calls
+            always end. Default: None.
+        staging_bytes: staging memory of a pool whose pages are not used in place. Default: 64 MiB.
         io_threads: threads for storage. Default: 8.
     """
 
@@ -62,10 +62,10 @@ class PageStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
-        """Options as JSON or TOML gives them, checked.
+        """Check options as read from JSON or TOML.
 
         Raises:
-            ConfigError: one is unknown, missing, or does not fit; names it.
+            ConfigError: an option is unknown, missing, or of the wrong type; the message names it.
         """
         limits, known = options.get("storage_limits"), {limit.name for limit in fields(PoolLimits)}
         if isinstance(limits, Mapping) and not known.issuperset(limits):
@@ -79,23 +79,23 @@ class PageStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def in_place(self) -> bool:
-        """Whether pages are moved in place where they can be."""
+        """Whether pages are used in place where they can be."""
         return self.storage in _LOCAL if self.zero_copy is None else self.zero_copy
 
 
 @dataclass(frozen=True, slots=True)
 class PageIdentity:
-    """What must be equal for one process's pages to be another's; with the geometry it is the fingerprint.
+    """What must match for processes to share pages; together with the geometry it makes the fingerprint.
 
     Attributes:
-        engine: whose bytes these are, e.g. `sglang`.
-        model: its name.
-        weight_version: names the weights.
-        dtype: of what the pages hold.
-        layout: the order of what they hold.
-        shard: which part of a sharded page this rank has: a-z, 0-9, `/` and `-`, 32 at most. Empty where
-            every rank holds the same (MLA), so that one key serves all.
-        salt: keeps pages apart from others' in the same storage.
+        engine: the engine that wrote the pages, e.g. `sglang`.
+        model: name of the model.
+        weight_version: identifies the weights.
+        dtype: of the content.
+        layout: the memory order of the content.
+        shard: which part of a sharded page this rank has: up to 32 of a-z, 0-9, `/` and `-`. Empty if every
+            rank holds the same bytes (MLA), so that one key serves all ranks.
+        salt: separates pages from others in the same storage.
     """
 
     engine: str
@@ -114,7 +114,7 @@ class PageIdentity:
                 )
 
     def fingerprint(self, pool: str, memory: PageMemory) -> bytes:
-        """32 bytes for the keys of one pool."""
+        """Return 32 bytes for the keys of one pool."""
         return pool_fingerprint(
             model=self.model,
             weight_version=self.weight_version,
@@ -128,7 +128,7 @@ class PageIdentity:
 
 
 class PageStore:
-    """One backend, with pools of foreign pages; confined to the loop that opened it. See `open`."""
+    """One backend with pools of an engine's pages; confined to the loop that opened it. See `open`."""
 
     def __init__(self, backend: StorageBackend, config: PageStoreConfig, port: Port) -> None:
         self.config = config
@@ -145,11 +145,11 @@ class PageStore:
         """
         Args:
             config: which storage.
-            port: clock and threads; the real ones, closed with the store, if None.
-            backend: an open one to use instead of the configured one; it stays the caller's.
+            port: clock and threads. None: real ones, which are closed with the store.
+            backend: an open backend to use instead of the configured one; the caller closes it.
 
         Raises:
-            ConfigError: there is no such backend, or its options do not fit.
+            ConfigError: there is no such backend, or its options are wrong.
             StorageError: it cannot be used.
         """
         async with AsyncExitStack() as stack:
@@ -167,17 +167,17 @@ class PageStore:
     async def open_pool(
         self, name: str, memory: PageMemory, identity: PageIdentity, *, writes: bool = True
     ) -> PagePool:
-        """One pool's pages in the storage; at run time too.
+        """Open a pool; also possible while others are in use.
 
         Args:
             name: of the pool: a-z, 0-9 and `_`.
             memory: where its pages lie in this process.
-            identity: whose they are.
-            writes: False where another rank writes the same pages: `put` then does nothing.
+            identity: of the pages.
+            writes: False if another rank writes the same pages: `put` then does nothing.
 
         Raises:
-            ConfigError: the name or the shard is not what a key may hold, or the pool is open.
-            CapacityError: no room for staging slots.
+            ConfigError: the name or the shard has characters that a key may not have, or the pool is open.
+            CapacityError: no memory for staging slots.
             StorageError: the storage cannot be used, or took longer than `storage_limits.opening`.
             ClosedError: the store is closed.
         """
@@ -201,19 +201,19 @@ class PageStore:
         if run is not None:
             return PlacedSlots(name, run, memory.unit_bytes)
         if self.config.in_place:
-            logger.warning("pool %s: pages are staged, one copy more: %s", name, memory.obstacle())
+            logger.warning("pool %s: pages are staged, which costs a copy: %s", name, memory.obstacle())
         count = max(2, self.config.staging_bytes // memory.unit_bytes)
         slots = min(count, memory.pages * memory.units)
         return StagedSlots(name, memory.unit_bytes, slots, self.config.storage_limits.deadline)
 
     async def close_pool(self, name: str) -> None:
-        """Close one pool, whose memory is no longer used then; nothing if it is not open."""
+        """Close a pool, which then no longer uses its memory; a no-op if it is not open."""
         pool = self._pools.pop(name, None)
         if pool is not None:
             await pool.aclose()
 
     async def clear(self) -> int:
-        """Forget every page of the open pools, of these weights and shards; how many units there were.
+        """Delete every page of the open pools, of these weights and shards; return the number of units.
 
         Raises:
             StorageError: the backend failed.
@@ -222,28 +222,28 @@ class PageStore:
         return sum([await pool.clear() for pool in self._pools.values()])
 
     def statistics(self) -> dict[str, PagePoolStatistics]:
-        """By pool."""
+        """Return the statistics of each pool."""
         return {name: pool.statistics() for name, pool in self._pools.items()}
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit, and close everything; twice is harmless.
+        """Wait for running calls, with a limit, and close everything; calling it twice is harmless.
 
-        A backend that raises, or does not close within `storage_limits.closing` seconds, is left behind.
+        A backend that raises, or does not close within `storage_limits.closing` seconds, is abandoned.
         """
         self._closed = True
         await asyncio.gather(*(pool.aclose() for pool in self._pools.values()))
         await self._close_backend(self.config.storage_limits.closing)
 
-    async def _close_backend(self, patience: float) -> None:
+    async def _close_backend(self, timeout_s: float) -> None:
         closing = asyncio.ensure_future(self._stack.aclose())
         try:
-            await asyncio.wait([closing], timeout=patience)
+            await asyncio.wait([closing], timeout=timeout_s)
         finally:
             closing.cancel()
         if closing.done():
             closing.result()
         else:
-            logger.warning("storage %s did not close within %g s", self.config.storage, patience)
+            logger.warning("storage %s did not close within %g s", self.config.storage, timeout_s)
 
     def __repr__(self) -> str:
         return f"<PageStore {self.config.storage}: {', '.join(self._pools) or 'no pools'}>"
