@@ -128,7 +128,7 @@ async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, lines: int)
             some = stored[first : first + 32]
             assert await bench.get(bench.keys(*some), range(len(some))) == [HIT] * len(some)
 
-        # What was under way is whole, or it is not served; `Bench.get` compares the bytes.
+        # What was under way is whole, or it is not served; `PoolUnderTest.get` compares the bytes.
         for first in range(0, max(stored) + 64, 32):
             outcomes = await bench.get(bench.keys(*range(first, first + 32)), range(32))
             assert set(outcomes) <= {HIT, MISS, CORRUPT}
