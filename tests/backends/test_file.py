@@ -259,7 +259,7 @@ async def test_a_pools_own_bound_needs_room_for_one_page_too(tmp_path: Path) -> 
 
 @pytest.mark.asyncio
 async def test_readers_and_writers_of_a_full_file_never_see_other_bytes(tmp_path: Path) -> None:
-    """More pages than slots, read while they are evicted: `PoolUnderTest.get` compares the bytes of each HIT."""
+    """More pages than slots, read while they are evicted: `PoolUnderTest.get` compares each HIT."""
     async with bench_at(tmp_path, slots=128, capacity_bytes=capacity_for(16)) as bench:
         for start in range(0, 120, 8):
             numbers = range(start, start + 8)

@@ -20,7 +20,7 @@ from asynchicache.bench.serve.report import ServeReport
 from asynchicache.bench.soak.model import HitModel
 from asynchicache.bench.soak.report import SoakReport
 from asynchicache.bench.soak.samples import Sample
-from asynchicache.bench.soak.traffic import Models, ServedModel, soak_spec
+from asynchicache.bench.soak.traffic import Models, Served, soak_spec
 from asynchicache.bench.transfer import TransferReport, TransferRow
 from asynchicache.cli import demo, serve
 from asynchicache.cli.commands import COMMANDS, AnyCommand
@@ -138,7 +138,7 @@ def soaked() -> RenderableType:
     tokens = Counter(dict.fromkeys(Tier, 10**10))
     model = HitModel(soak_spec(), [], [])
     model.hit_tokens = model.memory_tokens = 10**10
-    played = ServedModel(
+    played = Served(
         Models(model, model), 10**6, 10**4, 10**4, 10**11, tokens, checked=10**9, wrong=["slot 1 is wrong"]
     )
     return SoakReport(

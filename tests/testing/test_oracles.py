@@ -30,10 +30,19 @@ from asynchicache.testing.chaos.presence import (
     shared_pages,
     span,
 )
-from asynchicache.testing.chaos.promises import Promise, Promises
-from asynchicache.testing.chaos.recency import TOLD_SECONDS, Path, Recency
+from asynchicache.testing.chaos.promises import DurabilityOracle, DurablePrefix
+from asynchicache.testing.chaos.recency import TOLD_SECONDS, RecencyOracle, StoredPath
 from asynchicache.testing.chaos.run import run_script
-from asynchicache.testing.chaos.script import Client, Life, Model, Pace, Script, Sizes, Steady, Turn
+from asynchicache.testing.chaos.script import (
+    CacheSizes,
+    ChaosClient,
+    ClientTurn,
+    Life,
+    ModelShape,
+    Pace,
+    Script,
+    Steady,
+)
 from asynchicache.testing.chaos.steady import BOUND_SECONDS, SteadyTraffic
 from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -216,13 +225,13 @@ def test_a_page_is_known_once_it_was_read_or_written() -> None:
 # Promises
 
 
-def path(*digests: bytes, state: bool = False) -> Path:
+def path(*digests: bytes, state: bool = False) -> StoredPath:
     ends = [key(digests[-1], "mamba")] if state else []
-    return Path(digests, [[key(digest)] for digest in digests], ends)
+    return StoredPath(digests, [[key(digest)] for digest in digests], ends)
 
 
-def promised(tokens: int = 1, identity: object = "weights") -> Promise:
-    return Promise(identity, "alice", tuple(range(tokens)))
+def promised(tokens: int = 1, identity: object = "weights") -> DurablePrefix:
+    return DurablePrefix(identity, "alice", tuple(range(tokens)))
 
 
 def stored(store: ChaosStore, *keys: ObjectKey) -> None:
@@ -232,7 +241,7 @@ def stored(store: ChaosStore, *keys: ObjectKey) -> None:
 
 def test_what_is_durable_is_in_storage() -> None:
     store, ledger = ChaosStore(), Ledger()
-    promises = Promises(store, ledger)
+    promises = DurabilityOracle(store, ledger)
     stored(store, key(A), key(B), key(B, "mamba"))
 
     promises.made(promised(), path(A, B, state=True), set())
@@ -246,7 +255,7 @@ def test_what_is_durable_is_in_storage() -> None:
 
 def test_what_went_while_somebody_waited_was_promised_by_nobody() -> None:
     store, ledger = ChaosStore(), Ledger()
-    promises = Promises(store, ledger)
+    promises = DurabilityOracle(store, ledger)
     stored(store, key(A), key(B))
     with promises.waiting() as gone:
         store.drop(key(B))
@@ -261,12 +270,12 @@ def test_what_went_while_somebody_waited_was_promised_by_nobody() -> None:
 
 def test_the_newest_promises_are_what_the_next_cache_is_asked_to_keep() -> None:
     store = ChaosStore()
-    promises = Promises(store, Ledger())
+    promises = DurabilityOracle(store, Ledger())
     stored(store, key(A))
     for tokens in (1, 2, 3, 4, 2):
         promises.made(promised(tokens), path(A), set())
     promises.made(promised(9, "others"), path(A), set())
-    promises.made(promised(5), Path([], [], []), set())
+    promises.made(promised(5), StoredPath([], [], []), set())
 
     turns = promises.asked("weights")
     assert [len(turn.prompt) - 1 for turn in turns] == [3, 4, 2]
@@ -277,13 +286,13 @@ def test_the_newest_promises_are_what_the_next_cache_is_asked_to_keep() -> None:
 # Recency
 
 
-def judged(history: Callable[[ChaosStore, Recency], Any], capacity: int | None = 1000) -> list[str]:
+def judged(history: Callable[[ChaosStore, RecencyOracle], Any], capacity: int | None = 1000) -> list[str]:
     """What the oracle says of a store of ten pages that has gone through `history`."""
     ledger = Ledger()
 
     async def main(world: SeededWorld) -> None:
         store = ChaosStore(capacity)
-        await history(store, Recency(store, ledger))
+        await history(store, RecencyOracle(store, ledger))
 
     run_seeded(0, main)
     return ledger.violations
@@ -300,7 +309,7 @@ OTHERS = [key(bytes([number]) * 32) for number in range(9)]
 def test_a_page_that_fits_beside_all_that_was_used_since_stays(used_since: int, wrong: bool) -> None:
     """Nine of ten pages are put to use: the page itself, the one that comes, and what was used since."""
 
-    async def history(store: ChaosStore, recency: Recency) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         recency.restored(path(A), known)
         await asyncio.sleep(10 * TOLD_SECONDS)
@@ -314,7 +323,7 @@ def test_a_page_that_fits_beside_all_that_was_used_since_stays(used_since: int, 
 
 
 def test_a_use_that_storage_could_not_know_of_counts_for_nothing() -> None:
-    async def history(store: ChaosStore, recency: Recency) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         await asyncio.sleep(10 * TOLD_SECONDS)
         for other in OTHERS:
@@ -330,7 +339,7 @@ def test_a_use_that_storage_could_not_know_of_counts_for_nothing() -> None:
     ("knows", "restarted", "wrong"), [(True, False, True), (False, False, False), (True, True, True)]
 )
 def test_a_use_that_storage_was_told_of_counts(knows: bool, restarted: bool, wrong: bool) -> None:
-    async def history(store: ChaosStore, recency: Recency) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         await asyncio.sleep(10 * TOLD_SECONDS)
         for other in OTHERS:
@@ -346,7 +355,7 @@ def test_a_use_that_storage_was_told_of_counts(knows: bool, restarted: bool, wro
 
 
 def test_what_a_cache_that_ended_had_not_told_yet_counts_for_nothing() -> None:
-    async def history(store: ChaosStore, recency: Recency) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         await asyncio.sleep(10 * TOLD_SECONDS)
         for other in OTHERS:
@@ -362,7 +371,7 @@ def test_what_a_cache_that_ended_had_not_told_yet_counts_for_nothing() -> None:
 
 
 def test_pages_that_nothing_can_be_restored_from_may_go() -> None:
-    async def history(store: ChaosStore, recency: Recency) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A), key(B), key(C), key(C, "mamba"))
         recency.restored(path(A, B, C, state=True), known)
         await asyncio.sleep(10 * TOLD_SECONDS)
@@ -374,7 +383,7 @@ def test_pages_that_nothing_can_be_restored_from_may_go() -> None:
 
 
 def test_without_states_the_beginning_of_a_path_is_worth_something_by_itself() -> None:
-    async def history(store: ChaosStore, recency: Recency) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A), key(B), key(C))
         recency.restored(path(A, B, C), known)
         await asyncio.sleep(10 * TOLD_SECONDS)
@@ -387,7 +396,7 @@ def test_without_states_the_beginning_of_a_path_is_worth_something_by_itself() -
 def test_a_path_loses_its_end_first() -> None:
     """All three were used at once, and only two fit beside what came since."""
 
-    async def history(store: ChaosStore, recency: Recency, victim: ObjectKey) -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle, victim: ObjectKey) -> None:
         stored(store, key(A), key(B), key(C))
         recency.restored(path(A, B, C), known)
         await asyncio.sleep(10 * TOLD_SECONDS)
@@ -395,10 +404,10 @@ def test_a_path_loses_its_end_first() -> None:
             recency.used(other, 100)
         recency.evicted(victim, key(D))
 
-    async def beginning(store: ChaosStore, recency: Recency) -> None:
+    async def beginning(store: ChaosStore, recency: RecencyOracle) -> None:
         await history(store, recency, key(A))
 
-    async def end(store: ChaosStore, recency: Recency) -> None:
+    async def end(store: ChaosStore, recency: RecencyOracle) -> None:
         await history(store, recency, key(C))
 
     assert len(judged(beginning)) == 1, "its end should have gone"
@@ -406,17 +415,17 @@ def test_a_path_loses_its_end_first() -> None:
 
 
 def test_nothing_is_expected_of_what_nobody_used_or_of_a_store_without_a_bound() -> None:
-    async def unused(store: ChaosStore, recency: Recency) -> None:
+    async def unused(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         recency.evicted(key(A), key(B))
 
-    async def forgotten(store: ChaosStore, recency: Recency) -> None:
+    async def forgotten(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         recency.restored(path(A), known)
         store.drop(key(A))
         recency.evicted(key(A), key(B))
 
-    async def used(store: ChaosStore, recency: Recency) -> None:
+    async def used(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         recency.restored(path(A), known)
         recency.evicted(key(A), key(B))
@@ -442,7 +451,7 @@ class Busy:
     async def _wait(self) -> None:
         await asyncio.sleep(self.seconds)
 
-    async def serve(self, turn: Turn) -> None:
+    async def serve(self, turn: ClientTurn) -> None:
         self.served += 1
         await asyncio.sleep(0.003)
 
@@ -592,14 +601,19 @@ def test_room_could_be_made_of_ends_of_paths_that_nobody_keeps() -> None:
 def script() -> Script:
     """Two prompts that begin alike, one after the other; then a restart and one of them again."""
     pace = (Pace(checkpoint=True),)
-    first = Turn(prompt=tuple(range(9)), patience=None, durable=True, paces=pace)
-    second = Turn(prompt=(*range(8), 50, 51, 52), patience=None, paces=pace)
-    sizes = {"kv": Sizes(device=64, host=64)}
+    first = ClientTurn(prompt=tuple(range(9)), patience=None, durable=True, paces=pace)
+    second = ClientTurn(prompt=(*range(8), 50, 51, 52), patience=None, paces=pace)
+    sizes = {"kv": CacheSizes(device=64, host=64)}
     lives = [
-        Life(sizes=sizes, clients=(Client(turns=turns),), prefetch=PrefetchPolicy.WAIT_COMPLETE, patience=0.1)
+        Life(
+            sizes=sizes,
+            clients=(ChaosClient(turns=turns),),
+            prefetch=PrefetchPolicy.WAIT_COMPLETE,
+            patience=0.1,
+        )
         for turns in ((first, second), (second,))
     ]
-    return Script(seed=1, model=Model(page_size=2, layers=2), lives=tuple(lives))
+    return Script(seed=1, model=ModelShape(page_size=2, layers=2), lives=tuple(lives))
 
 
 def found() -> list[str]:
