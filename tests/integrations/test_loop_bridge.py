@@ -94,9 +94,7 @@ def test_an_exception_reaches_the_submitter_as_it_is(bridge: LoopBridge) -> None
     assert isinstance(job.exception(), ValueError)
 
 
-def test_a_failure_that_is_never_read_is_logged(
-    bridge: LoopBridge, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_that_is_never_read_is_logged(bridge: LoopBridge, caplog: pytest.LogCaptureFixture) -> None:
     job = bridge.submit(fail("unheard"), queued=False)
     assert job.wait(PATIENCE)
     assert bridge.drain(PATIENCE)
