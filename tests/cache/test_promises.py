@@ -14,7 +14,7 @@ from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
-from asynchicache.types import Outcome
+from asynchicache.types import MissReason, Outcome, WritePolicy
 from cache.engine import SPEC, Engine, config
 
 PAGES_ONLY = synthetic_spec(4, ("kv",))
@@ -171,3 +171,55 @@ def test_uses_are_told_in_batches_without_a_write() -> None:
             )[::-1], "the first page was used last"
 
     run_seeded(0, main)
+
+
+@pytest.mark.parametrize("pools", [("kv", "swa"), ("kv", "mamba", "swa")])
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_every_checkpoint_of_a_durable_request_is_back_after_a_restart(
+    pools: tuple[str, ...], policy: WritePolicy
+) -> None:
+    """Each has a window of its own, also under write-back, where nothing goes to storage before it must."""
+
+    async def main(world: SeededWorld) -> None:
+        spec, backend = synthetic_spec(4, pools, window_pages=2), MemoryBackend(MemoryStore())
+        size = dict.fromkeys(pools, 60)
+        options = config(device_slots=size, host_slots=size, write_policy=policy)
+        async with world.open_cache(spec, options, storage=backend) as cache:
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                for length in (12, 24, 40):
+                    await Engine(cache).compute(request, length)
+                assert await request.durable()
+        for length in (12, 24, 40):
+            async with world.open_cache(spec, options, storage=backend) as cache:
+                assert await restored(cache, PROMPT[:length]) == length
+
+    run_seeded(1, main)
+
+
+def test_a_restart_says_how_far_attention_pages_reach_and_which_pool_ends_the_hit() -> None:
+    """The second prompt of a family leaves a state where they part, whoever computed the first one."""
+    shared, size = list(range(32)), {"kv": 60, "mamba": 60}
+
+    async def main(world: SeededWorld) -> None:
+        backend, hits = MemoryBackend(MemoryStore()), []
+        for question in range(3):
+            prompt = [*shared, *range(1000 * (question + 1), 1000 * (question + 1) + 8)]
+            options = config(device_slots=size, host_slots=size)
+            async with world.open_cache(SPEC, options, storage=backend) as cache:
+                engine = Engine(cache)
+                async with cache.request(prompt) as request:
+                    await request.prefetch()
+                    await request.load()
+                    engine.check(request)
+                    hits.append(request.hit)
+                    for length in request.cuts:
+                        await engine.compute(request, length)
+                    assert await request.durable()
+        first, second, third = hits
+        assert (first.tokens, first.reason, first.full_tokens) == (0, MissReason.COLD, 0)
+        assert (second.tokens, second.reason, second.full_tokens) == (0, MissReason.STATE, 32)
+        assert (second.held_back_by, second.advice.split(":")[0]) == ("mamba", "publish 'mamba' at 32 tokens")
+        assert (third.tokens, third.reason, third.full_tokens) == (32, MissReason.COLD, 32)
+
+    run_seeded(1, main)

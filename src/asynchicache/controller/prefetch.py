@@ -215,6 +215,9 @@ class Fetcher:
         finally:
             if read is None:
                 self._reader.drop(query)
+        if not prefetch.settled:
+            prefetch.sequence.stored_full_pages = choice.full_pages
+            prefetch.sequence.stored_limit = choice.limit
         self._executor.run(choice.backups)
         if read is None:
             return None, choice.reason if trouble is MissReason.NONE else trouble

@@ -84,6 +84,7 @@ class Storer:
         self.traffic = Traffic()
         self.tracer: Tracer | None = None
         self._executor = executor
+        self._planner = planner
         self._writer = planner.writer
         self._books = planner.books
         self._stored = stored
@@ -241,7 +242,12 @@ class Storer:
         Returns:
             False if it cannot get there, or if a checkpoint of it could not even be published.
         """
-        node, tried, lost = sequence.lease.node, False, False
+        ends = self._planner.published_ends(sequence)
+        return all([await self._path_durable(sequence, node) for node in ends])
+
+    async def _path_durable(self, sequence: RequestSequence, node: Node) -> bool:
+        """Wait until the path to `node` is in storage, with what a prefix that ends there needs."""
+        tried, lost = False, False
         while self._stored and not (sequence.unpublished or self._executor.stopped):
             if self.clearing or self._writer.in_flight(node):
                 await self._executor.next_progress()

@@ -94,11 +94,21 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to read, or why nothing; `backups` are to be carried out either way."""
+    """What to read, or why nothing.
+
+    Attributes:
+        read: the read; None if nothing is gained.
+        reason: why there is no read.
+        backups: to be carried out either way.
+        full_pages: how far full pages reach in memory and storage.
+        limit: the component that keeps the prefix from reaching as far; None if none does.
+    """
 
     read: Read | None
     reason: MissReason
     backups: list[Copy]
+    full_pages: int
+    limit: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,15 +272,16 @@ class Reader:
             there = _either(query.pages, present.get(number, b""), coming[number], self._here(query, number))
             sets.append(self._restorable(number, there, query.pages))
         lengths = hits.intersect(sets)
+        full, limit = hits.longest(sets[FULL]), self._limit(sets)
         if hits.longest(lengths) <= query.base:
-            return Choice(None, self._held_back(sets, query), [])
+            return Choice(None, self._held_back(full, limit, query), [], full, limit)
         stands, backups = self._stand_on_host(query)
         while stands and (target := hits.longest(lengths)) > query.base:
             room = self._take_slots(query, target, others, coming)
             if isinstance(room, Read):
-                return Choice(room, MissReason.NONE, backups)
+                return Choice(room, MissReason.NONE, backups, full, limit)
             lengths = hits.clamp(lengths, room)
-        return Choice(None, MissReason.HOST_CAPACITY, backups)
+        return Choice(None, MissReason.HOST_CAPACITY, backups, full, limit)
 
     def _others(self, query: Query) -> list[tuple[Read, int]]:
         """Reads in flight of sequences that begin as the query's does, and how many pages they share."""
@@ -296,14 +307,20 @@ class Reader:
         coverage = ALL_PAGES if number == FULL else self._books.spec.owners[number].coverage
         return hits.restorable(coverage, there, pages)
 
-    def _held_back(self, sets: Sequence[int], query: Query) -> MissReason:
-        """Why nothing is gained, though storage may have pages: by component, `sets` says what it allows."""
-        full, *others = sets
-        if hits.longest(full) <= query.base:
+    @staticmethod
+    def _limit(sets: Sequence[int]) -> int | None:
+        """The component that allows the shortest prefix, where that is shorter than the full pages; by
+        component, `sets` says which lengths it allows."""
+        full = hits.longest(sets[FULL])
+        reaches = [hits.longest(hits.clamp(lengths, full)) for lengths in sets]
+        return reaches.index(min(reaches)) if min(reaches) < full else None
+
+    def _held_back(self, full: int, limit: int | None, query: Query) -> MissReason:
+        """Why nothing is gained, though storage may have pages."""
+        if full <= query.base or limit is None:
             return MissReason.COLD
-        reaches = [hits.longest(hits.clamp(lengths, hits.longest(full))) for lengths in others]
-        aux = self._tree.components[reaches.index(min(reaches))]
-        return MissReason.WINDOW if aux.paged else MissReason.STATE
+        paged = {aux.number: aux.paged for aux in self._tree.components}
+        return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
     def _stand_on_host(self, query: Query) -> tuple[bool, list[Copy]]:
         """Whether the path before the read is on the host, where the read's pages will stand on it, and

@@ -148,14 +148,15 @@ class Planner:
             return MissReason.NONE
         if sequence.reason is not MissReason.NONE:
             return sequence.reason
-        held = sequence.held_back
+        held = sequence.limit
         if held is None:
             return MissReason.COLD
         return MissReason.STATE if held.component in self._states else MissReason.WINDOW
 
     def limiting_pool(self, sequence: Sequence) -> str:
         """The pool that keeps a hit from being longer; the first one where no other does."""
-        return self.books.names[sequence.held_back.component if sequence.held_back is not None else FULL]
+        limit = sequence.limit
+        return self.books.names[limit.component if limit is not None else FULL]
 
     def cuts(self, sequence: Sequence) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
@@ -168,7 +169,7 @@ class Planner:
 
     def held_back(self, sequence: Sequence) -> tuple[str, str]:
         """The pool that keeps a hit below its full pages, and what would have helped; empty if none does."""
-        held, full = sequence.held_back, sequence.branching_pages
+        held, full = sequence.limit, sequence.branching_pages
         if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
             return "", ""
         name, size = self.books.names[held.component], self.books.page_size
@@ -273,6 +274,8 @@ class Planner:
         self.windows.took(sequence, offers, result)
         sequence.duplicates += result.duplicates
         sequence.borrowed = pages
+        if self._tree.windows:
+            sequence.published.add(pages)
         for node in result.fresh:
             node.hits = max(node.hits, 1)  # it may be known on the host: what orders evictions never falls
         sequence.finished = final
@@ -281,6 +284,20 @@ class Planner:
         elif (copy := self._publish_states(sequence, result.node, length)) is not None:
             return [copy]
         return self.writer.backup(result.node) if self.writer.due(result.node) else []
+
+    def published_ends(self, sequence: Sequence) -> list[Node]:
+        """The ends of a request's checkpoints that another request can resume at from memory, the first one
+        first, and of its path.
+
+        Each checkpoint has a window of its own, and the windows before the last one's are not in it.
+        """
+        node = sequence.lease.node
+        ends = [node]
+        while (above := node.parent) is not None:
+            if node.end in sequence.published and node is not ends[0] and self._tree.restorable(node):
+                ends.append(node)
+            node = above
+        return ends[::-1]
 
     def _give_states(self, sequence: Sequence, node: Node, length: int) -> None:
         """Hand the working states over to `node`, where it has none yet."""

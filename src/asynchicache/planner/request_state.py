@@ -50,7 +50,7 @@ class Sequence:
         prompt: how many of the tokens are the prompt.
         lease: keeps the prefix that the request borrows; moves on as its pages are published.
         match: what was in the tree when it was asked last.
-        held_back: the pool that keeps the match below its full pages.
+        held_back: the pool that keeps the match below the full pages in memory.
         pages: device slots of the full component, page by page; the first `borrowed` are the tree's.
         borrowed: pages of the restored prefix and of what was published since.
         duplicates: own slots of published pages that the tree had already; kept until the request
@@ -60,12 +60,15 @@ class Sequence:
         snapshots: by component number, a slot with the state at `snapshot_tokens`.
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
+        stored_full_pages, stored_limit: how far full pages reach in memory and storage together, as its
+            prefetch found, and the component that keeps a prefix from reaching as far.
         fetched_pages: by how many pages its prefetch made the match longer.
         sources: by pool and tier, the pages and states of what was restored, where they lay before;
             `STORAGE` is what its prefetch brought.
         resting: it keeps nothing for now, so nobody need wait for it.
         poisoned: a copy for it failed, so its own slots must not be handed out again.
         closed: the request is over; its slots may still be kept for copies.
+        published: of models with windows, the page counts of its checkpoints.
         unpublished: a checkpoint of it was not published, because the device or its load had failed.
         finished: its working states are the tree's; it computes nothing more.
         streams: where its forwards run, as far as it was told; a dictionary, for its order.
@@ -89,11 +92,14 @@ class Sequence:
     hit_pages: int = 0
     tier: Tier = Tier.DEVICE
     reason: MissReason = MissReason.NONE
+    stored_full_pages: int = 0
+    stored_limit: int | None = None
     fetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     loaded: bool = False
     resting: bool = False
     poisoned: bool = False
+    published: set[int] = field(default_factory=set)
     unpublished: bool = False
     finished: bool = False
     closed: bool = False
@@ -112,8 +118,17 @@ class Sequence:
 
     @property
     def branching_pages(self) -> int | None:
-        """How far full pages alone reach, if that is further."""
-        return self.match.branching_pages
+        """How far full pages alone reach, in memory or in storage, if that is further than the match."""
+        full = max(self.match.branching_pages or 0, self.stored_full_pages)
+        return full if full > self.match.pages else None
+
+    @property
+    def limit(self) -> HeldBack | None:
+        """What keeps the match from reaching as far as full pages do; None if nothing does."""
+        memory = self.match.branching_pages or 0
+        if self.stored_limit is None or self.stored_full_pages <= max(memory, self.match.pages):
+            return self.held_back
+        return HeldBack(self.stored_limit, dropped=False)
 
     def runs_on(self, stream: Stream) -> None:
         """Forwards of the request run on a stream: its slots are not given back before they have ended."""
