@@ -1,4 +1,4 @@
-"""Batches of copies of runs of bytes: which runs a plan comes to, and what copies a batch of them."""
+"""Runs of bytes: which ones a plan consists of, batches of them, and copying a batch on a CPU."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from asynchicache.errors import UsageError
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-MOST_RUNS = 4096
-"""Runs of one batch; a driver takes some half a microsecond for each, and AMD's takes 8,192 at most."""
+MAX_RUNS = 4096
+"""Runs of one batch. A driver takes about half a microsecond for each, and AMD's accepts at most 8,192."""
 
-HELD_BYTES = 64 << 10
-"""Runs shorter than this are copied without giving up the GIL: taking it again can last longer."""
+GIL_HELD_BYTES = 64 << 10
+"""Shorter runs are copied with the GIL held: releasing and retaking it can take longer than the copy."""
 
-TURN_BYTES = 1 << 20
-"""After so many bytes of such runs other threads get a turn."""
+GIL_RELEASE_BYTES = 1 << 20
+"""After this many bytes of such runs the GIL is released once."""
 
 PIECE_BYTES = 512 << 10
-"""Longer runs are copied in about equal pieces of at most about so many bytes.
+"""Longer runs are copied in about equal pieces of at most about this many bytes.
 
-What is shorter than an AMD core's second cache, 512 KiB or 1 MiB, glibc's `memmove` copies by `rep movsb`,
-which need not read what it overwrites; what is longer by plain stores, which do, and are a tenth to a quarter
-slower (`rep_movsb_stop_threshold` in sysdeps/x86/dl-cacheinfo.h of glibc 2.36). On processors of others that
-limit is near the size of the last cache, and pieces do no harm.
+Up to the size of an AMD core's L2 cache (512 KiB or 1 MiB) glibc's `memmove` uses `rep movsb`, which need not
+read what it overwrites. Longer copies use plain stores, which do, and are 10 to 25 % slower
+(`rep_movsb_stop_threshold` in sysdeps/x86/dl-cacheinfo.h of glibc 2.36). On other processors the limit is
+near the size of the last-level cache, and pieces do no harm.
 """
 
 
@@ -47,10 +47,10 @@ class Rows(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Pattern:
-    """How the runs of a batch lie to one another, as far as somebody has asked; layers share it.
+class RunPattern:
+    """Properties of a batch's runs that do not depend on where it begins; computed once, shared by layers.
 
-    A thread that copies for a CPU holds the interpreter while it looks, and a forward may wait for that.
+    Computing them holds the GIL, for which a forward may be waiting.
     """
 
     nbytes: int | None = None
@@ -64,15 +64,15 @@ class RunBatch:
     Attributes:
         sources, destinations: int64 `[runs]`, addresses.
         sizes: int64 `[runs]`, bytes.
-        keep: the memory that the addresses lie in.
-        pattern: common to batches that differ by where they begin alone. Default: its own.
+        keep: the tensors that the addresses point into.
+        pattern: shared by batches that differ only in where they begin. Default: its own.
     """
 
     sources: Integers
     destinations: Integers
     sizes: Integers
     keep: Sequence[torch.Tensor]
-    pattern: Pattern = field(default_factory=Pattern)
+    pattern: RunPattern = field(default_factory=RunPattern)
 
     @classmethod
     def join(cls, batches: Sequence[RunBatch]) -> RunBatch:
@@ -93,15 +93,15 @@ class RunBatch:
         return self.pattern.nbytes
 
     def cut(self, chunk_bytes: int) -> Iterator[RunBatch]:
-        """The same runs in batches of at most `chunk_bytes`, as far as single runs allow, and `MOST_RUNS`."""
-        if self.nbytes <= chunk_bytes and len(self.sizes) <= MOST_RUNS:
+        """The same runs in batches of at most `chunk_bytes`, as far as single runs allow, and `MAX_RUNS`."""
+        if self.nbytes <= chunk_bytes and len(self.sizes) <= MAX_RUNS:
             yield self
             return
         ends = np.cumsum(self.sizes)
         start, before = 0, 0
         while start < len(ends):
             fitting = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
-            stop = min(max(fitting, start + 1), start + MOST_RUNS)
+            stop = min(max(fitting, start + 1), start + MAX_RUNS)
             part = slice(start, stop)
             yield RunBatch(self.sources[part], self.destinations[part], self.sizes[part], self.keep)
             start, before = stop, int(ends[stop - 1])
@@ -113,13 +113,13 @@ BatchCopy: TypeAlias = Callable[[RunBatch], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRuns:
-    """The contiguous runs that pages come to in one layer; those of every other layer lie alike.
+    """The contiguous runs of pages in one layer; other layers have the same at a fixed distance.
 
     Attributes:
         sources, destinations, sizes: as of a `RunBatch`, in layer 0.
         source_stride, destination_stride: bytes from layer to layer.
-        keep: the memory that the addresses lie in.
-        pattern: of one layer, be it which it may.
+        keep: the tensors that the addresses point into.
+        pattern: of one layer, the same for each.
     """
 
     sources: Integers
@@ -128,7 +128,7 @@ class LayerRuns:
     source_stride: int
     destination_stride: int
     keep: tuple[torch.Tensor, torch.Tensor]
-    pattern: Pattern = field(default_factory=Pattern)
+    pattern: RunPattern = field(default_factory=RunPattern)
 
     def batch(self, start: int, stop: int) -> RunBatch:
         """The runs of layers `start` to `stop - 1`."""
@@ -146,7 +146,7 @@ class LayerRuns:
 
 
 class RunGeometry:
-    """Where the items of one tensor lie on both sides of a copy; worked out once, as it never changes."""
+    """Where the items of one tensor lie on both sides of a copy; computed once, as it never changes."""
 
     def __init__(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """
@@ -262,42 +262,42 @@ def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], None]:
     return function
 
 
-_freed = _memmove(ctypes.CDLL(None))  # gives up the GIL
-_held = _memmove(ctypes.PyDLL(None))  # does not
+_copy_without_gil = _memmove(ctypes.CDLL(None))  # releases the GIL
+_copy_with_gil = _memmove(ctypes.PyDLL(None))  # does not
 
 
 def memmove_batch(batch: RunBatch) -> None:
     """Copy one run after the other on this thread."""
     mean = batch.nbytes // max(1, len(batch.sizes))
-    if mean >= HELD_BYTES:
+    if mean >= GIL_HELD_BYTES:
         _copy_long(batch)
         return
-    # Every so many bytes one run gives up the GIL. Not `sleep(0)`, which gives up the processor as well.
-    runs, turn = _listed(batch), max(1, TURN_BYTES // max(1, mean))
+    # Now and then one run releases the GIL. Not `sleep(0)`, which gives up the processor as well.
+    runs, turn = _as_list(batch), max(1, GIL_RELEASE_BYTES // max(1, mean))
     for start in range(0, len(runs), turn):
         *most, last = runs[start : start + turn]
-        deque(starmap(_held, most), maxlen=0)
-        _freed(*last)
+        deque(starmap(_copy_with_gil, most), maxlen=0)
+        _copy_without_gil(*last)
 
 
 Run: TypeAlias = tuple[int, int, int]
 """Destination, source, bytes."""
 
 
-def _listed(batch: RunBatch) -> list[Run]:
+def _as_list(batch: RunBatch) -> list[Run]:
     return list(zip(*(c.tolist() for c in (batch.destinations, batch.sources, batch.sizes)), strict=True))
 
 
 def _copy_long(batch: RunBatch) -> None:
-    """Copy runs of which each is worth giving up the GIL; those at equal distances give it up once, since
-    who takes it again may have to wait for it, and to be woken. So do the pieces of one run."""
+    """Copy runs that are each worth releasing the GIL. Runs at equal distances, and the pieces of one run,
+    release it once together, since retaking it may mean waiting and being woken."""
     rows = batch.pattern.rows
     if rows is None:
-        batch.pattern.rows = rows = _rows(_listed(batch))
+        batch.pattern.rows = rows = _rows(_as_list(batch))
     for start, number, size, to_step, by_step in rows:
         destination, source = int(batch.destinations[start]), int(batch.sources[start])
         if number == 1 and size <= PIECE_BYTES:
-            _freed(destination, source, size)
+            _copy_without_gil(destination, source, size)
         else:
             pieces = _pieces(size)
             to, by = _Memory(destination, number, to_step, pieces), _Memory(source, number, by_step, pieces)
@@ -305,7 +305,7 @@ def _copy_long(batch: RunBatch) -> None:
 
 
 def _rows(runs: Sequence[Run]) -> list[Rows]:
-    """All of `runs`, as many together as are of one length and at equal distances."""
+    """`runs`, grouped where neighbours have one length and equal distances."""
     rows, start = [], 0
     while start < len(runs):
         to, source, size = runs[start]
@@ -317,7 +317,8 @@ def _rows(runs: Sequence[Run]) -> list[Rows]:
 
 
 def _end_of_rows(runs: Sequence[Run], start: int) -> int:
-    """One behind the last run that is as long as, and as far from the one before as, those from `start`."""
+    """The end of the group from `start`: runs of its length, each at the same distance from the one
+    before."""
     if start + 1 == len(runs) or runs[start][2] != runs[start + 1][2]:
         return start + 1
     (to, source, size), (next_to, next_source, _) = runs[start : start + 2]
@@ -338,9 +339,9 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(size: int) -> _Pieces:
-    """A run of `size` bytes, one at least, as it is best copied.
+    """Cut a run of `size` bytes, at least one, into pieces.
 
-    Pieces overlap by some bytes, which are copied twice: numpy would take neighbours for one long run again.
+    Pieces overlap by some bytes, which are copied twice: numpy would merge adjacent pieces into one run.
     """
     number = 1 if size <= PIECE_BYTES else size // PIECE_BYTES + 1
     step = (size - 1) // number

@@ -1,4 +1,4 @@
-"""What is used of the CUDA driver beyond torch, through ctypes: no compiler, and the GIL given up."""
+"""Functions of the CUDA driver that torch does not offer, by ctypes: no compiler, and the GIL is released."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynchicache.kernels.batch import RunBatch
 
 _LIBRARY = "libcuda.so.1"
 _COPY_ARGUMENTS = (c_uint64, c_uint64, c_size_t, c_void_p)  # of cuMemcpyAsync: to, from, bytes, stream
-_SOURCE_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when their turn comes
+_SOURCE_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
 
 
 class _Location(Structure):
@@ -25,7 +25,7 @@ class _Location(Structure):
 
 
 class _Attributes(Structure):
-    """CUmemcpyAttributes; zeros mean that the driver finds out where things are."""
+    """CUmemcpyAttributes; zeros let the driver find out where the memory is."""
 
     _fields_ = (
         ("source_access_order", c_int),
@@ -59,7 +59,7 @@ class CudaDriver:
         return hasattr(self._library, "cuMemcpyBatchAsync")
 
     def device_address(self, address: int) -> int:
-        """What the GPU calls an address of pinned host memory.
+        """The GPU's address of pinned host memory.
 
         Raises:
             DeviceError: the memory is not pinned, or was not mapped for the GPU.
@@ -99,8 +99,8 @@ class CudaDriver:
             )
 
     def copy_singly(self, batch: RunBatch) -> None:
-        """Enqueue each run of a batch on torch's current stream by a call of its own, in their order: what
-        batches and kernels are held against.
+        """Enqueue each run of a batch on torch's current stream by its own call, in order: the baseline for
+        batches and kernels.
 
         Raises:
             DeviceError: the driver refused one.
@@ -110,13 +110,13 @@ class CudaDriver:
         function.argtypes, function.restype = _COPY_ARGUMENTS, c_int
         stream = torch.cuda.current_stream().cuda_stream
         columns = (column.tolist() for column in (batch.destinations, batch.sources, batch.sizes))
-        # No loop in Python: what is measured is to be the driver's calls.
+        # No loop in Python, so that the driver's calls are what is measured.
         failed = set(map(function, *columns, repeat(stream))) - {0}
         if failed:
             raise DeviceError(f"cuMemcpyAsync of {len(batch.sizes)} runs returned error {min(failed)}")
 
     def _enter_context(self) -> None:
-        """Give this thread a context if it has none, as it may be if it has not called torch's runtime yet.
+        """Give this thread a context if it has none, because it has not called torch's runtime yet.
 
         Raises:
             DeviceError: the driver refused it.
@@ -127,7 +127,7 @@ class CudaDriver:
             return
         device, primary = c_int(), c_void_p()
         self._call("cuDeviceGet", byref(device), c_int(torch.cuda.current_device()))
-        # Torch holds on to the primary context until the process ends, so one more hold changes nothing.
+        # Torch keeps the primary context until the process ends, so one more reference changes nothing.
         self._call("cuDevicePrimaryCtxRetain", byref(primary), device)
         self._call("cuCtxSetCurrent", primary)
 

@@ -20,11 +20,11 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def word_dtype(*sizes: int) -> torch.dtype:
-    """The widest integer dtype whose size divides all of `sizes`, in bytes."""
+    """The widest integer dtype whose size in bytes divides all of `sizes`."""
     return next(word for word in WORDS if all(size % word.itemsize == 0 for size in sizes))
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     """One layer of one tensor.
 
     Attributes:
@@ -50,7 +50,7 @@ class PoolItems:
 
     host: tuple[torch.Tensor, ...]
     device: tuple[torch.Tensor, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
 
     @classmethod
     def of(
@@ -67,8 +67,8 @@ class PoolItems:
             layers: by tensor, the model's layer of each of its own. Default: 0, 1, 2, ...
 
         Raises:
-            UsageError: another number of tensors, another dtype, shapes that differ, units that are not
-                contiguous, host memory that is not the host's, or tensors on several devices.
+            UsageError: different numbers of tensors, another dtype, shapes that differ, units that are not
+                contiguous, host items that are not in host memory, or tensors on several devices.
         """
         if len(host) != len(device):
             raise UsageError(f"{len(host)} tensors on the host, {len(device)} on the device")
@@ -81,7 +81,7 @@ class PoolItems:
         pairs = [_merge_units(*pair) for pair in zip(host, device, strict=True)]
         word = word_dtype(*(size for pair in pairs for items in pair for size in _sizes(items)))
         numbers = layers or [range(items.shape[0]) for items in host]
-        rows = sorted(Row(n, t, i) for t, local in enumerate(numbers) for i, n in enumerate(local))
+        rows = sorted(LayerRow(n, t, i) for t, local in enumerate(numbers) for i, n in enumerate(local))
         return cls(
             tuple(ours.view(word) for ours, _ in pairs),
             tuple(theirs.view(word) for _, theirs in pairs),
@@ -112,8 +112,9 @@ class PoolItems:
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(self.rows):
             raise UsageError(f"{rows} are no rows of 0 to {len(self.rows) - 1}")
 
-    def check_places(self, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
-        """Waits for slots that lie on a GPU, where one that is not there would be an illegal access.
+    def check_values(self, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
+        """Check that slots exist and are written once. Synchronizes with a GPU that holds them, where a slot
+        that does not exist would be an illegal access.
 
         Args:
             host_slots: int64 `[pages]`.
@@ -121,21 +122,21 @@ class PoolItems:
             written: which of both are written, `host` or `device`.
 
         Raises:
-            UsageError: a slot that is not there, or one that is written twice.
+            UsageError: a slot that does not exist, or one that is written twice.
         """
         for name, items, slots in (("host", self.host, host_slots), ("device", self.device, device_slots)):
-            _check_there(name, items[0].shape[1], slots)
+            _check_in_range(name, items[0].shape[1], slots)
             if name == written:
-                _check_once(name, slots)
+                _check_unique(name, slots)
 
 
-def _check_there(name: str, there: int, slots: torch.Tensor) -> None:
+def _check_in_range(name: str, there: int, slots: torch.Tensor) -> None:
     wrong = slots[(slots < 0) | (slots >= there)]
     if len(wrong):
         raise UsageError(f"{name} slot {int(wrong[0])} is not there; slots are 0 to {there - 1}")
 
 
-def _check_once(name: str, slots: torch.Tensor) -> None:
+def _check_unique(name: str, slots: torch.Tensor) -> None:
     ordered = slots.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice):
@@ -158,7 +159,7 @@ def _check_pair(index: int, host: torch.Tensor, device: torch.Tensor) -> None:
 
 
 def _merge_units(host: torch.Tensor, device: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as one unit an item, if units follow one another on both sides."""
+    """Both with one unit per item, if units are adjacent on both sides."""
     _, _, units, size = host.shape
     if units == 1 or any(items.stride(2) != size for items in (host, device)):
         return host, device
@@ -166,6 +167,6 @@ def _merge_units(host: torch.Tensor, device: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _sizes(items: torch.Tensor) -> list[int]:
-    """What a word must divide: the unit, the start, and the strides of dimensions that have several."""
+    """The sizes that a word must divide: unit, start, and the strides of dimensions longer than 1."""
     strides = [items.stride(i) for i in range(3) if items.shape[i] > 1]
     return [int(items.shape[3]), int(items.storage_offset()), items.data_ptr(), *strides]

@@ -1,4 +1,4 @@
-"""What a device calls an address of host memory."""
+"""Addresses of host memory as a device sees them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class SamePointers:
 
 
 def shared_address(address: int, pointers: HostPointers) -> int:
-    """`address` itself, which the device is to call by that name.
+    """Check that the device uses the same address as the host, and return it.
 
-    Where the two differ, memory that was pinned in several steps need not be one run to the device. There
-    batches of copies, which are given the host's addresses, end in an illegal access, after which nothing of
-    the process can use the device (https://github.com/sgl-project/sglang/issues/40232).
+    If the two differ, memory that was pinned in several steps need not be contiguous on the device. Batches
+    of copies, which take the host's addresses, then end in an illegal access, after which the process cannot
+    use the device any more (https://github.com/sgl-project/sglang/issues/40232).
 
     Raises:
-        DeviceError: the device cannot reach it, or calls it otherwise.
+        DeviceError: the device cannot reach it, or uses another address.
     """
     if pointers.device_address(address) != address:
         raise DeviceError(f"the GPU calls host memory {address:#x} by another address")

@@ -1,4 +1,4 @@
-"""Page copies in plain torch: the definition of right for every kernel, and on a CPU the kernel itself."""
+"""Page copies in plain torch: the reference for every kernel, and on a CPU the kernel itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from asynchicache.kernels.items import PoolItems
 
 CACHE_BYTES = 256 << 10
-"""What is gathered before it is scattered again: little enough to stay in a core's cache."""
+"""Most bytes gathered before they are scattered: few enough to stay in a core's cache."""
 
 
 class ReferenceKernels:
@@ -20,7 +20,7 @@ class ReferenceKernels:
         self._items = items
 
     def upload(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots where `gather` and `scatter` want them: here, on the host."""
+        """Slots where `gather` and `scatter` need them: for this kernel, on the host."""
         return slots
 
     def gather(
@@ -32,15 +32,15 @@ class ReferenceKernels:
             rows: which rows of the pool's items.
             device_slots: int64 `[pages]`.
             host_slots: int64 `[pages]`, without duplicates.
-            checked: they are there, and without duplicates, as slots of a plan are.
+            checked: the slots are known to exist and to have no duplicates, as slots of a plan are.
 
         Raises:
-            UsageError: slots or rows of another form; slots that are not there, or written twice, unless
-                they are `checked`.
+            UsageError: slots or rows of another form; unless `checked`, slots that do not exist or are
+                written twice.
         """
         self._items.check_slots(rows, host_slots, device_slots)
         if not checked:
-            self._items.check_places(host_slots, device_slots, "host")
+            self._items.check_values(host_slots, device_slots, "host")
         for tensor, layers in self._spans(rows):
             device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
             copy_pages(device, host, device_slots, host_slots)
@@ -54,15 +54,15 @@ class ReferenceKernels:
             rows: which rows of the pool's items.
             host_slots: int64 `[pages]`.
             device_slots: int64 `[pages]`, without duplicates.
-            checked: they are there, and without duplicates, as slots of a plan are.
+            checked: the slots are known to exist and to have no duplicates, as slots of a plan are.
 
         Raises:
-            UsageError: slots or rows of another form; slots that are not there, or written twice, unless
-                they are `checked`.
+            UsageError: slots or rows of another form; unless `checked`, slots that do not exist or are
+                written twice.
         """
         self._items.check_slots(rows, host_slots, device_slots)
         if not checked:
-            self._items.check_places(host_slots, device_slots, "device")
+            self._items.check_values(host_slots, device_slots, "device")
         for tensor, layers in self._spans(rows):
             device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
             copy_pages(host, device, host_slots, device_slots)
@@ -91,7 +91,8 @@ def copy_pages(
     """
     layers, _, units, words = source.shape
     step = max(1, CACHE_BYTES // max(1, layers * units * words * source.element_size()))
-    # By slots first: along another dimension torch would make the whole source contiguous each time.
+    # Slots become the first dimension: along another one torch would make the whole source contiguous each
+    # time.
     source, destination = source.transpose(0, 1), destination.transpose(0, 1)
     for start in range(0, len(source_slots), step):
         chunk = slice(start, start + step)
@@ -110,8 +111,8 @@ def copy_run(source: torch.Tensor, destination: torch.Tensor) -> None:
     if source.device == destination.device:
         destination.copy_(source, non_blocking=True)
         return
-    # Layer by layer, as those of layout layer_first are pinned one by one: CUDA copies nothing that
-    # lies in two registrations.
+    # Layer by layer: layout `layer_first` pins each layer by itself, and CUDA cannot copy across two
+    # registrations.
     for source_layer, destination_layer in zip(source, destination, strict=True):
         _copy_between(source_layer, destination_layer)
 
@@ -119,8 +120,8 @@ def copy_run(source: torch.Tensor, destination: torch.Tensor) -> None:
 def _copy_between(source: torch.Tensor, destination: torch.Tensor) -> None:
     """A copy between devices, in contiguous parts.
 
-    Torch moves a strided tensor between devices through a temporary that it fills at the time of the call,
-    so earlier work of the stream would not be seen.
+    Torch copies a strided tensor between devices through a temporary that it fills at the time of the call,
+    so it would miss earlier work of the stream.
     """
     if source.is_contiguous() and destination.is_contiguous():
         destination.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Which ways of copying pages a device has."""
+"""Which methods of copying pages a device has."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PageKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyMethods:
-    """What there is beside plain copies.
+    """Methods besides plain copies.
 
     Attributes:
         kernels: gather and scatter, or None.
         batch: copies batches of runs, or None.
-        lacking: by the name of what is None, why.
+        lacking: why a method is None, by its name.
     """
 
     kernels: PageKernels | None = None
@@ -45,11 +45,11 @@ class CopyMethods:
 
 
 def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
-    """What the device of `items` has.
+    """The methods of the device that holds `items`.
 
     Args:
         items: the pool's.
-        pinned: whether the host's are pinned; on a GPU nothing but plain copies can use others.
+        pinned: whether host memory is pinned; on a GPU only plain copies can use other memory.
     """
     device = items.device[0].device
     if device.type == "cpu":

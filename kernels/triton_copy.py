@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from asynchicache.errors import DeviceError, UsageError
-from asynchicache.kernels.items import PoolItems, Row
+from asynchicache.kernels.items import LayerRow, PoolItems
 from asynchicache.kernels.pointers import HostPointers, shared_address
 
 PROGRAMS = 32
@@ -27,8 +27,8 @@ _COLUMNS = 8  # of the table: host and device address, slot strides, unit stride
 _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
 
 
-# Where slots begin is not looked at either: those of a plan's later chunks may begin elsewhere, and a request
-# would wait until the kernel is compiled anew.
+# The alignment of slots is not specialized either: later chunks of a plan may be aligned differently, and a
+# request would wait for another compilation.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "host_slots",
@@ -55,7 +55,7 @@ def _copy_rows_kernel(
     block_pages: tl.constexpr,
     block_words: tl.constexpr,
 ) -> None:
-    # Work items [rows, page blocks, word blocks], dealt out to the programs in turn.
+    # Work items [rows, page blocks, word blocks], assigned to the programs round-robin.
     for item in range(tl.program_id(0), work, tl.num_programs(0)):
         row = first_row + item // (page_blocks * word_blocks)
         entry = table + row * columns
@@ -137,7 +137,7 @@ class TritonKernels:
                 f"slots lie on {host_slots.device} and {device_slots.device}, not on {self._device}"
             )
         if written:
-            self._items.check_places(host_slots, device_slots, written)
+            self._items.check_values(host_slots, device_slots, written)
 
     def _copy(
         self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
@@ -169,7 +169,7 @@ class TritonKernels:
         )
 
 
-def _entry(items: PoolItems, row: Row, pointers: HostPointers) -> list[int]:
+def _entry(items: PoolItems, row: LayerRow, pointers: HostPointers) -> list[int]:
     host, device = items.host[row.tensor][row.local], items.device[row.tensor][row.local]
     return [
         shared_address(host.data_ptr(), pointers) if host.numel() else 0,

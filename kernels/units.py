@@ -1,4 +1,5 @@
-"""Plain page copies on a CPU by numpy: it begins sooner than torch, and moves a unit as one opaque value."""
+"""Plain page copies on a CPU by numpy, which starts faster than torch and moves a unit as one opaque
+value."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 import torch
 
-from asynchicache.kernels.batch import TURN_BYTES, Integers
+from asynchicache.kernels.batch import GIL_RELEASE_BYTES, Integers
 from asynchicache.kernels.reference import copy_run
 
 Units: TypeAlias = npt.NDArray[Any]
 """`[layers, slots, units]` of opaque values."""
 
 TORCH_BYTES = 256 << 10
-"""From here on torch is as quick to copy a run, and gives up the GIL."""
+"""From this size on torch copies a run as fast, and releases the GIL."""
 
 
 def as_units(items: torch.Tensor) -> Units:
@@ -43,8 +44,8 @@ def copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Integers) -
     for first, second, slots in runs.tolist():
         of, to = slice(first, first + slots), slice(second, second + slots)
         held += slots * page_bytes
-        # Numpy keeps the GIL for so few values: now and then torch's turn is that of other threads, too.
-        if held >= TURN_BYTES or slots * page_bytes >= TORCH_BYTES:
+        # Numpy holds the GIL for so few values. Now and then torch copies one, which lets other threads run.
+        if held >= GIL_RELEASE_BYTES or slots * page_bytes >= TORCH_BYTES:
             copy_run(source[:, of], destination[:, to])
             held = 0
         else:

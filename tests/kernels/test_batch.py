@@ -8,7 +8,7 @@ import torch
 
 from asynchicache.errors import UsageError
 from asynchicache.kernels.batch import (
-    MOST_RUNS,
+    MAX_RUNS,
     PIECE_BYTES,
     PieceCount,
     RunBatch,
@@ -79,7 +79,7 @@ def _rows(slots: list[int], sizes: list[int]) -> tuple[RunBatch, torch.Tensor, t
 def test_long_runs_get_where_they_belong(
     monkeypatch: pytest.MonkeyPatch, slots: list[int], sizes: list[int]
 ) -> None:
-    monkeypatch.setattr("asynchicache.kernels.batch.HELD_BYTES", 1)
+    monkeypatch.setattr("asynchicache.kernels.batch.GIL_HELD_BYTES", 1)
     cycle = (sizes * len(slots))[: len(slots)]
     batch, destination, expected = _rows(slots, cycle)
 
@@ -89,8 +89,8 @@ def test_long_runs_get_where_they_belong(
 
 
 def test_long_runs_at_equal_distances_give_up_the_interpreter_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynchicache.kernels.batch.HELD_BYTES", 1)
-    monkeypatch.setattr("asynchicache.kernels.batch._freed", None)
+    monkeypatch.setattr("asynchicache.kernels.batch.GIL_HELD_BYTES", 1)
+    monkeypatch.setattr("asynchicache.kernels.batch._copy_without_gil", None)
     calls = []
     copyto = np.copyto
     monkeypatch.setattr(np, "copyto", lambda to, by: (calls.append(to.shape), copyto(to, by)))
@@ -145,7 +145,7 @@ def test_numpy_gets_long_runs_in_pieces_that_it_cannot_put_together(
 
 
 def test_of_all_layers_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynchicache.kernels.batch.HELD_BYTES", 1)
+    monkeypatch.setattr("asynchicache.kernels.batch.GIL_HELD_BYTES", 1)
     source = torch.arange(3 * 8 * 4, dtype=torch.uint8).reshape(3, 8, 1, 4)
     destination, expected = torch.zeros_like(source), torch.zeros_like(source)
     layers = RunGeometry(source, destination).runs(np.array([[0, 7, 1], [2, 5, 1], [4, 3, 1], [5, 0, 2]]))
@@ -163,8 +163,8 @@ def test_batches_are_cut_by_bytes_and_by_runs() -> None:
 
     assert [part.sizes.tolist() for part in batch.cut(8)] == [[4, 4], [9], [1, 1]]
     assert [part.sources.tolist() for part in batch.cut(100)] == [[0, 1, 2, 3, 4]]
-    many = RunBatch(*(np.ones(MOST_RUNS + 1, np.int64) for _ in range(3)), ())
-    assert [len(part.sizes) for part in many.cut(1 << 30)] == [MOST_RUNS, 1]
+    many = RunBatch(*(np.ones(MAX_RUNS + 1, np.int64) for _ in range(3)), ())
+    assert [len(part.sizes) for part in many.cut(1 << 30)] == [MAX_RUNS, 1]
 
 
 def test_joined_batches_are_one() -> None:

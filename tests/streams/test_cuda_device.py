@@ -12,7 +12,7 @@ from asynchicache.errors import ConfigError, DeviceError, UsageError
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.streams.waiter import Waiter
+from asynchicache.streams.waiter import EventWaiter
 
 PATIENCE = 30.0
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -27,7 +27,7 @@ def test_without_cuda_the_error_says_so() -> None:
 def test_a_waiter_tells_in_order() -> None:
     device = EmulatedDevice(ThreadDriver())
     stream, gate, told = device.stream("s"), threading.Event(), []
-    waiter = Waiter("s", nullcontext)
+    waiter = EventWaiter("s", nullcontext)
     events = [device.event() for _ in range(20)]
     stream.launch(lambda: gate.wait(PATIENCE))
     for i, event in enumerate(events):
@@ -43,7 +43,7 @@ def test_a_waiter_tells_in_order() -> None:
 def test_a_waiter_passes_the_error_on_and_goes_on() -> None:
     device = EmulatedDevice(ThreadDriver())
     stream, event, told = device.stream("s"), device.event(), []
-    waiter = Waiter("s", nullcontext)
+    waiter = EventWaiter("s", nullcontext)
     stream.launch(lambda: 1 // 0)
     stream.record(event)
     for _ in range(2):
@@ -54,7 +54,7 @@ def test_a_waiter_passes_the_error_on_and_goes_on() -> None:
 
 
 def test_a_closed_waiter_leaves_no_thread() -> None:
-    waiter = Waiter("gone", nullcontext)
+    waiter = EventWaiter("gone", nullcontext)
     assert "waiter-gone" in [thread.name for thread in threading.enumerate()]
     waiter.close()
     waiter.close()

@@ -209,7 +209,7 @@ def test_kernels_need_not_check_the_slots_of_a_plan(
 ) -> None:
     """On a GPU that would wait for the stream in each launch."""
     checks: list[object] = []
-    monkeypatch.setattr(PoolItems, "check_places", lambda *arguments: checks.append(arguments))
+    monkeypatch.setattr(PoolItems, "check_values", lambda *arguments: checks.append(arguments))
     memory = _memory()
     wish = operation(direction, kv=([0, 2], [1, 0]))
     expected, plan = _copied(memory, wish), merge([wish], {"kv": memory.extent}, 3, None)

@@ -1,1 +1,1 @@
-"""Streams and events of CUDA, an emulation of them, and the way back to the event loop."""
+"""Streams and events of CUDA, an emulation of them, and how their completion reaches the event loop."""

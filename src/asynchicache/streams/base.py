@@ -1,4 +1,4 @@
-"""Streams, events and devices: CUDA's semantics, written down once for every driver.
+"""Streams, events and devices: the semantics of CUDA, defined once for every driver.
 
 Rules that all drivers keep (CUDA runtime: cudaEventRecord, cudaStreamWaitEvent):
 
@@ -10,10 +10,10 @@ Rules that all drivers keep (CUDA runtime: cudaEventRecord, cudaStreamWaitEvent)
    completes with that error.
 5. Stricter than CUDA, where it would be a silent no-op: waiting on an event that was never
    recorded raises `RequestStateError`.
-6. What is captured in a graph runs at each replay. Only external events cross a graph's border: a
+6. What is captured in a graph runs at each replay. Only external events connect a graph with the rest: a
    captured wait binds to the latest record at the time of the replay, not of the capture
-   (cudaEventWaitExternal). The thread that captures records them, and waits for them, nowhere else
-   meanwhile, and makes none.
+   (cudaEventWaitExternal). During the capture, the capturing thread neither makes external events nor
+   records or waits for them on other streams.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a stream. One record serves everybody who asks or waits for it; who wants another point
-    takes another event, so that nobody's moves. What a driver needs for an event it uses again, once the
-    last reference to the event is gone.
+    """A point in a stream. One record serves any number of queries and waits; use another event for another
+    point, so that no point moves while others wait for it. A driver reuses its own event once the last
+    reference to this one is gone.
     """
 
     @property
@@ -52,25 +52,25 @@ class Event(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """A queue of work of one device; from any one thread at a time."""
+    """A queue of work of one device; may be used by any one thread at a time."""
 
     @property
     def name(self) -> str: ...
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Enqueue `work`. An emulated stream calls it when its turn comes; a CUDA stream calls it
-        at once, as the current stream, and the copies and kernels it makes are what is enqueued.
+        """Enqueue `work`. An emulated stream calls it when its turn comes; a CUDA stream calls it at once, as
+        torch's current stream, so that the copies and kernels of `work` are enqueued.
         """
         ...
 
     def current(self) -> AbstractContextManager[object]:
-        """For many launches in a row: what each would do first is done once. For one thread, which must not
-        hand over to other coroutines meanwhile.
+        """Do once what each of many launches would do first. For one thread, which must not yield to other
+        coroutines within the context.
         """
         ...
 
     def record(self, event: Event) -> None:
-        """Let `event` stand for everything enqueued so far.
+        """Record `event` behind everything enqueued so far.
 
         Raises:
             RequestStateError: a capture forbids it (rule 6).
@@ -78,7 +78,7 @@ class Stream(Protocol):
         ...
 
     def wait_event(self, event: Event) -> None:
-        """Let nothing enqueued later run before the latest record of `event`.
+        """Make everything enqueued later wait for the latest record of `event`.
 
         Raises:
             RequestStateError: `event` was never recorded, or a capture forbids it (rule 6).
@@ -87,7 +87,7 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """What a stream was given once, to be given again and again."""
+    """Work that was captured once, to be enqueued repeatedly."""
 
     def replay(self) -> None:
         """Enqueue it once more, on the stream that it was captured from.
@@ -99,11 +99,11 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One device: makes streams and events, owns whatever threads drive them."""
+    """One device: makes streams and events, and owns the threads that drive them."""
 
     @property
     def name(self) -> str:
-        """As torch names it: `cpu`, `cuda:0`."""
+        """Torch's name: `cpu`, `cuda:0`."""
         ...
 
     @property
@@ -117,32 +117,32 @@ class Device(Protocol):
         """A new event.
 
         Args:
-            external: it crosses the border of graphs: what is captured may wait for it. Default: False.
+            external: captured work may wait for it. Default: False.
         """
         ...
 
     def owns(self, event: Event) -> bool:
-        """Whether `event` is of this device, so that its streams can wait for it."""
+        """Whether `event` belongs to this device, so that its streams can wait for it."""
         ...
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
-        """While the context is open, what is enqueued on `stream` does not run: it becomes the graph."""
+        """Within the context, what is enqueued on `stream` does not run, but becomes the graph."""
         ...
 
     def yield_to_streams(self) -> None:
-        """Let what was enqueued begin before this thread enqueues more: for a moment, and never on the
-        loop. Where the device does not share the processor's interpreter with us, nothing happens.
+        """Give streams that are threads of this interpreter the chance to start, before this thread enqueues
+        more. Blocks for a moment; never call it on the loop. Does nothing on other devices.
         """
         ...
 
     def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
         """Call `reached(error)` from any thread, once, when the latest record of `event` is reached.
 
-        Notifications may be lost where a driver is made to lose them (tests); who must not miss
-        one keeps a sweeper.
+        Notifications may be lost (tests have drivers that lose them); a caller that must not miss one polls
+        as well.
 
         Args:
-            stream: where `event` was recorded. What is to be told of one stream is told in order.
+            stream: where `event` was recorded. Notifications of one stream come in order.
             event: not to be recorded again before `reached` was called.
 
         Raises:
@@ -151,5 +151,5 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Join the driver's threads; work still enqueued is run first."""
+        """Run what is still enqueued, then join the driver's threads."""
         ...

@@ -1,9 +1,7 @@
 """Streams and events of an NVIDIA GPU, over `torch.cuda`.
 
-No Python function is ever a CUDA host callback: the driver's thread would want the GIL while the
-GIL's holder waits inside the driver. Threads that block on events tell of completion instead.
-
-Above 400 lines, since device, stream, event and graph know of each other's captures and errors.
+No Python function is ever a CUDA host callback: the driver's thread would need the GIL while the thread that
+holds it waits inside the driver. Threads that block on events report completion instead.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ import torch
 from asynchicache.captures import relaxed_capture_mode
 from asynchicache.errors import ClosedError, ConfigError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.base import Event, Stream
-from asynchicache.streams.waiter import Reached, Waiter
+from asynchicache.streams.waiter import EventWaiter, Reached
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 _idle: dict[int, deque[torch.cuda.Stream]] = defaultdict(deque)
-"""By GPU, streams of devices that were closed: nothing is enqueued on them."""
+"""By GPU, streams of closed devices, on which nothing is enqueued."""
 
 
 class _Thread(threading.local):
-    """What of a device is each thread's own."""
+    """State of a device that each thread has for itself."""
 
-    current: CudaStream | None = None  # whose `current` it is in
-    asking = False  # it is in `asking`
+    current: CudaStream | None = None  # the stream whose `current` context the thread is in
+    asking = False  # whether the thread is in `asking`
 
 
 class CudaDevice:
@@ -55,7 +53,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._streams: list[CudaStream] = []
         self._wrapped: dict[int, CudaStream] = {}
-        self._waiters: dict[CudaStream, Waiter] = {}
+        self._waiters: dict[CudaStream, EventWaiter] = {}
         self._spare: deque[torch.cuda.Event] = deque()
         self._maker: CudaStream | None = None
         self._closed = False
@@ -68,7 +66,7 @@ class CudaDevice:
     def stream(self, name: str) -> CudaStream:
         """
         Raises:
-            DeviceError: the driver makes none, as after an error.
+            DeviceError: the driver makes none, for instance after an error.
         """
         stream = CudaStream(self, self._torch_stream(), name)
         with self._lock:
@@ -76,8 +74,8 @@ class CudaDevice:
         return stream
 
     def _torch_stream(self) -> torch.cuda.Stream:
-        """Torch has 32, and hands them out in turns: the 33rd that anybody asks for is the first one, whoever
-        uses that by then. So we take few, and those of closed devices again."""
+        """A stream of torch's. Torch has 32 and hands them out round-robin: the 33rd is the first one again,
+        even if it is in use. So those of closed devices are reused first."""
         self.check()
         with suppress(IndexError):
             return _idle[self.index].pop()
@@ -87,7 +85,7 @@ class CudaDevice:
             raise DeviceError(f"{self.name} makes no stream: {error}") from error
 
     def wrap(self, torch_stream: torch.cuda.Stream) -> CudaStream:
-        """The stream of someone else, an engine's compute stream say; the same one each time.
+        """Wrap a stream that an engine made, such as its compute stream; the same object each time.
 
         Raises:
             UsageError: the stream is of another device.
@@ -111,8 +109,8 @@ class CudaDevice:
         if self.capturing():
             raise RequestStateError("this thread captures a stream: make external events before that")
         event = CudaEvent(self, _torch_event(external), external)
-        # Torch creates an event with its first record, and skips waits for events that are not
-        # created: a capture would silently hold no wait.
+        # Torch creates an event with its first record, and skips waits for events that are not created: a
+        # captured wait would silently be missing.
         self._maker = self._maker or self.stream("external-events")
         self.attempt(event.torch_event.record, self._maker.torch_stream)
         self.check()
@@ -121,23 +119,24 @@ class CudaDevice:
     def capturing(self) -> bool:
         """Whether this thread's current stream of this device is being captured.
 
-        Torch looks at that stream, and not at the one that it is told of, to make the record of an external
-        event, or the wait for it, one of a graph; CUDA refuses that on any other stream, and forgets nothing.
+        Torch decides by the current stream, not by the one it is given, whether the record of an external
+        event or the wait for it belongs to a graph. CUDA refuses that on any other stream, and the error is
+        sticky.
         """
         with self.here():
             return bool(self.attempt(torch.cuda.is_current_stream_capturing))
 
     def _spare_event(self) -> torch.cuda.Event:
-        """Making and destroying CUDA events takes the context's lock: they are used again."""
+        """An unused event. Making and destroying CUDA events takes the context's lock, so they are reused."""
         try:
             return self._spare.pop()
         except IndexError:
             return _torch_event(external=False)
 
-    def take_back(self, torch_event: torch.cuda.Event) -> None:
-        """For the next `event`, as nobody refers to the last one any more; from any thread.
+    def reuse(self, torch_event: torch.cuda.Event) -> None:
+        """Keep a torch event whose last user is gone for the next `event`; from any thread.
 
-        A stream may still have to wait for its record: CUDA binds that at the time of the call.
+        Streams that still wait for its record are not affected: CUDA binds a wait at the time of the call.
         """
         self._spare.append(torch_event)
 
@@ -146,10 +145,10 @@ class CudaDevice:
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[CudaGraph]:
-        """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.
+        """Within the context, what is enqueued on `stream` becomes a graph and does not run.
 
-        Captured in CUDA's thread-local mode: in the global one, which is torch's default, what other
-        threads do can break the capture. Whoever captures by torch alone should do the same.
+        Captures in CUDA's thread-local mode: in the global one, which is torch's default, calls of other
+        threads can invalidate the capture. Engines that capture by torch alone should do the same.
 
         Raises:
             RequestStateError: `stream` is being captured already.
@@ -172,7 +171,7 @@ class CudaDevice:
         return torch.cuda.graph(graph.torch_graph, stream=stream.torch_stream, capture_error_mode=mode)
 
     def yield_to_streams(self) -> None:
-        """A GPU begins by itself."""
+        """A GPU starts by itself."""
 
     def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
         """Call `reached(error)` once, from the stream's waiter thread, when the latest record of `event` is
@@ -193,12 +192,12 @@ class CudaDevice:
             raise UsageError(f"{stream!r} is not a stream of {self.name}")
         return stream
 
-    def _waiter(self, stream: CudaStream) -> Waiter:
+    def _waiter(self, stream: CudaStream) -> EventWaiter:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"device {self.name} is closed")
             if stream not in self._waiters:
-                self._waiters[stream] = Waiter(stream.name, self.asking)
+                self._waiters[stream] = EventWaiter(stream.name, self.asking)
             return self._waiters[stream]
 
     def check(self) -> None:
@@ -210,7 +209,7 @@ class CudaDevice:
             raise DeviceError(str(self.error)) from self.error
 
     def attempt(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call the driver, or what calls it: the first exception fails the device, and goes no further."""
+        """Call the driver, or code that does. The first exception fails the device; none is raised."""
         try:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the boundary of foreign work and of the driver
@@ -221,11 +220,11 @@ class CudaDevice:
             return None
 
     def ask(self, call: Callable[[], T]) -> T | None:
-        """`attempt` what may wait, or look whether it would have to.
+        """`attempt` a call that waits for an event or queries it.
 
-        The device is the thread's current one meanwhile. Whatever thread asks, an event of GPU 1 must not
-        make a context on GPU 0, some hundreds of MiB of its memory, as a runtime call on a new thread does.
-        Torch itself sees to that where it records an event or has a stream wait (c10/cuda/CUDAEvent.h).
+        The device is the thread's current one during the call: on a new thread a runtime call would otherwise
+        create a context on GPU 0, hundreds of MiB of its memory, even for an event of GPU 1. Torch takes care
+        of that itself where it records an event or makes a stream wait (c10/cuda/CUDAEvent.h).
         """
         return self.attempt(call) if self.thread.asking else self.attempt(self._beside, call)
 
@@ -235,7 +234,7 @@ class CudaDevice:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """What each `ask` of this thread does first is done once, for a thread that does nothing else."""
+        """Do once what each `ask` of this thread would do first; for a thread that does nothing else."""
         with self.within(self.here, relaxed_capture_mode):
             self.thread.asking = True
             yield
@@ -245,17 +244,17 @@ class CudaDevice:
 
     @contextmanager
     def within(self, *contexts: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """Enter contexts of torch's; where one cannot be entered or left, the device has failed."""
+        """Enter contexts of torch's. If one cannot be entered or left, the device fails."""
         stack = ExitStack()
         for make in contexts:
-            self.attempt(lambda: stack.enter_context(make()))  # noqa: B023 - it is called at once
+            self.attempt(lambda: stack.enter_context(make()))  # noqa: B023 - called immediately
         try:
             yield
         finally:
             self.attempt(stack.close)
 
     def close(self) -> None:
-        """Wait for what is enqueued on our own streams, then join the waiters; twice is harmless."""
+        """Wait for what is enqueued on our own streams, then join the waiters; may be called twice."""
         with self._lock:
             self._closed = True
             streams, self._streams = self._streams, []
@@ -273,7 +272,10 @@ class CudaStream:
     def __init__(
         self, device: CudaDevice, torch_stream: torch.cuda.Stream, name: str, *, foreign: bool = False
     ) -> None:
-        """`foreign`: it is an engine's, which may capture it by `torch.cuda.graph`."""
+        """
+        Args:
+            foreign: it belongs to an engine, which may capture it by `torch.cuda.graph`.
+        """
         self.device = device
         self.name = name
         self.torch_stream = torch_stream
@@ -281,9 +283,9 @@ class CudaStream:
         self.graph: CudaGraph | None = None  # while it is captured by us
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Call `work` now, with this stream as torch's current one, which is a thing of the thread:
-        `work` must not hand over to other coroutines. An exception fails the device, as it does
-        where work runs later: nobody knows which of its copies were enqueued.
+        """Call `work` now, with this stream as torch's current one. That is a property of the thread, so
+        `work` must not yield to other coroutines. An exception fails the device, because it is not known
+        which of the copies were enqueued.
         """
         if self.device.error is None:
             self.device.attempt(work if self.device.thread.current is self else partial(self._run, work))
@@ -294,7 +296,7 @@ class CudaStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Let this be torch's current stream of this thread, for many launches instead of each."""
+        """Make this torch's current stream of this thread, once for many launches."""
         thread = self.device.thread
         with self.device.within(self.device.here, self._as_torchs):
             before, thread.current = thread.current, self
@@ -307,7 +309,7 @@ class CudaStream:
         return torch.cuda.stream(self.torch_stream)
 
     def record(self, event: Event) -> None:
-        """Let `event` stand for everything enqueued so far.
+        """Record `event` behind everything enqueued so far.
 
         Raises:
             UsageError: `event` is of another device.
@@ -320,7 +322,7 @@ class CudaStream:
             self.graph.records.append(own)
 
     def wait_event(self, event: Event) -> None:
-        """Let nothing enqueued later run before the latest record of `event`; does not block.
+        """Make everything enqueued later wait for the latest record of `event`; does not block.
 
         Raises:
             RequestStateError: `event` was never recorded, or is not external and this is captured.
@@ -340,7 +342,11 @@ class CudaStream:
         self.device.ask(self.torch_stream.synchronize)
 
     def own(self, event: Event) -> CudaEvent:
-        """`event`, of this device; else UsageError."""
+        """`event`, if it belongs to this device.
+
+        Raises:
+            UsageError: it does not.
+        """
         if not isinstance(event, CudaEvent) or event.device is not self.device:
             raise UsageError(f"{event!r} is not an event of the device of stream {self.name}")
         return event
@@ -356,7 +362,7 @@ class CudaStream:
         return own
 
     def _captured(self) -> bool:
-        """Whether what this thread enqueues here becomes a graph. CUDA would break an engine's capture."""
+        """Whether what this thread enqueues here becomes a graph; also in a capture of the engine's."""
         if self.graph is not None or not self._foreign:
             return self.graph is not None
         with self.device.here():
@@ -368,7 +374,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A blocking event: who waits for it sleeps, and does not spin on the driver's lock."""
+    """A blocking event: a thread that waits for it sleeps instead of spinning on the driver's lock."""
 
     def __init__(self, device: CudaDevice, torch_event: torch.cuda.Event, external: bool) -> None:
         self.device = device
@@ -377,8 +383,8 @@ class CudaEvent:
         self.recorded = False
 
     def __del__(self) -> None:
-        if not self.external:  # graphs hold those by their handles
-            self.device.take_back(self.torch_event)
+        if not self.external:  # graphs refer to external events by their handles
+            self.device.reuse(self.torch_event)
 
     def query(self) -> bool:
         """Whether the latest record has been reached; True if there is none.

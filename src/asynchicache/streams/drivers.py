@@ -1,4 +1,4 @@
-"""What runs the work of emulated streams: threads, the caller itself, or a loop with a seed."""
+"""Drivers run the work of emulated streams: on threads, in the caller, or on a loop with a seed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asynchicache.errors import ConfigError, DeviceError, InternalError
 from asynchicache.ports import ThreadWorker
 
 _MOMENT = 20e-6
-"""Seconds; with the timer's slack some 75 microseconds, in which a thread wakes and takes the interpreter."""
+"""Seconds. With the timer's slack about 75 microseconds: enough for a thread to wake and take the GIL."""
 
 Run = Callable[[], None]
-"""One piece of work, with what it starts next; a driver calls it once and never holds a lock then."""
+"""One piece of work, and starting the next one; a driver calls it once, without holding a lock."""
 
 
 class Driver(Protocol):
     """Runs work for one device. The device decides what may run; a driver decides when, and where."""
 
     def lane(self, name: str) -> Callable[[Run], None]:
-        """How one stream hands over its work: a piece at a time, the next when the last has run. What it
-        gives raises DeviceError if it cannot take a piece.
+        """A function by which one stream hands over its work, one piece at a time, the next when the last has
+        run. It raises DeviceError if it cannot take a piece.
         """
         ...
 
@@ -35,31 +35,32 @@ class Driver(Protocol):
         ...
 
     def yield_to_streams(self) -> None:
-        """Let what was handed over begin, before this thread hands over more."""
+        """Give work that was handed over the chance to start, before this thread hands over more."""
         ...
 
     def close(self) -> None:
-        """Join what threads there are, after the work handed over; twice is harmless."""
+        """Join the threads, if any, after the work handed over; may be called twice."""
         ...
 
 
 class ThreadDriver:
-    """One daemon thread a stream, started with its first work: torch copies release the GIL, so
-    streams truly overlap.
+    """One daemon thread per stream, started with its first work. Torch copies release the GIL, so streams
+    really overlap.
     """
 
     def __init__(self) -> None:
         self._threads: list[ThreadWorker] = []
 
     def lane(self, name: str) -> Callable[[Run], None]:
-        # A stream hands over a piece only after the last one has run: one thread at a time, as it must be.
+        # `ThreadWorker` allows one submitting thread at a time, and a stream hands over a piece only after
+        # the last one has run.
         thread = ThreadWorker(f"stream-{name}")
         self._threads.append(thread)
 
         def hand_over(run: Run) -> None:
             try:
                 thread.submit(run)
-            except RuntimeError as error:  # the system has none to spare
+            except RuntimeError as error:  # the system starts no more threads
                 raise DeviceError(f"no thread for stream {name!r}: {error}") from error
 
         return hand_over
@@ -68,8 +69,8 @@ class ThreadDriver:
         reached.wait()
 
     def yield_to_streams(self) -> None:
-        """A thread that enqueues keeps the interpreter for 5 ms (`sys.getswitchinterval`) if it does not
-        block; a stream's thread that was woken for the first copy would wait for all the others."""
+        # A thread that enqueues and does not block keeps the GIL for 5 ms (`sys.getswitchinterval`): the
+        # stream's thread, woken for the first copy, would start only when all others are enqueued.
         time.sleep(_MOMENT)
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class InlineDriver:
 
     def _hand_over(self, run: Run) -> None:
         self._ready.append(run)
-        # Looked at again after the turn is given back: another thread may have added meanwhile.
+        # Check again after releasing the lock: another thread may have added work in between.
         while self._ready and self._turn.acquire(blocking=False):
             try:
                 while self._ready:
@@ -105,7 +106,7 @@ class InlineDriver:
         reached.wait()
 
     def yield_to_streams(self) -> None:
-        """What may run has run."""
+        """Everything that may run has run."""
 
     def close(self) -> None:
         """Nothing to join."""
@@ -114,9 +115,8 @@ class InlineDriver:
 class SeededDriver:
     """Runs every piece of work on the loop after a duration drawn from `rng`.
 
-    In virtual time the seed alone decides how streams interleave, so a run can be replayed; an
-    engine that is right for many seeds does not live by the timing luck of one machine.
-    To be made on the loop's thread.
+    In virtual time the seed alone decides how streams interleave, so that a run can be replayed. Many seeds
+    cover orders that one machine's timing never shows. Create it on the loop's thread.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SeededDriver:
         """
         Args:
             loop: where the work runs.
-            rng: where durations come from, exponentially distributed.
+            rng: draws the durations, which are exponentially distributed.
             mean_seconds: the mean duration of a piece of work.
 
         Raises:
@@ -154,7 +154,7 @@ class SeededDriver:
 
     def _fire(self, number: int) -> None:
         due_and_run = self._pending.pop(number, None)
-        if due_and_run is not None:  # else `wait` ran it ahead of its timer
+        if due_and_run is not None:  # otherwise `wait` ran it before its timer fired
             due_and_run[1]()
 
     def wait(self, reached: threading.Event) -> None:

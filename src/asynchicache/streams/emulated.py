@@ -1,7 +1,4 @@
-"""Streams and events without a GPU: CUDA's semantics as a state machine that a driver runs.
-
-Above 400 lines, since device, stream, event and graph are faces of the one machine.
-"""
+"""Streams and events without a GPU: CUDA's semantics as a state machine, whose work a driver runs."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ Reached: TypeAlias = Callable[[BaseException | None], None]
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """One record of an event. Waits and queries hold the mark, so recording again, which makes a
-    new one, does not move them.
+    """One record of an event. Waits and queries refer to the mark; recording again makes a new one, so that
+    they do not move.
     """
 
     reached: bool = False
@@ -52,7 +49,7 @@ _Command: TypeAlias = _Launch | _Record | _Wait
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The queue of one stream. `busy`: its last command runs, or waits for a mark."""
+    """The queue of one stream; `busy` while its last command runs, or waits for a mark."""
 
     start: Callable[[Run], None]
     commands: deque[_Command] = field(default_factory=deque)
@@ -62,14 +59,14 @@ class _Lane:
 class _Machine:
     """All lanes of a device, under one lock.
 
-    It decides under the lock and acts after it: work and callbacks, which are not ours, never run
+    It decides under the lock and acts after releasing it: work and callbacks are foreign code, and never run
     with the lock held.
     """
 
     def __init__(self, name: str, driver: Driver) -> None:
         self.name = name
         self.error: DeviceError | None = None
-        self.capturing: list[int] = []  # threads, each as often as it captures a stream
+        self.capturing: list[int] = []  # ids of threads, once per stream that they capture
         self._driver = driver
         self._lock = threading.Lock()
         self._lanes: list[_Lane] = []
@@ -128,7 +125,7 @@ class _Machine:
         self._driver.close()
 
     def _settle(self, lane: _Lane) -> list[Run]:
-        """Advance `lane` and every lane that this wakes; a list, not recursion, so chains may be long."""
+        """Advance `lane` and every lane that this wakes. Not recursive, as chains may be long."""
         acts: list[Run] = []
         ready = deque([lane])
         while ready:
@@ -136,7 +133,7 @@ class _Machine:
         return acts
 
     def _advance(self, lane: _Lane, acts: list[Run]) -> list[_Lane]:
-        """Take commands until one has to be waited for; the lanes that became ready by them."""
+        """Take commands until one has to wait; returns the lanes that became ready."""
         woken: list[_Lane] = []
         while lane.commands and not lane.busy:
             match lane.commands.popleft():
@@ -162,19 +159,19 @@ class _Machine:
     def _start(self, lane: _Lane, run: Run) -> None:
         try:
             lane.start(run)
-        except DeviceError as error:  # what waits behind it is told, by a failed device
+        except DeviceError as error:  # no thread: the device has failed, which those who wait must learn
             self._fail(error)
             run()
 
     def _run(self, lane: _Lane, work: Work) -> None:
-        """Called by the driver, where and when it likes."""
+        """Called by the driver, on any thread, at any time."""
         try:
             if self.error is None:
                 work()
         except BaseException as error:
-            # The boundary of foreign work: whatever it raises, its copies cannot be trusted.
+            # The boundary of foreign work: after any exception its copies cannot be trusted.
             self._fail(error)
-            if isinstance(error, KeyboardInterrupt):  # it came to the caller, not to the work
+            if isinstance(error, KeyboardInterrupt):  # it is meant for the caller, not for the work
                 raise
         finally:
             with self._lock:
@@ -212,7 +209,7 @@ class EmulatedEvent:
         """Whether the latest record has been reached; True if there is none.
 
         Raises:
-            DeviceError: the device failed, be it after this record, as on CUDA.
+            DeviceError: the device failed, even if after this record, as on CUDA.
         """
         self.machine.check()
         mark = self.mark
@@ -243,8 +240,8 @@ class EmulatedStream:
         self.graph: EmulatedGraph | None = None  # while it is captured
 
     def launch(self, work: Work) -> None:
-        """Enqueue `work`. The first exception that any work raises fails the device: later work is
-        not run, and later records complete with the error.
+        """Enqueue `work`. The first exception that any work raises fails the device: later work does not
+        run, and later records complete with the error.
 
         Raises:
             ClosedError: the device is closed.
@@ -255,11 +252,11 @@ class EmulatedStream:
         self.machine.push(self.lane, _Launch(work))
 
     def current(self) -> AbstractContextManager[object]:
-        """Nothing is to be done before a launch."""
+        """A context that does nothing."""
         return nullcontext()
 
     def record(self, event: Event) -> None:
-        """Let `event` stand for everything enqueued so far.
+        """Record `event` behind everything enqueued so far.
 
         Raises:
             ClosedError: the device is closed.
@@ -274,7 +271,7 @@ class EmulatedStream:
         own.mark = mark
 
     def wait_event(self, event: Event) -> None:
-        """Let nothing enqueued later run before the latest record of `event`.
+        """Make everything enqueued later wait for the latest record of `event`.
 
         Raises:
             ClosedError: the device is closed.
@@ -291,7 +288,8 @@ class EmulatedStream:
         self.machine.push(self.lane, _Wait(mark))
 
     def _crossing(self, event: Event) -> EmulatedEvent:
-        """As on CUDA, events in and out of a capture are external, and its thread uses those nowhere else."""
+        """Check what CUDA requires: events in and out of a capture are external, and during the capture its
+        thread uses external events nowhere else."""
         own, captured = self.own(event), self.graph is not None
         if captured and not own.external:
             raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
@@ -372,7 +370,7 @@ class EmulatedDevice:
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[EmulatedGraph]:
-        """Let what is enqueued on `stream` meanwhile become a graph; nothing of it runs now.
+        """Within the context, what is enqueued on `stream` becomes a graph and does not run.
 
         Raises:
             RequestStateError: `stream` is being captured already.
@@ -390,13 +388,13 @@ class EmulatedDevice:
             own.graph = None
 
     def yield_to_streams(self) -> None:
-        """Let a stream's thread begin, where streams have threads; see `ThreadDriver.yield_to_streams`."""
+        """Give the streams' threads, if any, the chance to start; see `ThreadDriver.yield_to_streams`."""
         self._machine.yield_to_streams()
 
     def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
         """Call `reached(error)` once when the work before the latest record of `event` has run, or was
-        skipped; at once if it has. `reached` must be short and must not raise: the stream's next work is
-        behind it.
+        skipped; at once if it has. `reached` must be short and must not raise: the stream's next work waits
+        for it.
 
         Raises:
             ClosedError: the device is closed.
@@ -414,5 +412,5 @@ class EmulatedDevice:
         return stream
 
     def close(self) -> None:
-        """Run what is enqueued, then join the driver's threads; twice is harmless."""
+        """Run what is enqueued, then join the driver's threads; may be called twice."""
         self._machine.close()

@@ -1,4 +1,4 @@
-"""Brings the completion of device work to the event loop: many completions, one wake."""
+"""Reports the completion of device work to the event loop; one wake-up serves many completions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReactorStatistics:
         tracked: releases handed over.
         completed: releases called.
         wakes: times the loop was woken by completions.
-        swept: completions found by the sweeper, because nobody had told of them.
+        swept: completions found by the sweeper, for which no notification had come.
     """
 
     tracked: int
@@ -46,7 +46,7 @@ class ReactorStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One `track`. `reached`, `quiet` and `error` are written by any thread, the rest under the lock."""
+    """One `track`. Any thread writes `reached`, `quiet` and `error`; the rest is written under the lock."""
 
     device: Device
     stream: Stream
@@ -55,7 +55,7 @@ class _Entry:
     urgent: Callable[[], bool] | None
     since: float
     reached: bool = False
-    quiet: bool = False  # reached, and no wake was posted for it
+    quiet: bool = False  # reached, but the loop was not woken for it
     error: BaseException | None = None
     finished: bool = False
     warned: bool = False
@@ -64,19 +64,19 @@ class _Entry:
 class CompletionReactor:
     """Calls `release(error)` on the loop, once, when the work enqueued before it has run.
 
-    Releases of one stream are called in the order they were tracked. Notifications come from the
-    device's threads into a queue that one posted call drains. They may be lost (an error on the
-    stream, a bug in a driver), so while something is in flight a sweeper asks the events too.
-    What nobody waits for need not wake the loop: it lies in the queue until something else does.
+    Releases of one stream are called in the order they were tracked. The device's threads put notifications
+    into a queue that one posted call drains. Notifications may be lost (an error on the stream, a bug in a
+    driver), so a sweeper queries the events too while something is in flight. A completion that no task waits
+    for need not wake the loop: it stays in the queue until something else does.
 
-    `track` may be called from any thread, as the stream it is given; the rest is the loop's.
+    `track` may be called from the thread that uses its stream; the rest is confined to the loop.
     """
 
     def __init__(self, port: Port, *, sweep_seconds: float = 0.05, warn_seconds: float = 60.0) -> None:
         """
         Args:
-            port: how other threads reach the loop; whose clock it goes by.
-            sweep_seconds: how long a completion can stay unseen when its notification is lost.
+            port: how other threads reach the loop; also its clock.
+            sweep_seconds: the longest that a completion stays unseen when its notification is lost.
             warn_seconds: how long work may be in flight before the log says so.
 
         Raises:
@@ -113,12 +113,12 @@ class CompletionReactor:
 
         Args:
             device, stream: where the work is.
-            release: is given None, or the device's sticky error; what the work touched is then not to be
-                trusted, and may still be written.
-            event: recorded on `stream` just now, and never to be again: then this records none of its own,
-                which costs a call of the driver. Default: the caller has none.
-            urgent: asked on a thread of the device's when the work has run. Where it says no, the loop is
-                not woken for this alone: whoever starts to wait calls `poll`. Default: it is urgent.
+            release: is given None, or the device's sticky error. Memory that the work touches must not be
+                trusted then, and may still be written.
+            event: recorded on `stream` just now, and never to be recorded again; saves recording another
+                one. Default: the caller has none.
+            urgent: called on one of the device's threads when the work has run. If it returns False, the loop
+                is not woken for this alone: a task that starts to wait calls `poll`. Default: it is urgent.
 
         Raises:
             ClosedError: the reactor is closed; `release` will not be called.
@@ -136,7 +136,7 @@ class CompletionReactor:
         self._ensure_sweeper(entry)
 
     def poll(self) -> None:
-        """Call the releases of what is known to have run, without waiting for a wake; on the loop."""
+        """Call the releases of what is known to have run, without waiting for a wake-up; on the loop."""
         if not self._ended:
             self._finish_told()
 
@@ -147,8 +147,8 @@ class CompletionReactor:
         """Refuse new work, and wait until nothing is in flight, for `deadline_seconds` at most.
 
         Returns:
-            How many are in flight still. Their releases will never be called: the device may write
-            to their pages at any time, so the caller must leak these, not free them.
+            How many are still in flight. Their releases will never be called: the device may write to
+            their pages at any time, so the caller must leak these, not free them.
         """
         with self._lock:
             self._closed = True
@@ -169,7 +169,8 @@ class CompletionReactor:
         entry.error = error
         entry.reached = True
         self._told.append(entry)
-        # Asked after that: who waits, or closes, says so before it looks, so one of the two sees the other.
+        # Checked after the append: a task that waits, and `aclose`, announce themselves before they look at
+        # the queue, so one of the two sees the other.
         if error is None and entry.urgent is not None and not (self._closed or entry.urgent()):
             entry.quiet = True
             return
@@ -180,7 +181,7 @@ class CompletionReactor:
 
     def _ensure_sweeper(self, entry: _Entry) -> None:
         with self._lock:
-            # What the loop is woken for will be drained, without the help of a timer.
+            # If the loop is woken for it, it will be drained: no timer is needed.
             arm = not (self._sweeping or (entry.reached and not entry.quiet))
             self._sweeping = self._sweeping or arm
         if arm:
@@ -195,7 +196,7 @@ class CompletionReactor:
         self.poll()
 
     def _finish_told(self) -> None:
-        for _ in range(len(self._told)):  # those told meanwhile have posted another drain
+        for _ in range(len(self._told)):  # what is added meanwhile has posted another drain
             self._finish_through(self._told.popleft())
 
     def _arm(self) -> None:
@@ -211,7 +212,7 @@ class CompletionReactor:
             self._arm()
 
     def _look(self) -> None:
-        """Finish everything that is complete, told or not."""
+        """Finish everything that is complete, with or without a notification."""
         if self._ended:
             return
         self._finish_told()
@@ -243,7 +244,7 @@ class CompletionReactor:
             )
 
     def _finish_through(self, last: _Entry) -> None:
-        """Finish `last` and all before it on its stream, which are complete because it is."""
+        """Finish `last` and all entries before it on its stream: streams run in order."""
         with self._lock:
             entries = [] if last.finished else self._pop_through(last)
         for entry in entries:
@@ -264,7 +265,7 @@ class CompletionReactor:
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
         self._completed += 1
         try:
-            self._context.run(entry.release, error)  # whoever polls is not whom it is about
+            self._context.run(entry.release, error)  # not in the context of the task that happens to poll
         except Exception:
             logger.exception("a release hook failed; the others go on")
 
@@ -274,7 +275,7 @@ class CompletionReactor:
 
 
 def _complete(entry: _Entry) -> bool:
-    """Ask the entry's event; a failed device completes everything, with its error."""
+    """Query the entry's event. A failed device completes everything, with its error."""
     try:
         if not entry.event.query():
             return False

@@ -1,4 +1,4 @@
-"""Threads that block on events, and tell when these are reached."""
+"""Threads that block on events and report when they are reached."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from asynchicache.streams.base import Event
 Reached: TypeAlias = Callable[[BaseException | None], None]
 
 
-class Waiter:
+class EventWaiter:
     """The recorded events of one stream, first in first out, and a thread that blocks on the head.
 
-    One queue a stream: events of a slow stream do not hold up those of others. Behind a head that
-    was waited for, events that are complete by then are passed on without blocking again.
+    There is one per stream, so that a slow stream does not delay the events of others.
     """
 
     def __init__(self, name: str, asking: Callable[[], AbstractContextManager[object]]) -> None:
-        """`asking`: entered by the thread that asks the events."""
+        """
+        Args:
+            name: of the stream.
+            asking: entered by the thread that queries the events.
+        """
         self._asking = asking
         self._inbox: SimpleQueue[tuple[Event, Reached] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"waiter-{name}", daemon=True)
@@ -33,7 +36,7 @@ class Waiter:
         self._inbox.put((event, reached))
 
     def close(self) -> None:
-        """Join the thread, after what was put; twice is harmless."""
+        """Join the thread, after it has handled what was put; may be called twice."""
         self._inbox.put(None)
         self._thread.join()
 

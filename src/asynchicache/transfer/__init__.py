@@ -1,1 +1,1 @@
-"""Copies between tiers: merged, ordered by their slots, run, awaited layer by layer."""
+"""Copies between tiers: merged, ordered by their slots, carried out, awaited layer by layer."""

@@ -1,4 +1,4 @@
-"""Measures, on the real device, by which path runs of which length are copied fastest."""
+"""Measures on the device which copy path is fastest for which length of runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from asynchicache.types import PoolTransfer
 
 TOKEN_BYTES = (128, 512, 2 << 10)
 ITEM_BYTES = (512, 4 << 10, 16 << 10, 64 << 10, 256 << 10)
-"""Lengths of runs that are measured, of single tokens and of whole items; between them the nearest one
-counts, and longer ones go like the longest."""
+"""Measured lengths of runs, of single tokens and of whole items. Other lengths use the nearest one."""
 
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 16 << 20
 _GPU_BYTES = 128 << 20  # several chunks: the next one is enqueued while one is copied, as in long transfers
@@ -43,20 +42,19 @@ logger = logging.getLogger(__name__)
 
 @cache
 def measured_paths(device_name: str) -> PathTable:
-    """The rates of one device, measured once a process: some 0.3 s on a CPU, a few seconds on a GPU, and
-    blocking.
+    """The rates of one device, measured once per process; blocks for 0.3 s on a CPU, a few seconds on a GPU.
 
     Lengths for which there is no memory are left out.
 
     Args:
-        device_name: as torch names it.
+        device_name: torch's name.
     """
     rates: dict[RunShape, dict[CopyPath, float]] = {}
     for tokens, lengths in ((True, TOKEN_BYTES), (False, ITEM_BYTES)):
         for nbytes in lengths:
             try:
                 memory = _scratch(device_name, nbytes, tokens=tokens)
-            except CapacityError as error:  # the pools took it all
+            except CapacityError as error:  # the pools took all memory
                 logger.warning("copies of %d bytes are not measured: %s", nbytes, error)
                 continue
             with closing(memory.host):
@@ -67,8 +65,8 @@ def measured_paths(device_name: str) -> PathTable:
 
 
 def _paths(device_name: str, *, tokens: bool) -> list[CopyPath]:
-    """Those that are worth measuring: on a CPU torch copies a run no faster than `memmove` does, path batch,
-    and if it wins for once, something else that this machine did was in the way."""
+    """The paths worth measuring. On a CPU torch copies a run no faster than `memmove` (path batch) does; if
+    it wins a measurement, that is noise."""
     if device_name == "cpu" and not tokens:
         return [CopyPath.BATCH, CopyPath.KERNEL]
     return list(CopyPath)
@@ -88,15 +86,15 @@ def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:
         failed.callback(host.close)
         while host.growing:
             host.grow()
-        host.items("bytes").fill_(1)  # untouched memory would be one page of zeros
+        host.items("bytes").fill_(1)  # untouched memory would all map to one page of zeros
         memory = PoolMemory(DevicePool(spec, page_size, slots, device_name), host)
         failed.pop_all()
     return memory
 
 
 def _measure(device_name: str, memory: PoolMemory, path: CopyPath) -> dict[Direction, float]:
-    """GB/s by direction; nothing where the path is not there, or fails."""
-    device = _open(device_name)  # one for each path: a failure sticks to it
+    """GB/s by direction; empty if the path is not available, or fails."""
+    device = _open(device_name)  # one for each path, as an error is sticky
     try:
         copier = PageCopier({"scratch": memory}, force=path)
         return {direction: _rate(device, copier, _plan(memory, direction)) for direction in _BOTH}
@@ -109,12 +107,12 @@ def _measure(device_name: str, memory: PoolMemory, path: CopyPath) -> dict[Direc
 
 def _open(device_name: str) -> Device:
     if device_name == "cpu":
-        return EmulatedDevice(InlineDriver())  # handing over to a thread would be most of the time
+        return EmulatedDevice(InlineDriver())  # handing over to a thread would dominate the time
     return CudaDevice(int(device_name.partition(":")[2] or 0))
 
 
 def _plan(memory: PoolMemory, direction: Direction) -> TransferPlan:
-    """Every page, in no order."""
+    """All pages, in random order."""
     shuffle = random.Random(0)
     sources, destinations = (shuffle.sample(range(memory.host.slots), memory.host.slots) for _ in "12")
     operation = CacheOperation(direction, (PoolTransfer("scratch", sources, destinations),))

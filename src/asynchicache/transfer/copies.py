@@ -1,4 +1,4 @@
-"""Carries out plans: copies between the tiers of pools, enqueued on a stream."""
+"""Carries out plans: enqueues copies between the tiers of pools on a stream."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from asynchicache.transfer.plan import Direction, PoolExtent, Slots, TensorPart,
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of one launch: a long copy must let others in between, on a copy engine that takes turns
-and on emulated streams that share the cores."""
+"""Bytes of one launch. A long copy must let others run in between, on a copy engine that alternates between
+streams and on emulated streams that share the cores."""
 
 _BETWEEN_TIERS = (Direction.LOAD, Direction.BACKUP)
 
 KERNEL_PIECES = 16
-"""Runs that are worth a kernel's launch (https://github.com/vllm-project/vllm/pull/42212)."""
+"""From this many runs on a kernel's launch pays (https://github.com/vllm-project/vllm/pull/42212)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """The slots of one pool in both tiers.
+    """The memory of one pool in both tiers.
 
     Raises:
-        ConfigError: they are not of the same pool and page size.
+        ConfigError: the two are not of the same pool and page size.
     """
 
     device: DevicePool
@@ -59,7 +59,7 @@ class PoolMemory:
         return PoolExtent(self.device.spec, self.device.page_size, self.device.slots, self.host.slots)
 
     def items(self) -> PoolItems:
-        """Views of both tiers, an item cut into the units that it has on the host."""
+        """Views of both tiers, with each item cut into the units that it has on the host."""
         tensors = self.device.spec.tensors
         host = [self.host.items(tensor.name) for tensor in tensors]
         device = [
@@ -77,10 +77,10 @@ PathBytes: TypeAlias = dict[str, dict[CopyPath, int]]
 
 
 class PageCopier:
-    """Knows where the bytes of every pool lie, and by which path they are best copied.
+    """Knows where the bytes of every pool lie, and chooses the path by which they are copied.
 
     Attributes:
-        table: what was measured of the paths.
+        table: rates of the paths.
         nbytes: bytes enqueued between the tiers, by pool and path.
     """
 
@@ -95,12 +95,13 @@ class PageCopier:
         """
         Args:
             memories: by pool.
-            table: of rates, to choose paths by. Without any: rates that a CPU had; plain copies on a GPU.
-            force: take this path whatever was measured.
+            table: measured rates, to choose paths by. Default: recorded rates of a CPU; plain copies on
+                a GPU.
+            force: always take this path.
             chunk_bytes: most bytes of one launch, as far as single items allow.
 
         Raises:
-            ConfigError: the forced path is not there.
+            ConfigError: the forced path is not available.
         """
         on_gpu = any(memory.device.device.type == "cuda" for memory in memories.values())
         self.table = table_for(table, on_gpu=on_gpu)
@@ -155,11 +156,11 @@ def _run_all(copies: Sequence[SizedCopy]) -> None:
 
 
 class _Pool:
-    """One pool's items, and the methods there are to copy them."""
+    """One pool's items, and the methods that can copy them."""
 
     def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
         self._name = name
-        self._told = False
+        self._warned = False
         self.spec = memory.device.spec
         self.items = memory.items()
         self.index = {tensor.name: index for index, tensor in enumerate(memory.device.spec.tensors)}
@@ -177,7 +178,7 @@ class _Pool:
         self.pieces = PieceCount.of(self.ends[Direction.LOAD])
         self._host = memory.host
         self.methods = CopyMethods()
-        if memory.host.slots:  # else nothing is ever copied between the tiers
+        if memory.host.slots:  # without any, nothing is ever copied between the tiers
             self.methods = copy_methods(self.items, pinned=memory.host.pinned)
         self.force = force
         if force is not None and memory.host.slots and force not in self.available:
@@ -192,16 +193,16 @@ class _Pool:
         return self._geometry[direction, tensor]
 
     def within_registrations(self, direction: Direction, runs: Slots) -> Slots:
-        """The same pages in runs that CUDA can copy: none lies in two registrations of host memory."""
+        """The same pages in runs that CUDA can copy: none spans two registrations of host memory."""
         step = self._host.step_slots
         if direction is Direction.FORK or step >= self._host.slots or not self.pieces.of_runs:
             return runs
         return split_runs(runs, 0 if direction is Direction.LOAD else 1, step)
 
-    def tell_once(self, error: Exception) -> None:
-        """The first time that the GPU has no room is worth a line in the log."""
-        if not self._told:
-            self._told = True
+    def warn_once(self, error: Exception) -> None:
+        """Log the first time that the GPU has no room."""
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "pool %s: copies by kernel go plainly while there is no room: %s", self._name, error
             )
@@ -217,11 +218,11 @@ class _Pool:
 
 
 class PoolCopies:
-    """What one plan copies of one pool.
+    """The copies of one pool in one plan.
 
     Attributes:
-        path: how.
-        nbytes: how much.
+        path: how they are copied.
+        nbytes: bytes in all.
     """
 
     def __init__(self, pool: _Pool, direction: Direction, runs: Slots, table: PathTable) -> None:
@@ -262,7 +263,7 @@ class PoolCopies:
             yield batch.nbytes, partial(copy, batch)
 
     def _layer_runs(self, part: TensorPart, chunk_bytes: int) -> LayerRuns:
-        """The same for every layer of a tensor, so it is worked out once a plan."""
+        """The runs of a tensor, which are the same in every layer and so are computed once per plan."""
         tensor = self._pool.index[part.tensor]
         if tensor not in self._layers:
             runs = cut_runs(self._runs, max(1, chunk_bytes // self._item_bytes(part)))
@@ -282,11 +283,11 @@ class PoolCopies:
     def _by_kernel(
         self, kernels: PageKernels, rows: range, parts: Sequence[TensorPart], pages: slice
     ) -> None:
-        """Plainly where a full GPU has no room for the numbers of the slots."""
+        """Copy by kernel; by plain copies if a full GPU has no room for the slot numbers."""
         try:
             sides = self._sides = self._sides or self._upload(kernels)
         except torch.OutOfMemoryError as error:
-            self._pool.tell_once(error)
+            self._pool.warn_once(error)
             self._without_room(parts, pages)
             return
         sources, destinations = (side[pages] for side in sides)
@@ -296,7 +297,7 @@ class PoolCopies:
             kernels.gather(rows, sources, destinations, checked=True)
 
     def _upload(self, kernels: PageKernels) -> tuple[torch.Tensor, torch.Tensor]:
-        """Once a plan, in the order of its stream."""
+        """The slots on the device; once per plan, in the order of its stream."""
         sources, destinations = map(torch.from_numpy, expand_runs(self._runs))
         return kernels.upload(sources), kernels.upload(destinations)
 
@@ -322,7 +323,8 @@ class PoolCopies:
 
 
 def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> None:
-    # Items that are one run are as quick by `memmove`, path batch; a measured tie must not keep them from it.
+    # Only for items of several runs. Items that are one run are as fast by `memmove` (path batch), and a tie
+    # in the measurement must not make this path win.
     if source.shape[2] > 1 and source.device.type == destination.device.type == "cpu":
         copy_runs(source, destination, runs)
         return
@@ -336,12 +338,12 @@ def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> 
 # Runs of slots, cut to what one copy may move.
 
 
-class Piece(NamedTuple):
-    """Runs of slots of neighbouring layers: what one tensor has in one launch.
+class CopyPiece(NamedTuple):
+    """Runs of slots in neighbouring layers: the share of one tensor in one launch.
 
     Attributes:
-        start: the first layer, a local number.
-        stop: one behind the last.
+        start: the first layer, as an index into the tensor's.
+        stop: one past the last.
         runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
     """
 
@@ -354,17 +356,17 @@ class Piece(NamedTuple):
         return (self.stop - self.start) * int(self.runs[:, 2].sum())
 
 
-def pieces(part: TensorPart, runs: Slots, item_bytes: int, chunk_bytes: int) -> Iterator[Piece]:
-    """A tensor's share of a plan in pieces of at most `chunk_bytes`, as far as single items allow.
+def pieces(part: TensorPart, runs: Slots, item_bytes: int, chunk_bytes: int) -> Iterator[CopyPiece]:
+    """A tensor's share of a plan in pieces of at most `chunk_bytes`, unless a single item is larger.
 
-    Runs are cut between slots, and between layers where one slot is too large already.
+    Runs are cut between slots, and between layers if a slot of all layers is too large.
     """
     layer_step = max(1, chunk_bytes // item_bytes)
     for start in range(part.start, part.stop, layer_step):
         stop = min(start + layer_step, part.stop)
         most = max(1, chunk_bytes // (item_bytes * (stop - start)))
         for some in _batches(cut_runs(runs, most), most):
-            yield Piece(start, stop, some)
+            yield CopyPiece(start, stop, some)
 
 
 def cut_runs(runs: Slots, most: int) -> Slots:
@@ -381,7 +383,7 @@ def cut_runs(runs: Slots, most: int) -> Slots:
 
 
 def split_runs(runs: Slots, side: int, step: int) -> Slots:
-    """The same pages in runs of which none has slots `n * step - 1` and `n * step` of one side.
+    """The same pages in runs that do not cross a multiple of `step` on one side.
 
     Args:
         runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
@@ -404,7 +406,7 @@ def split_runs(runs: Slots, side: int, step: int) -> Slots:
 
 
 def _batches(runs: Slots, most: int) -> Iterator[Slots]:
-    """Neighbouring runs together, as many as make up at most `most` slots; each alone is no larger."""
+    """Group neighbouring runs, up to `most` slots each time; no single run is larger."""
     ends = np.cumsum(runs[:, 2])
     start, before = 0, 0
     while start < len(runs):

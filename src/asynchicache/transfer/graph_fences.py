@@ -1,4 +1,4 @@
-"""Fences inside captured graphs: one external event a layer, armed anew for each replay."""
+"""Fences inside captured graphs: one external event per layer, armed before each replay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asynchicache.transfer.ticket import Ticket
 
 
 class GraphFences:
-    """What a captured forward waits for, layer by layer; see `torch.cuda.graph`.
+    """Lets a captured forward wait for a load, layer by layer; see `torch.cuda.graph`.
 
         fences = GraphFences(device, layers)
         with device.capture(compute) as graph:     # once
@@ -19,9 +19,9 @@ class GraphFences:
         fences.arm(ticket)
         graph.replay()
 
-    A wait binds to what was armed last when the graph is replayed. So arm once for each replay, and not
-    again before the one before has run: it would wait for the next one's pages. Forwards that overlap
-    take turns with two of these, and two graphs.
+    A wait binds to what was armed last when the graph is replayed. So arm once for each replay, and not again
+    before that replay has run: it would wait for the pages of the next one. Overlapping forwards alternate
+    between two of these, and two graphs.
     """
 
     def __init__(self, device: Device, layers: int) -> None:
@@ -38,7 +38,7 @@ class GraphFences:
         self._captured: set[Stream] = set()
 
     def wait_on(self, layer: int, stream: Stream) -> None:
-        """Let what is captured on `stream` from now on wait for the layer, at each replay.
+        """Make what is captured on `stream` from now on wait for the layer, at each replay.
 
         Raises:
             UsageError: the model has no such layer.
@@ -49,7 +49,7 @@ class GraphFences:
         self._captured.add(stream)
 
     def arm(self, ticket: Ticket) -> None:
-        """Let the next replay wait for the layers of `ticket`.
+        """Make the next replay wait for the layers of `ticket`.
 
         Raises:
             RequestStateError: the ticket is not submitted yet.

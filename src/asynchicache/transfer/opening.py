@@ -30,10 +30,10 @@ class CopyOptions(NamedTuple):
     """How pages are copied.
 
     Attributes:
-        path: the way; None lets what was measured decide.
-        audit: share of the pages that leave the device whose bytes are compared when they come back.
+        path: the copy path; None chooses by measured rates.
+        audit: share of the pages that leave the device whose bytes are compared when they return.
         inline: enqueue on the loop.
-        measure: whether to measure at all; if not, rates that a CPU had decide.
+        measure: whether to measure; if not, recorded rates of a CPU are used.
     """
 
     path: CopyPath | None
@@ -54,9 +54,9 @@ def allocate_memories(
     Args:
         spec: the model.
         slots: by pool that owns slots, on the device and on the host.
-        device: as torch names it.
+        device: torch's name.
         layout: of host memory.
-        kept: closes the host memory; also what was pinned before an error.
+        kept: closes the host memory, including what was pinned before an error.
 
     Raises:
         CapacityError: the device or the system has no room.
@@ -77,13 +77,13 @@ def growing_pools(
     port: Port,
     opened: Callable[[str, int], object],
 ) -> Iterator[Coroutine[object, object, None]]:
-    """What pins the rest of the host memory, as coroutines to run.
+    """Coroutines that pin the rest of the host memory.
 
     Args:
         spec: the model.
         memories: by pool.
-        port: runs what blocks.
-        opened: told, now and after each step, the name of a pool that owns slots, and how many of its
+        port: runs blocking calls.
+        opened: called now and after each step with the name of a pool that owns slots, and how many of its
             host slots are ready in all pools that share them.
     """
     for owner in spec.owners:
@@ -106,10 +106,10 @@ async def open_engine(
     reactor: CompletionReactor,
     options: CopyOptions,
 ) -> TransferEngine:
-    """An engine over `memories`, after its device's ways of copying were measured.
+    """An engine over `memories`, after measuring its device's copy paths.
 
     Raises:
-        ConfigError: the path that was asked for is not there.
+        ConfigError: the requested path is not available.
     """
     paths = None
     if options.measure and options.path is None:
@@ -132,7 +132,7 @@ async def open_engine(
 
 
 _leaked: dict[ExitStack, Mapping[str, PoolMemory]] = {}
-"""Memory that a copy may still write to, and what would close it, for as long as the process lives."""
+"""Memory that a copy may still write to, and what would close it; kept until the process ends."""
 
 
 async def close_transfers(
@@ -142,11 +142,15 @@ async def close_transfers(
     memories: Mapping[str, PoolMemory],
     seconds: float,
 ) -> None:
-    """Memory that a copy may still write to is never given back: it is leaked, deliberately, and so is
-    the device, because closing it would wait for the copy."""
+    """Close the engine, then the memory and the device, unless a copy is still in flight.
+
+    Memory that a copy may still write to is leaked on purpose, never freed: its next owner would find foreign
+    bytes in it. The device is leaked too, because closing it would wait for the copy.
+    """
     idle = kept.pop_all()
-    _leaked[idle] = memories  # for good, if this is cancelled
-    given_up = await engine.aclose(seconds)  # perhaps not enqueued yet, and nothing that the reactor knows of
+    _leaked[idle] = memories  # stays there if this is cancelled
+    # Operations that were given up may not be enqueued yet, so the reactor need not know of them.
+    given_up = await engine.aclose(seconds)
     if await reactor.aclose(seconds) or given_up:
         _log.error("closed with copies in flight; the device and the host memory are leaked")
     else:

@@ -1,4 +1,4 @@
-"""Ways to copy, and which of them a transfer takes: by what was measured, or by order. Pure."""
+"""Copy paths, and which one a transfer takes: by measured rates, or as configured. Pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ class CopyPath(Enum):
     KERNEL = "kernel"
     """Pages by their slots, many to a launch: Triton on a GPU, torch's index operations on a CPU."""
     PLAIN = "plain"
-    """A strided copy for each run of pages; what there always is."""
+    """A strided copy for each run of pages; always available."""
 
 
 GPU_KERNEL_GAIN = 1.1
-"""How much faster a kernel must be on a GPU: it takes processors from the model, and copy engines do not."""
+"""How much faster a kernel must be on a GPU, because it takes processors from the model; copy engines do
+not."""
 
 
 class RunShape(NamedTuple):
-    """What the best path depends on.
+    """The properties of a run that the best path depends on.
 
     Attributes:
         direction: which way.
-        tokens: whether an item is a run for each token, so that one strided copy moves many runs.
+        tokens: whether each token of an item is a run, so that one strided copy moves many runs.
         nbytes: of a run.
     """
 
@@ -55,8 +56,8 @@ class PathTable:
     kernel_gain: float = 1.0
 
     def choose(self, shape: RunShape, available: Iterable[CopyPath]) -> CopyPath:
-        """The fastest of `available` at the nearest length that was measured, a kernel if it is the faster by
-        `kernel_gain`; plain if none was."""
+        """The fastest of `available` at the nearest measured length; a kernel only if it is faster by
+        `kernel_gain`; plain if nothing was measured."""
         known = self._like(shape)
         if not known:
             return CopyPath.PLAIN
@@ -85,10 +86,10 @@ def _size(nbytes: int) -> str:
 
 
 def table_for(measured: PathTable | None, *, on_gpu: bool) -> PathTable:
-    """The table to choose by where there may be none, or one for whose rates there was no memory.
+    """The table to choose by, if none was measured, or memory was too short to measure.
 
-    A GPU's kernels are nowhere near a CPU's rates, and take processors from the model besides: without rates
-    of its own it has plain copies.
+    A CPU's rates say nothing about a GPU's kernels, which also take processors from the model. So a GPU
+    without rates of its own uses plain copies.
     """
     if measured is not None and measured.rates:
         return measured
@@ -96,7 +97,7 @@ def table_for(measured: PathTable | None, *, on_gpu: bool) -> PathTable:
 
 
 def cpu_table() -> PathTable:
-    """What was measured on a server's CPU; for runs that must not depend on time."""
+    """Rates measured on a server's CPU, for runs that must not depend on time."""
     batch, kernel, plain = CopyPath
     measured = {
         (True, 256): {batch: 0.6, kernel: 1.0, plain: 1.5},
