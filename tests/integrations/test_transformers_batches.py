@@ -87,7 +87,7 @@ def started(name: str, length: int, seed: int) -> Row:
 
 
 def run_turn(batch: DecodeBatch, coming: Sequence[Row], going: Sequence[Row]) -> None:
-    tokens = batch.turn(going, coming)
+    tokens = batch.step(going, coming)
     for row, token in zip(batch.rows, tokens, strict=True):
         row.job.take(token)
 

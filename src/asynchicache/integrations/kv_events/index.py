@@ -1,4 +1,4 @@
-"""What a publisher has, as far as its events say: what a router keeps of each of its workers."""
+"""The blocks that a publisher has, by its events: a router keeps one index per worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynchicache.integrations.kv_events.wire import (
 
 
 class BlockLocation(NamedTuple):
-    """Where blocks are: a medium, and the group of a hybrid model; None where a publisher names none."""
+    """Where blocks are: a medium and the group of a hybrid model; None if the publisher names none."""
 
     medium: str | None
     group: int | None
@@ -25,14 +25,14 @@ class BlockIndex:
     """The blocks of one publisher.
 
     Attributes:
-        places: by medium and group, the hashes of the blocks that are there.
+        locations: hashes of the blocks, by medium and group.
     """
 
     def __init__(self) -> None:
         self.locations: dict[BlockLocation, set[BlockHash]] = {}
 
     def apply(self, events: Iterable[AnyEvent]) -> None:
-        """Follow events; kinds that are not known change nothing."""
+        """Apply events; unknown kinds change nothing."""
         for event in events:
             if isinstance(event, BlockStored):
                 self.locations.setdefault(BlockLocation(event.medium, event.group_idx), set()).update(
@@ -56,11 +56,11 @@ class BlockIndex:
                 del self.locations[location]
 
     def reach(self, hashes: Sequence[BlockHash], group: int | None = 0) -> int:
-        """How many of a sequence's blocks, from the first on without a gap, some medium has.
+        """Return how many leading blocks of a sequence are on some medium.
 
         Args:
             hashes: of the sequence, in order.
-            group: the pool that every block is needed of; None for publishers without groups.
+            group: the pool whose blocks are needed; None for publishers without groups.
         """
         there = [blocks for location, blocks in self.locations.items() if location.group == group]
         for count, block in enumerate(hashes):

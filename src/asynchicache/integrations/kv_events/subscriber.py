@@ -61,14 +61,14 @@ _NOTHING = EventBatch(0.0, [AllBlocksCleared()])
 class KvEventSubscriber:
     """Updates of one publisher, as an async iterator that ends when it is closed; made by `open`.
 
-    Whoever applies them in order knows what is there. Where batches are missing they are asked for; if the
-    publisher has them no more, or was started anew, it is asked for a snapshot; if it has none either, as
-    the engines', an update of origin `LOST` clears everything, and what follows is added to that.
+    Applied in order, the updates give the publisher's blocks. Missing batches are requested as a replay. If
+    the publisher no longer has them, or was restarted, a snapshot is requested. If it has none, as engines do
+    not, an update of origin `LOST` clears everything, and later updates start from there.
 
     Attributes:
-        gaps: how often batches were missing, or the publisher was another one.
-        replayed, snapshots: batches that were asked for, and snapshots.
-        rejected: messages that were no batches.
+        gaps: how often batches were missing, or the publisher was restarted.
+        replayed, snapshots: replayed batches, and snapshots.
+        rejected: messages that were not batches.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class KvEventSubscriber:
             patience: seconds to wait for each part of a replay or snapshot.
 
         Raises:
-            ConfigError: an endpoint is malformed. One that nobody answers at is none: publishers come and go.
+            ConfigError: an endpoint is malformed. An endpoint that does not answer is no error: publishers
+                come and go.
         """
         context = zmq.asyncio.Context()
         try:
@@ -130,15 +131,15 @@ class KvEventSubscriber:
         return self._ready.popleft()
 
     def take(self) -> list[Update]:
-        """Every update that is ready, without waiting for one."""
+        """Return every update that is ready, without waiting."""
         updates = list(self._ready)
         self._ready.clear()
         return updates
 
     async def catch_up(self) -> None:
-        """Ask for what the publisher has sent and nobody has received yet.
+        """Request what the publisher has sent and was not received.
 
-        A gap shows with the next message only; where messages are rare, call this from time to time.
+        A gap shows only with the next message; if messages are rare, call this from time to time.
         """
         if self._expected is None:
             await self._join()
@@ -146,7 +147,7 @@ class KvEventSubscriber:
             await self._mend(max(self._expected - 1, 0), self._expected)
 
     async def _join(self) -> None:
-        """Learn what happened before: by a snapshot, or from as far back as there are replays."""
+        """Get the past: by a snapshot, or else the oldest replays."""
         if not await self._take_snapshot():
             await self._take_rest()
 
@@ -177,7 +178,7 @@ class KvEventSubscriber:
         return self._epoch is not None and batch.epoch != self._epoch
 
     async def _restart(self, sequence: int) -> None:
-        """What is known means nothing any more."""
+        """Discard what is known: the publisher was restarted."""
         self.gaps += 1
         self._expected = self._epoch = None
         if not await self._take_snapshot():
@@ -185,12 +186,12 @@ class KvEventSubscriber:
             await self._take_rest()
 
     async def _mend(self, first: int, end: int) -> None:
-        """Bring what came from `first` on, up to `end` at least, or a snapshot, or say that it is lost."""
+        """Get the batches from `first` to at least `end`, or a snapshot; else report the loss."""
         if not await self._take_replay(first, end) and not await self._take_snapshot():
             self._lose(end)
 
     def _accept(self, origin: Origin, sequence: int, batch: EventBatch) -> None:
-        """Pass on what is not known already."""
+        """Queue a batch unless it is known already."""
         if self._expected is not None and sequence < self._expected:
             return
         self._expected = sequence + 1
@@ -217,7 +218,7 @@ class KvEventSubscriber:
         return True
 
     async def _take_rest(self) -> None:
-        """Begin with whatever can be replayed; if that is not everything, it adds to nothing."""
+        """Start with what can be replayed; if that is not everything, clear the index first."""
         batches = await self._ask(_frame(0))
         if batches is None:
             return
@@ -228,7 +229,7 @@ class KvEventSubscriber:
             self._accept(Origin.REPLAY, sequence, batch)
 
     async def _take_snapshot(self) -> bool:
-        """Ask for what is there now; False if nobody says, as the engines do not."""
+        """Request a snapshot; False if the publisher has none, as engines do not."""
         batches = await self._ask(SNAPSHOT_REQUEST)
         if not batches:
             return False

@@ -41,10 +41,10 @@ _PAST = 0.9  # weight of what was before in the mean time of service
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as clients see it.
+    """The served model, as clients see it.
 
     Attributes:
-        name: which requests may give.
+        name: the model name that requests may give.
         tokenizer: between text and token ids.
         vocabulary: ids are below it.
         stop_ids: tokens that end an answer.
@@ -65,7 +65,7 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class RequestCounts:
-    """What became of requests since the server started.
+    """Results of requests since the server started.
 
     Attributes:
         answered, cancelled: requests that were answered, and that were not because their client left.
@@ -101,9 +101,9 @@ class Api:
         served: the model as clients see it.
 
     Attributes:
-        counts: what became of requests.
-        first_token: how long answers took to begin.
-        stopping: set it to refuse what comes from now on.
+        counts: results of requests.
+        first_token: time to first token.
+        stopping: set it to refuse new requests.
     """
 
     def __init__(self, model: PrefixCachedModel, served: ServedModel) -> None:
@@ -150,7 +150,7 @@ class Api:
                 self._count(answer, problem)
 
     async def idle(self) -> None:
-        """Until no request is being answered."""
+        """Wait until no request is being answered."""
         await self._idle.wait()
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class GenerationEndpoint:
 
 
 class InfoEndpoints:
-    """The other endpoints, and what is answered to errors."""
+    """The endpoints for models, health and metrics, and the responses to errors."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -114,7 +114,7 @@ class InfoEndpoints:
         return JSONResponse(self._card())
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken; storage that is down is told, and is no reason not to be well."""
+        """Answer 200 while requests are accepted. The body names storage that is down."""
         api = self._api
         storage = api.model.cache.statistics().storage
         body = {

@@ -1,4 +1,4 @@
-"""Who is served now, and who waits: a line, first come first served, before a limited room."""
+"""Admission control: a first come, first served queue in front of a limited number of requests and tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asynchicache.errors import BusyError, CapacityError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How many requests are in at once, how many of them decode together, and how many wait in line.
+    """How many requests run at once, how many of them decode together, and how many may wait.
 
     Raises:
-        ConfigError: nobody could ever be in, or a line of a negative length.
+        ConfigError: a limit is below 1, or max_waiting below 0.
     """
 
     max_running: int
@@ -31,7 +31,12 @@ class AdmissionLimits:
 
 
 class QueuedRequest:
-    """One request's place: in the line, then in the room, then left."""
+    """One request: it waits, then runs, then leaves.
+
+    Attributes:
+        tokens: prompt and output tokens, in whole pages.
+        entered: set when it may run.
+    """
 
     def __init__(self, admission: Admission, tokens: int) -> None:
         self.tokens = tokens
@@ -39,39 +44,39 @@ class QueuedRequest:
         self._admission = admission
 
     def leave(self) -> None:
-        """Make room, or get out of the line; twice is harmless."""
+        """Give its tokens back, or leave the queue; calling it twice is harmless."""
         self._admission.left(self)
 
 
 class Admission:
-    """Lets requests in as long as all of their tokens, and those to come, fit.
+    """Admits requests while all their prompt and output tokens fit.
 
-    Nobody overtakes: a long request at the head of the line would wait for ever behind short ones.
+    Requests do not overtake: a long one at the head of the queue would wait forever behind short ones.
 
     Args:
-        tokens: prompt and output tokens of all that are in, at most.
-        limits: on their number.
+        tokens: the most prompt and output tokens of all running requests.
+        limits: on the number of requests.
     """
 
     def __init__(self, tokens: int, limits: AdmissionLimits) -> None:
         self._tokens, self._free, self._limits = tokens, tokens, limits
-        self._inside: set[QueuedRequest] = set()
-        self._line: deque[QueuedRequest] = deque()
+        self._running: set[QueuedRequest] = set()
+        self._queue: deque[QueuedRequest] = deque()
 
     @property
     def running(self) -> int:
-        return len(self._inside)
+        return len(self._running)
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def join(self, tokens: int) -> QueuedRequest:
-        """A place for a request of so many tokens: in the room at once if it fits and nobody waits.
+        """Queue a request of `tokens` tokens; it is admitted at once if it fits and no other waits.
 
         Raises:
             CapacityError: it can never fit.
-            BusyError: the line is full.
+            BusyError: the queue is full.
         """
         if tokens > self._tokens:
             raise CapacityError(
@@ -79,10 +84,10 @@ class Admission:
                 f"{self._tokens}: ask for fewer, or raise device_slots or device_bytes"
             )
         queued = QueuedRequest(self, tokens)
-        self._line.append(queued)
+        self._queue.append(queued)
         self._advance()
-        if not queued.entered.is_set() and len(self._line) > self._limits.max_waiting:
-            self._line.remove(queued)
+        if not queued.entered.is_set() and len(self._queue) > self._limits.max_waiting:
+            self._queue.remove(queued)
             raise BusyError(
                 f"{self._limits.max_waiting} requests wait already, behind {self.running} that run: "
                 "try again later, or raise max_waiting"
@@ -90,19 +95,19 @@ class Admission:
         return queued
 
     def left(self, queued: QueuedRequest) -> None:
-        if queued in self._inside:
-            self._inside.remove(queued)
+        if queued in self._running:
+            self._running.remove(queued)
             self._free += queued.tokens
-        elif queued in self._line:
-            self._line.remove(queued)
+        elif queued in self._queue:
+            self._queue.remove(queued)
         self._advance()
 
     def _advance(self) -> None:
-        while self._line and self._has_room(self._line[0]):
-            queued = self._line.popleft()
-            self._inside.add(queued)
+        while self._queue and self._has_room(self._queue[0]):
+            queued = self._queue.popleft()
+            self._running.add(queued)
             self._free -= queued.tokens
             queued.entered.set()
 
     def _has_room(self, queued: QueuedRequest) -> bool:
-        return len(self._inside) < self._limits.max_running and queued.tokens <= self._free
+        return len(self._running) < self._limits.max_running and queued.tokens <= self._free

@@ -1,4 +1,4 @@
-"""Decoding: sequences that come and go generate in common forwards, one token each."""
+"""Continuous batching: sequences join and leave batches, and each forward decodes one token of every row."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from asynchicache.integrations.transformers.snapshot import SavedStates, save_st
 from asynchicache.integrations.transformers.thread import ModelThread
 
 _SHORT = 256
-"""Tokens below which padding costs next to nothing."""
+"""Padding up to this many tokens costs next to nothing."""
 
 
 class Row:
-    """A sequence that decodes.
+    """A sequence that is being decoded.
 
     Attributes:
-        job: what is generated, and where it ends.
-        memory: what the model works on, before it joins a batch and after it has left.
-        length: tokens of the sequence that the model has computed.
-        states: those at the last page boundary that a decode step has reached; None before the first.
-        left: done when it is out of its batch; fails if the model does.
+        job: the request.
+        memory: its cache, before it joins a batch and after it has left.
+        length: tokens that the model has computed.
+        states: at the last page boundary that a decode step has reached; None before the first.
+        left: done when it has left its batch; fails if the model does.
     """
 
     def __init__(self, job: GenerationJob, memory: DynamicCache) -> None:
@@ -40,60 +40,63 @@ class Row:
 
     @property
     def over(self) -> bool:
-        """Whether it needs no more steps, or nobody waits for them."""
+        """Whether it needs no more steps, or its waiter was cancelled."""
         return self.job.finish_reason is not None or self.left.done()
 
 
 class DecodeBatch:
-    """Rows that step together. Shorter ones are padded, so their lengths must not be too different: a batch
+    """Rows that are decoded together. Shorter ones are padded, so lengths must not differ too much: a batch
     takes at most twice the memory of its rows.
 
     Attributes:
-        rows: those that are in; changed by `turn`, on the model's thread.
-        coming: those that enter with the next turn.
+        rows: current rows; changed by `step`, on the model's thread.
+        joining: rows that join at the next step.
     """
 
     def __init__(self, model: PreTrainedModel, context: PrefixContext) -> None:
         self.rows: list[Row] = []
-        self.coming: list[Row] = []
+        self.joining: list[Row] = []
         self._model = model
         self._context = context
         self._memory = DynamicCache()
 
     def fits(self, row: Row) -> bool:
-        lengths = [other.length for other in (row, *self.rows, *self.coming)]
+        lengths = [other.length for other in (row, *self.rows, *self.joining)]
         return max(lengths) <= max(2 * min(lengths), _SHORT)
 
-    def turn(self, going: Sequence[Row], coming: Sequence[Row]) -> list[int | RuntimeError]:
-        """Let rows go, with memory of their own, and others come; then one token for each, in the order of
-        `rows`, or why there is none."""
-        if going:
-            self._release(going)
-        if coming:
-            self._admit(coming)
-        return self._step() if self.rows else []
+    def step(self, leaving: Sequence[Row], joining: Sequence[Row]) -> list[int | RuntimeError]:
+        """Remove rows, which get their own memory back, and add others; then decode one token of each.
 
-    def _release(self, going: Sequence[Row]) -> None:
+        Returns:
+            in the order of `rows`, the token or the reason why there is none.
+        """
+        if leaving:
+            self._release(leaving)
+        if joining:
+            self._admit(joining)
+        return self._decode() if self.rows else []
+
+    def _release(self, leaving: Sequence[Row]) -> None:
         longest = self._longest()
-        for row in going:
+        for row in leaving:
             row.memory = select(self._memory, [self.rows.index(row)], longest - row.length)
             self._context.trim(row.memory)
-        stay = [number for number, row in enumerate(self.rows) if row not in going]
+        stay = [number for number, row in enumerate(self.rows) if row not in leaving]
         self.rows = [self.rows[number] for number in stay]
         memory = self._memory
         self._memory = select(memory, stay, longest - self._longest()) if stay else DynamicCache()
 
-    def _admit(self, coming: Sequence[Row]) -> None:
-        memories = [row.memory for row in coming]
+    def _admit(self, joining: Sequence[Row]) -> None:
+        memories = [row.memory for row in joining]
         self._memory = stack([self._memory, *memories] if self.rows else memories, padded=True)
-        self.rows = [*self.rows, *coming]
-        for row in coming:
+        self.rows = [*self.rows, *joining]
+        for row in joining:
             row.memory = DynamicCache()  # the batch has a copy
 
     def _longest(self) -> int:
         return max((row.length for row in self.rows), default=0)
 
-    def _step(self) -> list[int | RuntimeError]:
+    def _decode(self) -> list[int | RuntimeError]:
         longest = self._longest()
         latest = [row.job.generated[-1] for row in self.rows]
         padding = [longest - row.length for row in self.rows]
@@ -103,27 +106,28 @@ class DecodeBatch:
             if row.length % self._context.page_size == 0 and self._context.bridge.has_states:
                 row.states = save_states(self._memory, row.length, row=number)
         if (longest + 1) % self._context.page_size == 0:
-            self._context.trim(self._memory, more_pages=1)  # others are less than a page behind their own
+            # Shorter rows are less than a page past a boundary of their own.
+            self._context.trim(self._memory, more_pages=1)
         return [_choose(row, one) for row, one in zip(self.rows, logits, strict=True)]
 
 
 class Decoder:
-    """Runs batches in turns, for as long as there are rows."""
+    """Steps the batches in rotation while there are rows."""
 
     def __init__(
         self, thread: ModelThread, model: PreTrainedModel, context: PrefixContext, *, batch_size: int
     ) -> None:
-        """`batch_size`: rows that step together, at most."""
+        """`batch_size`: the most rows of a batch."""
         self._thread = thread
         self._model = model
         self._context = context
         self._batch_size = batch_size
-        self._coming: list[Row] = []
+        self._joining: list[Row] = []
         self._batches: list[DecodeBatch] = []
         self._pump: asyncio.Task[None] | None = None
 
     async def run(self, row: Row) -> None:
-        """Until the sequence has come to its end, or was told to; then `row.memory` is its own again.
+        """Decode until the sequence has ended or was cancelled; then `row.memory` is its own again.
 
         Raises:
             Exception: what the model raised.
@@ -131,57 +135,57 @@ class Decoder:
         row.job.decoding = True
         if row.over:
             return
-        self._coming.append(row)
+        self._joining.append(row)
         if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run_turns(), name="decoding")
+            self._pump = asyncio.create_task(self._run_steps(), name="decoding")
         await row.left
 
     async def aclose(self) -> None:
-        """Stop; rows that are still in are cancelled."""
+        """Stop; remaining rows are cancelled."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.wait([self._pump])
 
-    async def _run_turns(self) -> None:
+    async def _run_steps(self) -> None:
         try:
-            while self._coming or self._batches:
+            while self._joining or self._batches:
                 self._find_batches()
                 for batch in self._batches:
-                    await self._turn(batch)
+                    await self._run_step(batch)
                 self._batches = [batch for batch in self._batches if batch.rows]
         finally:
-            batches = [row for batch in self._batches for row in (*batch.rows, *batch.coming)]
-            for row in (*self._coming, *batches):
+            batches = [row for batch in self._batches for row in (*batch.rows, *batch.joining)]
+            for row in (*self._joining, *batches):
                 row.left.cancel()
 
     def _find_batches(self) -> None:
-        """A batch for each that has come: the first that has room and suits it, or a new one."""
-        for row in self._coming:
+        """Assign each new row to the first batch that has room and a similar length, or to a new one."""
+        for row in self._joining:
             batch = next((b for b in self._batches if self._has_room(b) and b.fits(row)), None)
             if batch is None:
                 batch = DecodeBatch(self._model, self._context)
                 self._batches.append(batch)
-            batch.coming.append(row)
-        self._coming = []
+            batch.joining.append(row)
+        self._joining = []
 
     def _has_room(self, batch: DecodeBatch) -> bool:
-        return len(batch.rows) + len(batch.coming) < self._batch_size
+        return len(batch.rows) + len(batch.joining) < self._batch_size
 
-    async def _turn(self, batch: DecodeBatch) -> None:
-        concerned = [*batch.rows, *batch.coming]
-        going = [row for row in batch.rows if row.over]
-        coming = [row for row in batch.coming if not row.over]
-        batch.coming = []
+    async def _run_step(self, batch: DecodeBatch) -> None:
+        concerned = [*batch.rows, *batch.joining]
+        leaving = [row for row in batch.rows if row.over]
+        joining = [row for row in batch.joining if not row.over]
+        batch.joining = []
         try:
-            tokens = await self._thread.run(partial(batch.turn, going, coming))
-        except Exception as error:  # noqa: BLE001  a task boundary: theirs who wait for these rows
+            tokens = await self._thread.run(partial(batch.step, leaving, joining))
+        except Exception as error:  # noqa: BLE001  a task boundary: the waiters of these rows get it
             batch.rows = []
             for row in concerned:
                 _fail(row, error)
             return
         for row, token in zip(batch.rows, tokens, strict=True):
             if isinstance(token, RuntimeError):
-                _fail(row, token)  # so it is over, and goes with the next turn
+                _fail(row, token)  # so it is over, and leaves at the next step
             else:
                 _take(row, token)
         for row in concerned:
@@ -190,7 +194,7 @@ class Decoder:
 
 
 def _choose(row: Row, logits: torch.Tensor) -> int | RuntimeError:
-    """A row's next token; logits that are no numbers are its own misfortune, and not its batch's."""
+    """Choose a row's next token. Logits that are not finite fail this row only, not its batch."""
     try:
         return row.job.sampler.choose(logits)
     except RuntimeError as error:
@@ -200,7 +204,7 @@ def _choose(row: Row, logits: torch.Tensor) -> int | RuntimeError:
 def _take(row: Row, token: int) -> None:
     try:
         row.job.take(token)
-    except Exception as error:  # noqa: BLE001  a tokenizer of somebody's may read what the model said
+    except Exception as error:  # noqa: BLE001  the user's tokenizer may raise when it decodes the output
         _fail(row, error)
 
 

@@ -1,4 +1,4 @@
-"""Prompts computed behind what the cache has of them, and what was computed given to the cache."""
+"""Computes the part of a prompt that is not cached, and publishes the result to the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 
 _FEW = 16
-"""Forwards of a token each, before others have their turn."""
+"""Forwards of one token each, before calls of other requests run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Prefilled:
     """A prompt in the model's memory.
 
     Attributes:
-        memory: what the model works on from now on.
-        hit: what the cache served of it.
-        logits: after the last token that was computed, `[vocabulary]`; None if none was.
+        memory: the model's cache from now on.
+        hit: the part that was cached.
+        logits: after the last computed token, `[vocabulary]`; None if no token was computed.
     """
 
     memory: DynamicCache
@@ -44,17 +44,17 @@ class PrefillRunner:
     """One model, its thread, and a cache of its pages.
 
     Attributes:
-        store: how the model's thread uses the cache.
-        capacity_tokens: that the device pages of the cache hold.
+        context: how the model's thread uses the cache.
+        capacity_tokens: tokens that the device pages of the cache hold.
     """
 
     def __init__(
         self, model: PreTrainedModel, cache: HybridCache, thread: ModelThread, *, prefill_chunk: int
     ) -> None:
-        """`prefill_chunk`: tokens that are computed at once, before others have their turn."""
+        """`prefill_chunk`: tokens of one forward, before calls of other requests run."""
         bridge, size = CacheBridge(model.config, cache), cache.spec.page_size
         full, *windows = [_device_pages(cache, pool.name) for pool in cache.spec.owners if pool.per_token]
-        # A pool of windows need not hold a prompt: what is computed at once must fit beside one window.
+        # A window pool need not hold a whole prompt: one chunk must fit beside one window.
         piece = min([prefill_chunk, *((pages - bridge.window_pages) * size for pages in windows)])
         self.context = PrefixContext(thread, model.config, bridge, size, piece)
         self.capacity_tokens = full * size
@@ -62,12 +62,12 @@ class PrefillRunner:
         self._thread = thread
 
     async def prefill(self, request: Request, tokens: Sequence[int], end: int) -> Prefilled:
-        """Compute what the cache does not have of `tokens[:end]`, and publish it.
+        """Compute the part of `tokens[:end]` that is not cached, and publish it.
 
         Args:
             request: of the tokens; entered, and not loaded.
             tokens: the prompt.
-            end: where to stop; what the cache has beyond that is taken nevertheless.
+            end: where to stop. A longer hit is used as a whole.
         """
         prefix = CachedPrefix(self.context, request)
         memory = await prefix.restore()
@@ -75,7 +75,7 @@ class PrefillRunner:
         for stop in self._stops(at, {*cuts, end}, end):
             logits = await self._thread.run(partial(prefill, self._model, memory, tokens, at, stop))
             await prefix.save(memory, stop)
-            # Pieces of models with windows are published as they come, while their windows are there.
+            # A window moves on with the next chunk, so models with windows publish after each one.
             if stop in cuts or stop == end or self.context.bridge.window_pages:
                 await prefix.publish(stop, final=stop >= self.context.whole(end))
             await self._thread.run(partial(self.context.trim, memory))
@@ -83,13 +83,12 @@ class PrefillRunner:
         return Prefilled(memory, prefix.hit, logits)
 
     def _stops(self, start: int, wanted: Collection[int], end: int) -> list[int]:
-        """Where forwards end on the way to `end`: where it is wanted, and between as often as others are to
-        have their turn."""
+        """Return where forwards end on the way to `end`: at the wanted lengths, and after every chunk."""
         stops: list[int] = []
         one_by_one = feeds_one_by_one(self._model)
         for stop in sorted(stop for stop in wanted if start < stop <= end):
             if one_by_one and start == 0:
-                stops.append(stop)  # one forward, and the only one of more than a token
+                stops.append(stop)  # from the beginning one forward may compute many tokens
             else:
                 stops += self.context.pieces(start, stop, _FEW if one_by_one else None)
             start = stop
@@ -98,13 +97,13 @@ class PrefillRunner:
     async def publish(
         self, request: Request, memory: DynamicCache, length: int, states: SavedStates | None, *, known: int
     ) -> None:
-        """Publish what was computed behind a prompt, up to the last whole page.
+        """Publish the output of a prompt, up to the last whole page.
 
         Args:
             request: of prompt and output; entered, and not loaded.
             memory: holds `length` tokens.
-            length: tokens of the sequence that were computed.
-            states: at the last page boundary that a decode step has reached; None if none has.
+            length: computed tokens of the sequence.
+            states: at the last page boundary that a decode step has reached; None if it has reached none.
             known: tokens that were published before.
         """
         if self.context.bridge.has_states and request.keeps_output:
@@ -128,7 +127,7 @@ async def open_prefill_runner(
     storage: StorageBackend | None,
     prefill_chunk: int,
 ) -> tuple[HybridCache, ModelThread, PrefillRunner]:
-    """A cache for a model, and the thread that runs it; `stack` closes both.
+    """Open a cache for a model and the thread that runs the model; `stack` closes both.
 
     Raises:
         UnsupportedModelError: a layer of the model has no pool.
@@ -147,7 +146,7 @@ async def open_prefill_runner(
 def _check(model: PreTrainedModel, config: CacheConfig, prefill_chunk: int) -> None:
     """
     Raises:
-        ConfigError: the model would not run as it is, or not beside the cache.
+        ConfigError: the model or the chunk cannot be used with the cache.
     """
     if prefill_chunk < 1:
         raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")

@@ -1,6 +1,6 @@
-"""One request's part of the cache, read into the model's memory and written from it.
+"""Copies one request's prefix between the cache and the model's memory.
 
-What fails here costs hits, never the request: from then on nothing more of it is published.
+A failure here costs hits, never the request: nothing more of the request is published afterwards.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from asynchicache.types import MissReason
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0
-"""How long a request waits for others to give back pages; then it goes on with fewer hits, or unpublished."""
+_WAIT_SECONDS = 5.0
+"""How long a request waits for free pages; then it continues with fewer hits, or unpublished."""
 
 
 class PrefixContext:
-    """A cache as the model's thread uses it.
+    """How the model's thread uses a cache.
 
     Attributes:
         page_size: tokens of a page.
-        bridge: between slots and the model's memory.
-        piece: tokens that are given pages at once, so that a pool of windows need not hold a prompt.
+        bridge: copies between slots and the model's memory.
+        piece: the most tokens that get pages at once, so that a window pool need not hold a whole prompt.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class PrefixContext:
         self.piece = piece
 
     def pieces(self, start: int, stop: int, most: int | None = None) -> list[int]:
-        """Where to stop on the way from `start` to `stop`, which is the last; pieces of `most` tokens."""
+        """Return the ends of pieces of at most `most` tokens from `start` to `stop`."""
         piece = self.piece if most is None else min(self.piece, most)
         return [*range(start + piece, stop, piece), stop] if stop > start else []
 
     def whole(self, tokens: int) -> int:
-        """`tokens` down to whole pages."""
+        """Round `tokens` down to whole pages."""
         return tokens - tokens % self.page_size
 
     def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
-        """Drop what no later forward and no later publication reads; on the model's thread."""
-        if self.bridge.window_pages:  # else windows, if there are any, are kept page by page as a whole
+        """Drop rows that no later forward or publication reads; on the model's thread."""
+        if self.bridge.window_pages:  # else there are no windows, or all of their pages are kept
             trim_windows(memory, self.page_size, pages=self.bridge.window_pages + more_pages)
 
 
@@ -61,7 +61,7 @@ class CachedPrefix:
     """A request of the cache, from its match to its last publication.
 
     Attributes:
-        hit: what the model need not compute.
+        hit: the part that the model need not compute.
     """
 
     def __init__(self, context: PrefixContext, request: Request) -> None:
@@ -71,18 +71,18 @@ class CachedPrefix:
         self.hit = Hit(0)
 
     async def restore(self) -> DynamicCache:
-        """Model memory that holds the `hit.tokens` tokens that the cache knows."""
+        """Return model memory that holds the `hit.tokens` cached tokens."""
         await self.load()
         if not self._over:
             return await self._context.thread.run(partial(self._context.bridge.restore, self._request))
         return await self._context.thread.run(partial(new_cache, self._context.config))
 
     async def load(self, *, counted: bool = True) -> None:
-        """Bring what the cache has in memory to its device pages."""
+        """Load the match to device pages."""
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_WAIT_SECONDS):
                 await self._request.admit()
-        except (CapacityError, TimeoutError) as error:  # then `load` makes do with what there is
+        except (CapacityError, TimeoutError) as error:  # `load` then takes what fits
             _log.debug("loading without room for all: %s", error)
         try:
             ticket = self._request.load(counted=counted)
@@ -93,7 +93,7 @@ class CachedPrefix:
             self.hit = Hit(0, reason=MissReason.TRANSFER_FAILED)
 
     async def save(self, memory: DynamicCache, stop: int) -> None:
-        """Copy to pages of the request's own what a forward has computed, which ended at `stop`.
+        """Copy what a forward that ended at `stop` has computed to pages that the request owns.
 
         Args:
             memory: holds `stop` tokens, and of windows everything since the last call.
@@ -103,7 +103,7 @@ class CachedPrefix:
             await self._copy(memory, start, stop, None)
 
     async def save_late(self, memory: DynamicCache, stop: int, states: SavedStates | None) -> None:
-        """As `save`, when windows have moved on: of them, the pages that are needed at `stop` are copied.
+        """Save after windows have moved on: of windows, only the pages that `stop` needs are copied.
 
         Args:
             memory: holds `stop` tokens, or more if `states` are given.
@@ -127,14 +127,14 @@ class CachedPrefix:
 
     async def _reserve(self, stop: int) -> bool:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_WAIT_SECONDS):
                 await self._request.reserve(stop - self._request.reserved)
         except (CacheError, TimeoutError) as error:
             self._give_up(error)
         return not self._over
 
     async def publish(self, stop: int, *, final: bool) -> None:
-        """Hand what was saved up to `stop` to the cache; `final`: the request publishes nothing more."""
+        """Publish what was saved up to `stop`; `final`: the request publishes nothing more."""
         if self._over or stop > self._request.reserved:
             return
         try:

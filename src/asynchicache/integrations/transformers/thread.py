@@ -1,4 +1,4 @@
-"""The one thread that may touch a model and its memory; the event loop stays free."""
+"""The only thread that may use a model and its memory, so that the event loop is never blocked."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """Runs calls one after another, in the order in which they were given: whoever has many waits
-    between them for the calls of others."""
+    """Runs calls one at a time, in the order of submission. Long work should be split into several calls, so
+    that calls of other requests run in between."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: of the model. The thread computes with as many torch threads as its maker."""
+        """`device`: of the model. The thread uses as many torch threads as the caller's."""
         self._device = device
         self._executor = ThreadPoolExecutor(
             1, "model", initializer=partial(torch.set_num_threads, torch.get_num_threads())
         )
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns, when the device has done what it enqueued.
+        """Run `call` and return its result when the device has finished what it enqueued.
 
-        If the waiter is cancelled, a call that has not begun is dropped. One that has is waited for: it
-        may be writing to pages that the waiter is going to give back.
+        If the waiter is cancelled, a call that has not started is dropped. A call that has started is waited
+        for, because it may write to pages that the waiter is about to free.
         """
         job = self._executor.submit(self._finish, call)
         done = asyncio.wrap_future(job)
@@ -46,7 +46,7 @@ class ModelThread:
         return result
 
     def close(self) -> None:
-        """Wait for the call that runs; drop the others."""
+        """Wait for the running call; drop the others."""
         self._executor.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -57,11 +57,11 @@ class ModelThread:
 
 
 async def _ended(done: asyncio.Future[T]) -> None:
-    """Until it has a result, however often the waiter is cancelled."""
+    """Wait for the result, however often the waiter is cancelled."""
     while not done.done():
         try:
             await asyncio.wait([done])
         except asyncio.CancelledError:
-            continue  # the first one is raised in the end
+            continue  # the caller raises the first one
     if not done.cancelled():
-        done.exception()  # seen: nobody is left to be told
+        done.exception()  # mark it as retrieved: the waiter is cancelled

@@ -1,7 +1,7 @@
-"""Which chunks are in storage, as far as living requests have asked: answers come a step later, in batches.
+"""Lookups of chunks in storage: answered in batches, one scheduler step later.
 
-The scheduler may not wait, so a first question is answered by "not known yet", and all of a step's first
-questions go to storage together. Pure bookkeeping: one thread at a time, no waiting.
+The scheduler may not wait, so the first lookup of a chunk answers "not known yet", and all first lookups of a
+step go to storage together. Pure bookkeeping: one thread at a time, no waiting.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """One chunk that somebody asked for.
+    """The lookup of one chunk.
 
     Attributes:
-        present: the answer; None until there is one.
-        requests: who asked; the answer lives as long as one of them.
+        present: the answer; None until it is known.
+        requests: that asked; the answer is kept while one of them lives.
     """
 
     present: bool | None = None
@@ -24,7 +24,7 @@ class _Lookup:
 
 
 class Lookups:
-    """Questions, and answers to them."""
+    """Pending and answered lookups."""
 
     def __init__(self) -> None:
         self._lookups: dict[bytes, _Lookup] = {}
@@ -32,7 +32,7 @@ class Lookups:
         self._new: list[bytes] = []
 
     def ask(self, key: bytes, request: str) -> bool | None:
-        """Whether the chunk is there; None while that is not known."""
+        """Return whether storage has the chunk; None while that is not known."""
         lookup = self._lookups.get(key)
         if lookup is None:
             lookup = self._lookups[key] = _Lookup()
@@ -42,21 +42,21 @@ class Lookups:
         return lookup.present
 
     def take_new(self) -> list[bytes]:
-        """Questions that nobody has put to storage yet, each once."""
+        """Return the lookups that have not been sent to storage, each once."""
         new, self._new = self._new, []
         return [key for key in dict.fromkeys(new) if key in self._lookups]
 
     def answer(self, keys: Iterable[bytes], present: Iterable[bool]) -> None:
-        """What storage said; later news (`learn`) counts more."""
+        """Record storage's answers; what `learn` has set since takes precedence."""
         for key, there in zip(keys, present, strict=True):
             lookup = self._lookups.get(key)
             if lookup is not None and lookup.present is None:
                 lookup.present = there
 
     def learn(self, keys: Iterable[bytes], *, present: bool) -> None:
-        """Chunks were stored, or could not be read.
+        """Record that chunks were stored, or could not be read.
 
-        A read that failed must end as a miss: the scheduler would ask, and read, for ever.
+        A read that failed must become a miss, or the scheduler would look up and read the chunk forever.
         """
         for key in keys:
             lookup = self._lookups.get(key)
@@ -64,7 +64,7 @@ class Lookups:
                 lookup.present = present
 
     def forget(self, request: str) -> None:
-        """A request has ended; answers that nobody else asked for are asked anew next time."""
+        """Drop a request that has ended, and the answers that no other request uses."""
         for key in self._asked_by.pop(request, ()):
             lookup = self._lookups[key]
             lookup.requests.discard(request)

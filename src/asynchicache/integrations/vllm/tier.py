@@ -49,7 +49,7 @@ class _Kind(Enum):
 
 
 class _JobTag(NamedTuple):
-    """What a job of the bridge does: its tag."""
+    """The tag of a job: what it does."""
 
     kind: _Kind
     keys: list[bytes]

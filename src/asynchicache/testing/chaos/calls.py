@@ -1,4 +1,4 @@
-"""What a cache asks of its storage, call by call: what runs, since when, and how long the last ones took."""
+"""A record of a cache's calls to storage: those that run, and the last ones that ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call:
 
 
 class CallListener(Protocol):
-    """Is told of calls."""
+    """Called when calls begin and end."""
 
     def began(self, call: Call, running: Iterable[Call]) -> None:
         """A call begins, while `running` others do."""
@@ -48,8 +48,8 @@ class Calls:
     """The calls of one cache.
 
     Attributes:
-        listeners: who is told.
-        given_up: reads and writes that had not ended when nobody waited for their end any more.
+        listeners: called for each call.
+        given_up: reads and writes whose caller was cancelled before they ended.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -75,11 +75,11 @@ class ChaosDriver(SeededDriver):
 
 
 class FaultDraws:
-    """Draws what goes wrong, and counts it.
+    """Draws faults at given rates, and counts them.
 
     Attributes:
-        chance: the source of it.
-        counted: how often what went wrong.
+        chance: source of randomness.
+        counted: number of faults, by kind.
     """
 
     def __init__(self, chance: random.Random, counted: Counter[str]) -> None:
@@ -90,7 +90,7 @@ class FaultDraws:
         self.counted[kind] += 1
 
     def strikes(self, kind: str, rate: float) -> bool:
-        """Whether it happens now, at that rate; counted if it does."""
+        """Draw whether a fault happens now, at the given rate; count it if it does."""
         if not rate or self.chance.random() >= rate:
             return False
         self.count(kind)
@@ -101,7 +101,7 @@ class ChaosDevice:
     """An emulated device whose copies and notifications go wrong; all else is as on any other.
 
     Attributes:
-        memory: where copies may leave a wrong byte: slots in both tiers, told by whoever opens the cache.
+        memory: slots of both tiers, in which copies may leave a wrong byte; set when the cache is opened.
         lied: whether a copy left a wrong byte.
     """
 

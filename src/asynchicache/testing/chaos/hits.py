@@ -105,10 +105,10 @@ class HitOracle:
     ) -> None:
         """
         Args:
-            cache: whose requests.
-            storage: its way to the store.
-            options: how long its policy waits.
-            luck: whether somebody was refused room by that.
+            cache: whose requests are judged.
+            storage: between the cache and its store.
+            options: how long its prefetch policy waits.
+            draws: count the allocations that were refused on purpose.
             ledger: where violations go.
             excused: whether requests may be served nothing, because the device failed or the cache closes.
             recency: of the store, if it has a bound.

@@ -1,4 +1,4 @@
-"""What the search has to see of a cache from within: who holds what, and memory that nobody may read."""
+"""Access to a cache's internals: who holds which slot, and poison in memory that must not be read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from asynchicache.types import Tier
 
 
 class CacheInternals:
-    """One open cache, opened further.
+    """The internals of one open cache.
 
     Attributes:
         books: who holds which slot.
         memory: every tensor of every pool in both tiers as bytes, `[layers, slots, ...]`.
-        violations: what was seen of slots that must never be free again.
+        violations: slots that were given out although they must never be free again.
     """
 
     def __init__(self, cache: HybridCache) -> None:

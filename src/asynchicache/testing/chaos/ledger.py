@@ -1,4 +1,4 @@
-"""What a run did, and what was wrong with it."""
+"""A record of one run: its operations, faults and violations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Ledger:
-    """What a run did, and what was wrong with it.
+    """A record of one run: its operations, faults and violations.
 
     Attributes:
         operations: calls of the cache, by name.
-        faults: what went wrong on purpose, by `faults.KINDS`.
-        violations: what must never happen, in words.
-        served: tokens of prompts, by the tier they came from, or `nowhere`.
-        costs: pages that were asked for, read and written, by `costs.KINDS`.
+        faults: injected faults, by `faults.KINDS`.
+        violations: broken invariants, in words.
+        served: prompt tokens by the tier that they came from, or `nowhere`.
+        costs: pages that were looked up, read and written, by `costs.KINDS`.
     """
 
     operations: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What `durable()` promised: it is in the store when it says so, and the next cache is given it."""
+"""Checks `durable()`: the prefix is in the store when it returns True, and the next cache can restore it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asynchicache.testing.chaos.script import ClientTurn
 from asynchicache.testing.chaos.store import ChaosStore
 
 _ASKED = 3
-"""Promises that the next cache is asked to keep, the newest ones."""
+"""The newest durable prefixes, which are requested from the next cache."""
 
 
 class DurablePrefix(NamedTuple):
-    """A prefix of which somebody was told that it is in storage.
+    """A prefix that `durable()` reported to be in storage.
 
     Attributes:
-        identity: of the cache, in the options that make its pages others than those of other caches.
+        identity: the cache options that keep its pages apart from those of other caches.
         tenant, tokens: the prefix.
     """
 
@@ -29,7 +29,7 @@ class DurablePrefix(NamedTuple):
 
 
 class DurabilityOracle:
-    """The promises of all caches over one store."""
+    """The durable prefixes of all caches over one store."""
 
     def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class DurabilityOracle:
 
     @contextmanager
     def waiting(self) -> Iterator[set[tuple[bytes, str]]]:
-        """Pages that the store forgets meanwhile, by digest and pool: of them nobody can be sure."""
+        """Collect pages that the store loses meanwhile, by digest and pool: they need not be durable."""
         gone: set[tuple[bytes, str]] = set()
         with self._store.watched(lambda digest, pool: gone.add((digest, pool))):
             yield gone

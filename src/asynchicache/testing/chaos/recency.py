@@ -18,10 +18,10 @@ from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.store import ChaosStore
 
 TOLD_SECONDS = 2.0
-"""After so long storage must have been told of a use in memory."""
+"""Time within which storage must be told of a use in memory."""
 
 _ROOM = 0.9
-"""The share of a store that has to be put to use."""
+"""The share of a store that must be filled."""
 
 
 class StoredPath(NamedTuple):
@@ -44,9 +44,9 @@ class StoredPath(NamedTuple):
 
 
 class RecencyOracle:
-    """What was used when, of one bounded store, and whether what makes room is what should.
+    """Checks the eviction order of one bounded store against the times of use.
 
-    Where storage goes wrong it may not be told; then nothing is expected of it.
+    A store with faults may not learn of a use; then nothing is expected of it.
     """
 
     def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
@@ -79,7 +79,7 @@ class RecencyOracle:
                 self._touched[key].append(now)
 
     def asked(self, digests: Sequence[bytes]) -> None:
-        """Somebody asks for a path."""
+        """A path is requested."""
         for above, below in pairwise(digests):
             self._above[below] = above
 
@@ -89,7 +89,7 @@ class RecencyOracle:
             self._paths[key] = path
 
     def forgot(self, key: ObjectKey) -> None:
-        """Nobody expects it any more."""
+        """A path is no longer expected."""
         for known in (self._moved, self._touched, self._paths):
             known.pop(key, None)
 

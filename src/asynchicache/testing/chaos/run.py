@@ -1,4 +1,4 @@
-"""One run of a script: everything that is wrong with it, whatever way that shows."""
+"""Runs one script and collects every violation, however it shows."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _EXPECTED = ("closed with copies in flight", "audit: ")
 
 @dataclass(frozen=True, slots=True)
 class ScriptReport:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
         seed: of the script.
-        ledger: what it did, and what was wrong.
+        ledger: operations, faults and violations.
         seconds: processor time.
     """
 
@@ -99,7 +99,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 class _ErrorLog(logging.Handler):
-    """Errors that the library caught and logged are no less errors."""
+    """Turns errors that the library caught and logged into violations."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(logging.ERROR)
@@ -115,7 +115,7 @@ class _ErrorLog(logging.Handler):
 
 @contextmanager
 def _log_watched(ledger: Ledger) -> Iterator[None]:
-    """Have errors in the log taken down, and nobody else told of what goes wrong on purpose."""
+    """Record logged errors, and keep the log of injected faults away from other handlers."""
     listener = _ErrorLog(ledger)
     loggers = [logging.getLogger("asynchicache"), logging.getLogger("asyncio")]
     before = [(one.propagate, one.level) for one in loggers]
@@ -149,7 +149,7 @@ def _collection_watched(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _warnings_watched(ledger: Ledger) -> Iterator[None]:
-    """Lost leases, and coroutines that nobody awaited, are violations too."""
+    """Warnings of lost leases and of coroutines that were never awaited are violations too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -165,14 +165,14 @@ class ChaosStorage:
         self._faulty.release()
 
     def settle(self) -> None:
-        """Add up what went wrong."""
+        """Count the faults that were injected."""
         for name, count in self._faulty.injected.items():
             self._draws.counted[f"storage.{name}"] += count
         self._faulty.injected.clear()
 
 
 class TrackedBackend:
-    """A backend whose calls are told of, and that notices who does not wait for their end."""
+    """A backend that records its calls, and counts callers that stop waiting before a call ends."""
 
     def __init__(
         self,
@@ -242,10 +242,10 @@ class _WatchedCalls:
 
 
 class VerifyingBackend:
-    """A backend that looks at every page that it is to store.
+    """A backend that checks the bytes of every page that it is asked to store.
 
     Attributes:
-        bindings: of the pools that were opened, by name.
+        bindings: of the opened pools, by name.
     """
 
     def __init__(self, store: ChaosStore, oracle: HostOracle, ledger: Ledger) -> None:

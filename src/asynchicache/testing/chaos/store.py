@@ -1,4 +1,4 @@
-"""A store of pages that tells what becomes of them: what came, what was used, and what went, and why."""
+"""A store of pages that reports what is written, read, evicted and deleted."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from asynchicache.backends.memory import MemoryStore
 from asynchicache.hashing import ObjectKey
 
 Gone: TypeAlias = Callable[[bytes, str], object]
-"""Told the digest and the pool of a page that the store has no more."""
+"""Called with the digest and pool of a page that the store has lost."""
 
 
 class StoreObserver(Protocol):
-    """Is told what is used, and what had to make room."""
+    """Called when pages are used, evicted or deleted."""
 
     def used(self, key: ObjectKey, size: int) -> None:
         """A page was written or read."""
         ...
 
     def evicted(self, key: ObjectKey, incoming: ObjectKey) -> None:
-        """A page had to make room for another one."""
+        """A page was evicted to make room for another one."""
         ...
 
     def forgot(self, key: ObjectKey) -> None:
-        """A page is gone by somebody's will."""
+        """A page was deleted on request."""
         ...
 
 
 class ChaosStore(MemoryStore):
-    """A `MemoryStore` that is watched.
+    """A `MemoryStore` that reports its changes.
 
     Attributes:
-        keeper: who is told of every page, if anybody.
+        keeper: observer of every page; None for no observer.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
