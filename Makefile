@@ -11,7 +11,7 @@ WORKERS ?= 2
 ARGS    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines demo test coverage mutants check lint types floors wheel soak gpu bench conformance clean
+.PHONY: help setup engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
@@ -48,6 +48,9 @@ coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at
 # The tests run in a process of their own for each mutant, one after another: 100 take about 15 minutes.
 mutants: $(STAMP)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"
 	$(BIN)/python scripts/mutants.py $(ARGS)
+
+house: $(STAMP)  ## size and shape of the source, counted; ARGS="--details" or "--root OTHER_CHECKOUT"
+	$(BIN)/python scripts/house.py $(ARGS)
 
 check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
 

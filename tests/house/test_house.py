@@ -1,0 +1,155 @@
+"""`make house`: what it counts, and that one class name stands for one thing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "house.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="a source distribution has no scripts")
+
+# Names that still stand for several things. The list only shrinks: rename a class, then remove its name here.
+SHARED_NAMES = {
+    "Admission",
+    "Batch",
+    "Bench",
+    "Call",
+    "Case",
+    "Claim",
+    "Client",
+    "Closable",
+    "Connection",
+    "Copy",
+    "Engine",
+    "Entry",
+    "Event",
+    "Family",
+    "Flight",
+    "Job",
+    "Limit",
+    "Listener",
+    "Mark",
+    "Memory",
+    "Message",
+    "Move",
+    "Namespace",
+    "Opened",
+    "Options",
+    "Outcome",
+    "PageStore",
+    "Pages",
+    "Part",
+    "Pattern",
+    "Piece",
+    "Place",
+    "PrefixStore",
+    "Question",
+    "Read",
+    "Row",
+    "Run",
+    "Runner",
+    "Sample",
+    "Served",
+    "Server",
+    "Sizes",
+    "Store",
+    "Stored",
+    "Tally",
+    "Tier",
+    "Traffic",
+    "Turn",
+    "Turns",
+    "Verb",
+    "Waiter",
+    "WatchedEngine",
+    "Work",
+}
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("house_tool", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parsed(**sources: str) -> dict[str, ast.Module]:
+    return {f"asynchicache.{name}": ast.parse(source) for name, source in sources.items()}
+
+
+def test_one_class_name_is_one_thing(house: ModuleType) -> None:
+    trees = {name: ast.parse(path.read_text()) for name, path in house.modules_of(ROOT).items()}
+
+    shared = house.shared_names(trees)
+
+    assert {name: modules for name, modules in shared.items() if name not in SHARED_NAMES} == {}
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(house: ModuleType) -> None:
+    code = 'x = [\n    1,\n]  # three lines\ntext = """a\nb"""\n'
+    source = f'"""Module."""\n\n# a comment\n{code}"""About the text."""\n'
+
+    assert house.code_lines(source) == 5
+
+
+def test_circles_count_type_checking_but_no_imports_in_functions(house: ModuleType) -> None:
+    modules = parsed(
+        a="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from asynchicache.b import B",
+        b="import asynchicache.a",
+        c="def late():\n    import asynchicache.d",
+        d="import asynchicache.c",
+    )
+
+    assert house.circles_of(house.imports_of(modules)) == [["asynchicache.a", "asynchicache.b"]]
+
+
+def test_a_module_is_imported_through_its_package(house: ModuleType) -> None:
+    inner = {"room.a": "from asynchicache.room import b", "room.b": ""}
+    modules = parsed(room="from asynchicache.room.a import x", **inner)
+
+    assert house.circles_of(house.imports_of(modules)) == [["asynchicache.room", "asynchicache.room.a"]]
+
+
+def test_a_leading_underscore_makes_no_other_name(house: ModuleType) -> None:
+    modules = parsed(
+        a="class Batch: ...", b="class _Batch: ...", c="def make():\n    class Own: ...", d="class Own: ..."
+    )
+
+    assert house.shared_names(modules) == {"Batch": ["asynchicache.a", "asynchicache.b"]}
+
+
+def test_arrows_stay_inside_the_room(house: ModuleType) -> None:
+    modules = parsed(
+        **{
+            "tree.a": "import asynchicache.tree.b, asynchicache.other",
+            "tree.b": "",
+            "tree": "import asynchicache.tree.a",
+            "other": "import asynchicache.tree.a",
+        }
+    )
+
+    assert house.arrows_in("tree", house.imports_of(modules)) == (2, 1)
+
+
+def test_four_pages_are_followed_to_a_file_and_back() -> None:
+    run = subprocess.run(
+        [sys.executable, SCRIPT, "--json", "--details"], capture_output=True, text=True, check=False
+    )
+
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(run.stdout)
+    assert any(name.startswith("backends/file/") for name in figures["functions"])
+    assert any(name.startswith("controller/") for name in figures["frames"])
+    assert any(name.startswith("asynchicache.transfer.") for name in figures["types"])
