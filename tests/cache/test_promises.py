@@ -11,6 +11,7 @@ from asynchicache import HybridCache, ModelSpec
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.controller.digests import DIGESTS_A_TURN
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -223,3 +224,25 @@ def test_a_restart_says_how_far_attention_pages_reach_and_which_pool_ends_the_hi
         assert (third.tokens, third.reason, third.full_tokens) == (32, MissReason.COLD, 32)
 
     run_seeded(1, main)
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_path_whose_digests_take_many_turns_is_durable_and_drained(policy: WritePolicy) -> None:
+    pages = 3 * DIGESTS_A_TURN
+
+    async def main(world: SeededWorld) -> None:
+        spec, store = synthetic_spec(1, ("kv",)), MemoryStore()
+        size = {"kv": pages}
+        options = config(device_slots=size, host_slots=size, write_policy=policy)
+        async with world.open_cache(spec, options, storage=MemoryBackend(store)) as cache:
+            async with cache.request(range(pages)) as request:
+                await request.load()
+                request.extend(pages)
+                await request.checkpoint(pages)
+                if policy is WritePolicy.WRITE_THROUGH:
+                    await cache.drain()
+                    assert len(set(store)) == pages
+                assert await request.durable()
+                assert len(set(store)) == pages
+
+    run_seeded(0, main)

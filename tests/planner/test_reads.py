@@ -465,3 +465,13 @@ def test_what_a_read_stands_on_stays_while_it_waits(simulations: list[Simulation
 
     assert sim.planner.books.free[FULL_HOST].held == 5 + 3
     assert [one.pages for one in answered(sim, second)] == [8]
+
+
+def test_pages_that_were_published_during_a_read_get_digests_with_those_that_it_brings(
+    simulations: list[Simulation],
+) -> None:
+    sim = roomy(simulations)
+    read = chosen(sim, asked(sim), b"\1" * PAGES)
+    served(sim, 4)
+    answered(sim, read)
+    assert sim.planner.books.verify() == []

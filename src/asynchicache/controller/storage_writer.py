@@ -141,7 +141,8 @@ class Storer:
         if not self._stored:
             return
         if self._books.tree.pages_without_digests(node) > SLICE_PAGES:
-            self._executor.call(self._store_later(node, wait), period)
+            period = self._planner.activity.period if period is None else period
+            self._executor.call(self._store_later(node, period, wait), period)
             return
         work = self._writer.store(node)
         if work is None:
@@ -155,16 +156,18 @@ class Storer:
             return
         self._executor.call(self._write(work, size, sizes, begun=begun), period)
 
-    async def _store_later(self, node: Node, wait: bool) -> None:
+    async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
         kept = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
         self._books.keep(kept)
+        self._writer.preparing.append(node)
         try:
             await complete_digests(self._books.tree, node)
         finally:
+            self._writer.preparing.remove(node)
             self._books.drop(kept)
         if node.parent is not None:
-            self.store(node, wait=wait)
+            self.store(node, period=period, wait=wait)
 
     async def _write(self, work: Store, size: int, page_sizes: Sequence[int], *, begun: bool) -> None:
         stored, late, left = False, False, 0

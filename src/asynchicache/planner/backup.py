@@ -45,6 +45,7 @@ class Writer:
             other's slots for ever.
         urgent: ends of paths that somebody waits for and that found no host slots, first come, first served.
             While there are any, nothing else is given host slots for a backup.
+        preparing: ends of paths that are written as soon as their digests are computed.
         forgotten: how often all that was known of storage was forgotten.
     """
 
@@ -55,6 +56,7 @@ class Writer:
         self._activity = activity
         self.owed: dict[Wanted, int] = {}
         self.urgent: list[Node] = []
+        self.preparing: list[Node] = []
         self.forgotten = 0
         self._under_way: set[Store] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
@@ -252,7 +254,7 @@ class Writer:
     def in_flight(self, node: Node) -> bool:
         """Whether a copy or a write is in flight that brings something of the path to `node` nearer to
         storage."""
-        storing = self.storing()
+        storing = self.storing().union(self.preparing)
         while node.parent is not None:
             if node in storing or (~node.stored and self._is_moving(node)):
                 return True

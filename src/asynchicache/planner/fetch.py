@@ -189,9 +189,7 @@ class Reader:
         kept = self._ends(tip)
         for aux in self._tree.windows:
             kept += pins(aux, tip)  # a read completes them; it should not make room at their cost
-        for node in _path(tip):
-            if node.digests is None and node.end <= here:
-                node.digests = digests[node.end - node.pages : node.end]
+        _give_digests(tip, digests, here)
         local = self._local(tip, here)
         query = Query(
             tokens,
@@ -497,9 +495,9 @@ class Reader:
         slots = read.slots[FULL]
         result = self._tree.insert_host(node, query.tokens, slots[first:last])
         read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
+        # Also to the nodes above: another request may have published them while storage was read.
+        _give_digests(result.node, query.digests, result.node.end)
         for fresh in result.fresh:
-            if fresh.digests is None:
-                fresh.digests = query.digests[fresh.end - fresh.pages : fresh.end]
             if query.forgotten == self._writer.forgotten:
                 self._mark_stored(fresh, FULL)
         return result.node
@@ -589,6 +587,13 @@ def _path(node: Node) -> list[Node]:
         found.append(node)
         node = node.parent
     return found
+
+
+def _give_digests(end: Node, digests: Sequence[bytes], pages: int) -> None:
+    """Give the nodes of the path to `end` their digests, up to `pages`: others may follow after them."""
+    for node in _path(end):
+        if node.digests is None and node.end <= pages:
+            node.digests = list(digests[node.end - node.pages : node.end])
 
 
 def _known_digests(tip: Node) -> list[bytes]:
