@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.redis.connection import Connection
-from asynchicache.backends.redis.dialing import dial
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command
-from asynchicache.backends.redis.sender import Sender
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
+
+T = TypeVar("T")
 
 _MAGIC, _VERSION = b"asynchicache redis store", 1
 _MOST_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
@@ -37,9 +37,8 @@ class RedisBackend:
 
     def __init__(self, options: RedisOptions, port: Port) -> None:
         self._options = options
-        self._port = port
-        self._sender = Sender(port)
-        self._pool = ConnectionPool(partial(dial, options, port, self._sender), options.connections)
+        self._pool = ConnectionPool(options, port)
+        self._turn = asyncio.Lock()
         self._marker = f"{options.namespace}:FORMAT".encode()
         self._engines: OpenEngines[RedisEngine] = OpenEngines()
         self._closed = False
@@ -60,7 +59,7 @@ class RedisBackend:
     async def _open(self, binding: PoolBinding) -> RedisEngine:
         self._check_size(binding)
         await self._check_format()
-        return RedisEngine(binding, self._port, self._pool, self._options, self._clear)
+        return RedisEngine(binding, self._pool, self._turn, self._options, self._clear)
 
     async def clear(self) -> int:
         """Delete every page of the namespace, of all pools and models; other keys are not touched.
@@ -74,24 +73,29 @@ class RedisBackend:
         return await self._clear(f"{self._options.namespace}:*")
 
     async def _clear(self, glob: str) -> int:
-        """Delete the keys that match a glob pattern, but for the marker; how many."""
-        pattern = glob.encode()
+        """Delete the keys that match a glob pattern, except the marker; returns their number."""
         count, cursor = 0, b"0"
-        while True:
-            async with self._talk() as connection:  # one deadline a step: there may be many
-                scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_KEYS)
-                cursor, names = _scanned((await connection.ask(scan))[0])
-                doomed = [name for name in names if name != self._marker]
-                if doomed:
-                    count += _number((await connection.ask(command(b"UNLINK", *doomed)))[0])
+        while True:  # one deadline a step: there may be many
+            deleted, cursor = await self._talk(partial(self._clear_some, glob.encode(), cursor))
+            count += deleted
             if cursor == b"0":
                 return count
+
+    def _clear_some(self, pattern: bytes, cursor: bytes, connection: Connection) -> tuple[int, bytes]:
+        """Delete what one step of SCAN finds.
+
+        Returns:
+            How many were deleted, and the cursor of the next step.
+        """
+        scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_KEYS)
+        cursor, names = _scanned(connection.ask(scan)[0])
+        found = [name for name in names if name != self._marker]
+        return _number(connection.ask(command(b"UNLINK", *found))[0]) if found else 0, cursor
 
     async def aclose(self) -> None:
         self._closed = True
         await self._engines.aclose()
         await self._pool.aclose()
-        await self._sender.aclose()
 
     @staticmethod
     def _check_size(binding: PoolBinding) -> None:
@@ -102,19 +106,18 @@ class RedisBackend:
                 "Redis stores under a key: use smaller pages, or another engine"
             )
 
-    @asynccontextmanager
-    async def _talk(self) -> AsyncIterator[Connection]:
-        """A connection for a few commands; whatever goes wrong is a StorageError that names the server."""
-        server, patience = self._options.server, self._options.timeout_seconds
+    async def _talk(self, work: Callable[[Connection], T]) -> T:
+        """Send a few commands; every failure becomes a StorageError that names the server."""
+        server, seconds = self._options.server, self._options.timeout_seconds
         try:
-            async with asyncio.timeout(patience), self._pool.connection() as connection:
-                yield connection
+            async with asyncio.timeout(seconds):
+                return await self._pool.run(work)
         except ProtocolError as error:
             raise StorageError(f"{server} does not speak Redis: {error}; is url right?") from error
         except StorageError:
             raise
         except TimeoutError:
-            raise StorageError(f"{server} does not answer within {patience:g} s") from None
+            raise StorageError(f"{server} does not answer within {seconds:g} s") from None
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(
@@ -127,8 +130,7 @@ class RedisBackend:
         commands = [command(b"GET", self._marker)]
         if not self._options.read_only:
             commands.insert(0, command(b"SET", self._marker, ours, b"NX"))
-        async with self._talk() as connection:
-            found = (await connection.ask(*commands))[-1]
+        found = (await self._talk(lambda connection: connection.ask(*commands)))[-1]
         if isinstance(found, ErrorReply):
             raise self._refused(found)
         if found is not None and found != ours:

@@ -1,76 +1,146 @@
-"""A few connections to one server, lent one at a time, made anew when they break."""
+"""A few connections to one server, each with a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
+from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.dialing import dial, look_up
+from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.errors import ClosedError
+from asynchicache.ports import Port, Worker
+
+T = TypeVar("T")
+
+_THREAD_NAME = "asynchicache-redis"
 
 
 class ConnectionPool:
-    """Connections that are made when they are needed; the one used last is lent first.
+    """Runs work that blocks on connections, in their threads.
+
+    Threads and connections are made when they are needed. The connection that was used last is taken first.
 
     Args:
-        dial: makes a connection, or raises OSError.
-        most: connections at once.
+        options: the server, and how many connections.
+        port: threads.
     """
 
-    def __init__(self, dial: Callable[[], Awaitable[Connection]], most: int) -> None:
-        self.most = most
-        self._dial = dial
-        self._turns = asyncio.Semaphore(most)
-        self._idle: list[Connection] = []
+    def __init__(self, options: RedisOptions, port: Port) -> None:
+        self.size = options.connections
+        self._options = options
+        self._port = port
+        self._free = [_Lane(options, port) for _ in range(self.size)]
+        self._turns = asyncio.Semaphore(self.size)
         self._closed = False
-        self._closing = asyncio.Lock()  # two that close would wait for each other's turns
+        self._closing = asyncio.Lock()  # two callers that close would wait for each other's turns
 
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
-        """A connection of one's own. Whoever leaves by an exception may have read half a reply, so the
-        connection is dropped then.
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` with a connection, in a thread.
+
+        A call that is cancelled interrupts the connection, and ends when the thread has left the work: its
+        memory is not touched afterwards. A call that raises anything may have read half a reply, so its
+        connection is dropped.
 
         Raises:
-            OSError: the server cannot be reached.
+            OSError: the server cannot be reached, or the connection broke.
             ClosedError: the pool is closed.
         """
         async with self._turns:
             if self._closed:
                 raise ClosedError("the connections to the server are closed")
-            connection = self._take_idle() or await self._dial()
+            lane = self._free.pop()
             try:
-                yield connection
-            except BaseException:
-                connection.close()
-                raise
-            self._give_back(connection)
+                return await lane.run(work)
+            finally:
+                self._free.append(lane)
 
     async def aclose(self) -> None:
-        """Wait for connections that are lent, then close all; twice is harmless, also at once."""
+        """Wait for the calls under way, then close all connections and threads. Closing twice, or from two
+        tasks at once, is harmless."""
         self._closed = True
         held = 0
         try:
             async with self._closing:
-                while held < self.most:
+                while held < self.size:
                     await self._turns.acquire()
                     held += 1
-                for connection in self._idle:
-                    connection.close()
-                self._idle.clear()
+                for lane in self._free:
+                    lane.drop()
+                await off_the_loop(self._port, self._close_threads, self._abandon_threads)
         finally:
             for _ in range(held):
                 self._turns.release()
 
-    def _take_idle(self) -> Connection | None:
-        """One that still stands: the server may have gone, or restarted, since it was used."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection
-            connection.close()
-        return None
+    def _close_threads(self) -> None:
+        for lane in self._free:
+            lane.worker.close()
 
-    def _give_back(self, connection: Connection) -> None:
-        if not connection.closed:
-            self._idle.append(connection)
+    def _abandon_threads(self) -> None:
+        for lane in self._free:
+            lane.worker.abandon()
+
+
+class _Lane:
+    """A thread, and its connection while there is one."""
+
+    def __init__(self, options: RedisOptions, port: Port) -> None:
+        self.worker: Worker = port.worker(_THREAD_NAME)
+        self._options = options
+        self._port = port
+        self._connection = Connection(options.timeout_seconds)
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        try:
+            if not self._connection.usable:  # the server may have gone, or restarted, since the last call
+                await self._redial()
+            return await self._in_thread(partial(work, self._connection))
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def drop(self) -> None:
+        self._connection.close()
+
+    async def _redial(self) -> None:
+        self._connection.close()
+        self._connection = Connection(self._options.timeout_seconds)
+        addresses = await look_up(self._options.server, self._port)
+        await self._in_thread(partial(dial, self._connection, self._options, addresses))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """Run `call` in the thread, to its end."""
+        ended: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.worker.submit(partial(_run, self._port, call, ended))
+        try:
+            await asyncio.wait([ended])
+            return ended.result()
+        except asyncio.CancelledError:
+            self._connection.interrupt()
+            while not ended.done():  # however often the caller is cancelled
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([ended])
+            ended.exception()  # seen: the cancellation is what the caller gets
+            raise
+        finally:
+            del ended  # else the traceback of an exception holds itself by this name
+
+
+def _run(port: Port, call: Callable[[], object], ended: asyncio.Future[Any]) -> None:
+    """In the thread: run `call`, and tell the loop."""
+    result, error = _result(call)
+    port.post(partial(ended.set_result, result) if error is None else partial(ended.set_exception, error))
+
+
+def _result(call: Callable[[], object]) -> tuple[object, Exception | None]:
+    # A function of its own: a traceback holds the frame that caught, and that of `_run` has `ended`.
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001 - the boundary of the thread
+        traceback.clear_frames(error.__traceback__)  # of views of slots, before the call ends
+        return None, error

@@ -232,6 +232,27 @@ async def test_a_server_that_never_answers_costs_the_deadline() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("start", [b"", b"$", b"$%d\r\n" % FRAME_BYTES, b"-ERR "])
+async def test_a_server_that_drips_costs_the_deadline(start: bytes) -> None:
+    async with scene(connections=1) as (server, bench):
+
+        async def drip(words: list[bytes], writer: asyncio.StreamWriter) -> None:
+            writer.write(start)
+            while True:  # each byte comes long before a wait for one would end
+                writer.write(b"0")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+        server.lies = {b"GET": drip, b"SET": drip, b"EXISTS": drip}
+        with impatient(bench, 0.2):
+            assert await bench.get(bench.keys(0), [5]) == [FAILED]
+            assert await bench.put(bench.keys(9), [9]) == [FAILED]
+            with pytest.raises(StorageError, match="no answer in time"):
+                await bench.engine.exists(bench.keys(0))
+        await recovers(server, bench)
+
+
+@pytest.mark.asyncio
 async def test_a_server_that_stops_reading_costs_the_deadline_of_a_put() -> None:
     async with (
         hostile_server() as server,
