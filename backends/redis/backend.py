@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from asynchicache.backends.opened import OpenEngines
-from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.connection import RedisConnection
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
@@ -81,7 +81,7 @@ class RedisBackend:
             if cursor == b"0":
                 return count
 
-    def _clear_some(self, pattern: bytes, cursor: bytes, connection: Connection) -> tuple[int, bytes]:
+    def _clear_some(self, pattern: bytes, cursor: bytes, connection: RedisConnection) -> tuple[int, bytes]:
         """Delete what one step of SCAN finds.
 
         Returns:
@@ -106,7 +106,7 @@ class RedisBackend:
                 "Redis stores under a key: use smaller pages, or another engine"
             )
 
-    async def _talk(self, work: Callable[[Connection], T]) -> T:
+    async def _talk(self, work: Callable[[RedisConnection], T]) -> T:
         """Send a few commands; every failure becomes a StorageError that names the server."""
         server, seconds = self._options.server, self._options.timeout_seconds
         try:

@@ -38,14 +38,14 @@ processor's cache."""
 _SEND_BUFFER_LIMIT = Path("/proc/sys/net/core/wmem_max")
 
 
-class Address(NamedTuple):
+class SocketAddress(NamedTuple):
     """Where to connect: a socket's family, and an address in the form of that family."""
 
     family: int
     address: tuple[Any, ...] | str
 
 
-class Connection:
+class RedisConnection:
     """One socket, plain or TLS.
 
     One thread at a time may use it. Any other thread may call `interrupt` meanwhile. Replies come in the
@@ -68,7 +68,7 @@ class Connection:
         self._start = 0
         self._end = 0
 
-    def connect(self, addresses: Sequence[Address]) -> None:
+    def connect(self, addresses: Sequence[SocketAddress]) -> None:
         """Connect to the first address that answers.
 
         Raises:
@@ -189,7 +189,7 @@ class Connection:
             raise ConnectionAbortedError("the connection is closed")
         return self._open
 
-    def _connect(self, address: Address) -> None:
+    def _connect(self, address: SocketAddress) -> None:
         fresh = socket.socket(address.family, socket.SOCK_STREAM)
         self._hold(fresh)
         fresh.settimeout(self._timeout_seconds)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from functools import partial
 
-from asynchicache.backends.redis.connection import Address, Connection
-from asynchicache.backends.redis.options import RedisOptions, Server
+from asynchicache.backends.redis.connection import RedisConnection, SocketAddress
+from asynchicache.backends.redis.options import RedisOptions, ServerAddress
 from asynchicache.backends.redis.resp import ErrorReply, command
 from asynchicache.errors import StorageError
 from asynchicache.ports import Port
@@ -14,19 +14,19 @@ from asynchicache.ports import Port
 CLIENT_NAME = b"asynchicache"
 
 
-async def look_up(server: Server, port: Port) -> list[Address]:
+async def look_up(server: ServerAddress, port: Port) -> list[SocketAddress]:
     """The addresses of a server. A caller that is cancelled does not wait for the name service.
 
     Raises:
         OSError: its name is unknown.
     """
     if server.path:
-        return [Address(socket.AF_UNIX, server.path)]
+        return [SocketAddress(socket.AF_UNIX, server.path)]
     ask = partial(socket.getaddrinfo, server.host, server.port, type=socket.SOCK_STREAM)
-    return [Address(family, address) for family, _, _, _, address in await port.run_blocking(ask)]
+    return [SocketAddress(family, address) for family, _, _, _, address in await port.run_blocking(ask)]
 
 
-def dial(connection: Connection, options: RedisOptions, addresses: list[Address]) -> None:
+def dial(connection: RedisConnection, options: RedisOptions, addresses: list[SocketAddress]) -> None:
     """Connect and log in; this blocks.
 
     Raises:

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import compress
 from typing import NamedTuple
 
-from asynchicache.backends.redis.connection import Bytes, Connection
+from asynchicache.backends.redis.connection import Bytes, RedisConnection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command, set_command
@@ -38,7 +38,7 @@ _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 """Error codes of a server that works, but takes no writes."""
 
 
-class _Batch(NamedTuple):
+class _PageBatch(NamedTuple):
     """One call; places in it are numbers from 0 on."""
 
     keys: Sequence[ObjectKey]
@@ -46,7 +46,7 @@ class _Batch(NamedTuple):
     outcomes: list[Outcome]
 
 
-Work = Callable[[Connection, _Batch, Sequence[int]], None]
+Work = Callable[[RedisConnection, _PageBatch, Sequence[int]], None]
 """Moves the pages at some places of a batch, in a thread."""
 
 
@@ -112,7 +112,7 @@ class RedisEngine:
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
-        batch = _Batch(keys, slots, [Outcome.FAILED] * len(keys))
+        batch = _PageBatch(keys, slots, [Outcome.FAILED] * len(keys))
         connections = min(self._pool.size, len(keys) * self._frame_bytes // _GET_PART_BYTES)
         await self._run("get", self._get, batch, parts(range(len(keys)), connections))
         damaged = [key for key, found in zip(keys, batch.outcomes, strict=True) if found is Outcome.CORRUPT]
@@ -124,7 +124,7 @@ class RedisEngine:
         self._check_open()
         if self._options.read_only:
             return [Outcome.REJECTED] * len(keys)
-        batch = _Batch(keys, slots, [Outcome.FAILED] * len(keys))
+        batch = _PageBatch(keys, slots, [Outcome.FAILED] * len(keys))
         await (self._put_few if len(keys) <= self._few else self._put_many)(batch)
         return batch.outcomes
 
@@ -206,7 +206,7 @@ class RedisEngine:
         self,
         verb: str,
         work: Work,
-        batch: _Batch,
+        batch: _PageBatch,
         split: Sequence[Sequence[int]],
         turn: AbstractAsyncContextManager[object] | None = None,
     ) -> None:
@@ -219,7 +219,7 @@ class RedisEngine:
         except TimeoutError:
             self._warn(verb, len(batch.keys), f"no end after {self._options.timeout_seconds:g} s")
 
-    async def _part(self, verb: str, work: Work, batch: _Batch, places: Sequence[int]) -> None:
+    async def _part(self, verb: str, work: Work, batch: _PageBatch, places: Sequence[int]) -> None:
         try:
             await self._pool.run(lambda connection: work(connection, batch, places))
         except OSError as error:
@@ -227,7 +227,7 @@ class RedisEngine:
 
     # In a thread:
 
-    def _get(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
+    def _get(self, connection: RedisConnection, batch: _PageBatch, places: Sequence[int]) -> None:
         """Read values into slots. Half a window is requested each time that half a window has come."""
         commands = [command(b"GET", self._name(batch.keys[place])) for place in places]
         step = self._window // 2
@@ -245,7 +245,7 @@ class RedisEngine:
         if any(batch.outcomes[place] is Outcome.CORRUPT for place in places):
             connection.close()  # perhaps no page is damaged, but replies are out of step
 
-    def _receive_page(self, connection: Connection, slot: int, key: ObjectKey) -> Outcome:
+    def _receive_page(self, connection: RedisConnection, slot: int, key: ObjectKey) -> Outcome:
         page = self._binding.page(slot)[: self._binding.page_bytes]
         connection.read_value_into(self._binding.header(slot), page)
         return self._binding.check(slot, key)
@@ -258,20 +258,20 @@ class RedisEngine:
             return Outcome.CORRUPT
         return Outcome.CORRUPT if size.code == "WRONGTYPE" else self._refused(size, Outcome.FAILED)
 
-    def _skip(self, connection: Connection, size: int | ErrorReply | None) -> None:
+    def _skip(self, connection: RedisConnection, size: int | ErrorReply | None) -> None:
         if not isinstance(size, int):
             return
         if size > self._frame_bytes:  # to read on could take for ever
             raise ProtocolError(f"a value of {size} bytes, where {self._frame_bytes} are the most")
         connection.skip_value(size)
 
-    def _send(self, connection: Connection, batch: _Batch, places: Sequence[int]) -> None:
+    def _send(self, connection: RedisConnection, batch: _PageBatch, places: Sequence[int]) -> None:
         for start in range(0, len(places), self._group):
             connection.send(self._sealed(batch, places[start : start + self._group]))
         for place in places:
             batch.outcomes[place] = self._stored(connection.read_reply())
 
-    def _sealed(self, batch: _Batch, places: Sequence[int]) -> Iterator[Bytes]:
+    def _sealed(self, batch: _PageBatch, places: Sequence[int]) -> Iterator[Bytes]:
         """The commands that store pages, in parts."""
         for place in places:
             slot, key = batch.slots[place], batch.keys[place]
@@ -304,19 +304,19 @@ class RedisEngine:
         if not self._options.read_only:
             await self._try_count(b"UNLINK", keys)
 
-    async def _put_few(self, batch: _Batch) -> None:
+    async def _put_few(self, batch: _PageBatch) -> None:
         """Send the pages of a short call at once; the server says which were there."""
         await self._run("put", self._send, batch, [range(len(batch.keys))])
         refused = [place for place, end in enumerate(batch.outcomes) if end is Outcome.REJECTED]
         await self._mark_existing(batch, refused)  # a full server refuses before it looks for the key
 
-    async def _put_many(self, batch: _Batch) -> None:
+    async def _put_many(self, batch: _PageBatch) -> None:
         """Ask which pages are there, which is cheaper than to send them once more, and send the rest."""
         if await self._mark_existing(batch, range(len(batch.keys))):
             fresh = [place for place, end in enumerate(batch.outcomes) if end is not Outcome.EXISTS]
             await self._run("put", self._send, batch, parts(fresh, 1), self._turn)
 
-    async def _mark_existing(self, batch: _Batch, places: Sequence[int]) -> bool:
+    async def _mark_existing(self, batch: _PageBatch, places: Sequence[int]) -> bool:
         """Set the outcome of pages that are there to EXISTS; returns whether the server answered."""
         there = await self._try_count(b"EXISTS", [batch.keys[place] for place in places])
         for place in compress(places, there or ()):

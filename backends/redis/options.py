@@ -20,7 +20,7 @@ _RULE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerAddress:
     """Where a server listens.
 
     Attributes:
@@ -54,7 +54,7 @@ class RedisOptions:
         read_only: serve what is there, store and delete nothing. Default: false.
     """
 
-    server: Server
+    server: ServerAddress
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     database: int = 0
@@ -117,14 +117,14 @@ def _split(taken: Options) -> SplitResult:
     return url
 
 
-def _server(taken: Options, url: SplitResult) -> Server:
+def _server(taken: Options, url: SplitResult) -> ServerAddress:
     if url.scheme in _UNIX:
         if not url.path or url.hostname:
             raise taken.refused("url", url.geturl(), _RULE)
-        return Server("", 0, unquote(url.path))
+        return ServerAddress("", 0, unquote(url.path))
     if not url.hostname:
         raise taken.refused("url", url.geturl(), _RULE)
-    return Server(url.hostname, url.port or _PORT, tls=url.scheme in _TLS)
+    return ServerAddress(url.hostname, url.port or _PORT, tls=url.scheme in _TLS)
 
 
 def _database(taken: Options, url: SplitResult) -> int:

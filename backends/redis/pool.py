@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asynchicache.backends.closing import off_the_loop
-from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.connection import RedisConnection
 from asynchicache.backends.redis.dialing import dial, look_up
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.errors import ClosedError
@@ -35,12 +35,12 @@ class ConnectionPool:
         self.size = options.connections
         self._options = options
         self._port = port
-        self._free = [_Lane(options, port) for _ in range(self.size)]
+        self._free = [_ConnectionThread(options, port) for _ in range(self.size)]
         self._turns = asyncio.Semaphore(self.size)
         self._closed = False
         self._closing = asyncio.Lock()  # two callers that close would wait for each other's turns
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[RedisConnection], T]) -> T:
         """Run `work` with a connection, in a thread.
 
         A call that is cancelled interrupts the connection, and ends when the thread has left the work: its
@@ -54,11 +54,11 @@ class ConnectionPool:
         async with self._turns:
             if self._closed:
                 raise ClosedError("the connections to the server are closed")
-            lane = self._free.pop()
+            thread = self._free.pop()
             try:
-                return await lane.run(work)
+                return await thread.run(work)
             finally:
-                self._free.append(lane)
+                self._free.append(thread)
 
     async def aclose(self) -> None:
         """Wait for the calls under way, then close all connections and threads. Closing twice, or from two
@@ -70,32 +70,32 @@ class ConnectionPool:
                 while held < self.size:
                     await self._turns.acquire()
                     held += 1
-                for lane in self._free:
-                    lane.drop()
+                for thread in self._free:
+                    thread.drop()
                 await off_the_loop(self._port, self._close_threads, self._abandon_threads)
         finally:
             for _ in range(held):
                 self._turns.release()
 
     def _close_threads(self) -> None:
-        for lane in self._free:
-            lane.worker.close()
+        for thread in self._free:
+            thread.worker.close()
 
     def _abandon_threads(self) -> None:
-        for lane in self._free:
-            lane.worker.abandon()
+        for thread in self._free:
+            thread.worker.abandon()
 
 
-class _Lane:
+class _ConnectionThread:
     """A thread, and its connection while there is one."""
 
     def __init__(self, options: RedisOptions, port: Port) -> None:
         self.worker: Worker = port.worker(_THREAD_NAME)
         self._options = options
         self._port = port
-        self._connection = Connection(options.timeout_seconds)
+        self._connection = RedisConnection(options.timeout_seconds)
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[RedisConnection], T]) -> T:
         try:
             if not self._connection.usable:  # the server may have gone, or restarted, since the last call
                 await self._redial()
@@ -109,7 +109,7 @@ class _Lane:
 
     async def _redial(self) -> None:
         self._connection.close()
-        self._connection = Connection(self._options.timeout_seconds)
+        self._connection = RedisConnection(self._options.timeout_seconds)
         addresses = await look_up(self._options.server, self._port)
         await self._in_thread(partial(dial, self._connection, self._options, addresses))
 

@@ -12,13 +12,13 @@ from itertools import pairwise
 
 import pytest
 
-from asynchicache.backends.redis.connection import Address, Connection
+from asynchicache.backends.redis.connection import RedisConnection, SocketAddress
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError
 
 MUCH = 64 << 20
 """More than the kernel keeps for a peer that does not read."""
 
-Pair = tuple[Connection, socket.socket]
+Pair = tuple[RedisConnection, socket.socket]
 
 
 @contextmanager
@@ -26,9 +26,9 @@ def connected(timeout_seconds: float = 30) -> Iterator[Pair]:
     """A connection by TCP, and the server's end of it."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        connection = Connection(timeout_seconds)
+        connection = RedisConnection(timeout_seconds)
         stack.callback(connection.close)
-        connection.connect([Address(socket.AF_INET, listener.getsockname())])
+        connection.connect([SocketAddress(socket.AF_INET, listener.getsockname())])
         other, _ = listener.accept()
         yield connection, stack.enter_context(other)
 
@@ -184,7 +184,7 @@ def test_an_interrupted_send_ends(pair: Pair) -> None:
 
 
 def test_an_interrupted_connect_ends() -> None:
-    connection = Connection(30)
+    connection = RedisConnection(30)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         address = listener.getsockname()
@@ -192,7 +192,7 @@ def test_an_interrupted_connect_ends() -> None:
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(address)
-        with beside(lambda: connection.connect([Address(socket.AF_INET, address)])) as raised:
+        with beside(lambda: connection.connect([SocketAddress(socket.AF_INET, address)])) as raised:
             until(lambda: connection._open is not None)
             time.sleep(0.05)
             connection.interrupt()
@@ -210,10 +210,10 @@ def test_an_interrupted_handshake_ends(pair: Pair) -> None:
 
 def test_a_connection_that_was_interrupted_before_it_began_does_not_begin() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connection = Connection(30)
+        connection = RedisConnection(30)
         connection.interrupt()
         with pytest.raises(ConnectionAbortedError):
-            connection.connect([Address(socket.AF_INET, listener.getsockname())] * 2)
+            connection.connect([SocketAddress(socket.AF_INET, listener.getsockname())] * 2)
         connection.close()
 
 
@@ -225,7 +225,9 @@ def test_a_connection_that_was_interrupted_before_it_began_does_not_begin() -> N
         lambda connection: connection.start_tls("127.0.0.1", None),
     ],
 )
-def test_a_silent_server_ends_a_wait_though_the_loop_stands_still(wait: Callable[[Connection], None]) -> None:
+def test_a_silent_server_ends_a_wait_though_the_loop_stands_still(
+    wait: Callable[[RedisConnection], None],
+) -> None:
     with connected(0.05) as (connection, _), pytest.raises(TimeoutError):
         wait(connection)
 
@@ -236,8 +238,8 @@ def test_a_silent_server_ends_a_wait_though_the_loop_stands_still(wait: Callable
 def test_the_first_address_that_answers_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens
-        dead, alive = (Address(socket.AF_INET, one.getsockname()) for one in (unused, listener))
-        connection = Connection(30)
+        dead, alive = (SocketAddress(socket.AF_INET, one.getsockname()) for one in (unused, listener))
+        connection = RedisConnection(30)
         with pytest.raises(ConnectionRefusedError):
             connection.connect([dead, dead])
         connection.connect([dead, alive, dead])

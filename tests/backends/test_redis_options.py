@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.redis.options import RedisOptions, Server
+from asynchicache.backends.redis.options import RedisOptions, ServerAddress
 from asynchicache.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("url", "server", "database"),
     [
-        ("redis://cache", Server("cache", 6379), 0),
-        ("redis://cache:7000/3", Server("cache", 7000), 3),
-        ("valkey://cache", Server("cache", 6379), 0),
-        ("redis://[::1]:7000", Server("::1", 7000), 0),
-        ("redis://cache?db=4", Server("cache", 6379), 4),
-        ("rediss://cache", Server("cache", 6379, tls=True), 0),
-        ("valkeys://cache:1", Server("cache", 1, tls=True), 0),
-        ("unix:///run/redis.sock", Server("", 0, "/run/redis.sock"), 0),
-        ("unix:///run/my%20redis.sock?db=2", Server("", 0, "/run/my redis.sock"), 2),
+        ("redis://cache", ServerAddress("cache", 6379), 0),
+        ("redis://cache:7000/3", ServerAddress("cache", 7000), 3),
+        ("valkey://cache", ServerAddress("cache", 6379), 0),
+        ("redis://[::1]:7000", ServerAddress("::1", 7000), 0),
+        ("redis://cache?db=4", ServerAddress("cache", 6379), 4),
+        ("rediss://cache", ServerAddress("cache", 6379, tls=True), 0),
+        ("valkeys://cache:1", ServerAddress("cache", 1, tls=True), 0),
+        ("unix:///run/redis.sock", ServerAddress("", 0, "/run/redis.sock"), 0),
+        ("unix:///run/my%20redis.sock?db=2", ServerAddress("", 0, "/run/my redis.sock"), 2),
     ],
 )
-def test_urls(url: str, server: Server, database: int) -> None:
+def test_urls(url: str, server: ServerAddress, database: int) -> None:
     options = RedisOptions.of({"url": url})
 
     assert (options.server, options.database) == (server, database)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asynchicache.backends.redis.connection import Connection
+from asynchicache.backends.redis.connection import RedisConnection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import command
@@ -44,7 +44,7 @@ class Work:
         self.go_on = threading.Event()
         self.ended = False
 
-    def __call__(self, connection: Connection) -> None:
+    def __call__(self, connection: RedisConnection) -> None:
         self.begun.set()
         assert self.go_on.wait(30)
         self.ended = True
@@ -111,7 +111,7 @@ async def test_a_call_that_failed_holds_no_memory(cancel: bool) -> None:
         server.lies[b"GET"] = hold
         memory = bytearray(100)
 
-        def read(connection: Connection) -> None:
+        def read(connection: RedisConnection) -> None:
             view = memoryview(memory)
             connection.send([command(b"GET", b"x")])
             connection.read_value_into(view)
