@@ -1,4 +1,4 @@
-"""A namespace of one server, which holds the pages of every pool."""
+"""The redis backend: one namespace of a server, which holds the pages of all pools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RedisBackend:
     """The pools of one namespace of a server.
 
     Args:
-        options: which server, and how it is used.
+        options: which server, and how to use it.
         port: threads.
     """
 
@@ -44,12 +44,12 @@ class RedisBackend:
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> RedisEngine:
-        """Reach the server, and see whether the namespace is ours.
+        """Reach the server, and check that the namespace is ours.
 
         Raises:
-            StorageError: the server cannot be reached, or does not let us in; the pool is open
-                with another binding; its pages are larger than a value may be.
-            StorageFormatError: the namespace holds something else, or pages of a newer version.
+            StorageError: the server cannot be reached, or refuses the login; the pool is open with
+                another binding; its pages are larger than a Redis value may be.
+            StorageFormatError: the namespace holds foreign data, or pages of a newer format.
             ClosedError: the backend is closed.
         """
         if self._closed:
@@ -62,10 +62,10 @@ class RedisBackend:
         return RedisEngine(binding, self._pool, self._turn, self._options, self._clear)
 
     async def clear(self) -> int:
-        """Delete every page of the namespace, of all pools and models; other keys are not touched.
+        """Delete every page of the namespace, of all pools and models. Other keys are not touched.
 
         Returns:
-            How many were deleted.
+            The number of deleted pages.
 
         Raises:
             StorageError: the server cannot be reached, or refuses.
@@ -125,7 +125,7 @@ class RedisBackend:
             ) from error
 
     async def _check_format(self) -> None:
-        """Mark a new namespace as ours; refuse one that is not."""
+        """Mark a new namespace as ours; refuse a foreign one."""
         ours = b"%b %d" % (_MAGIC, _VERSION)
         commands = [command(b"GET", self._marker)]
         if not self._options.read_only:

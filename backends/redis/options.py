@@ -1,4 +1,4 @@
-"""What the user chooses: where the server is, who we are there, how much of it we use."""
+"""Options of the redis backend: the server, the login, and how much of the server to use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ServerAddress:
     """Where a server listens.
 
     Attributes:
-        host, port: of TCP; empty and 0 for a socket of this machine.
-        path: of a socket of this machine; empty for TCP.
+        host, port: of TCP; empty and 0 for a unix socket.
+        path: of a unix socket; empty for TCP.
         tls: encrypt, and check the server's certificate.
     """
 
@@ -40,18 +40,18 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """What the user chooses.
+    """Options of the redis backend.
 
     Attributes:
-        server: where it listens, of option `url`.
-        username, password: of `url`, or options of their own. Default: none.
-        database: of `url`. Default: 0.
+        server: where it listens; from option `url`.
+        username, password: from `url`, or from options of their own. Default: none.
+        database: from `url`. Default: 0.
         ca_file: with TLS, certificates to trust, in PEM. Default: the system's.
-        namespace: what every key begins with; nothing else is touched. Default: `asynchicache`.
-        connections: most at once, of all pools. Default: 4.
-        timeout_seconds: for one call, connecting included. Default: 5.
-        ttl_seconds: pages are forgotten so long after they were stored. Default: never.
-        read_only: serve what is there, store and delete nothing. Default: false.
+        namespace: prefix of every key; other keys are not touched. Default: `asynchicache`.
+        connections: limit for all pools together. Default: 4.
+        timeout_seconds: deadline of one call, including the connect. Default: 5.
+        ttl_seconds: pages expire this long after they were stored. Default: never.
+        read_only: serve stored pages; store and delete nothing. Default: false.
     """
 
     server: ServerAddress

@@ -1,4 +1,4 @@
-"""RESP2, the protocol of Redis and Valkey, as bytes and values: nothing here touches a socket.
+"""RESP2, the protocol of Redis and Valkey: bytes to values and back, without a socket.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
@@ -14,14 +14,14 @@ _MOST_DIGITS = 19  # of a 64-bit integer
 
 
 class ProtocolError(StorageError):
-    """Raised when the server says what RESP2 does not know; its connection means nothing any more."""
+    """Raised when the server sends something that is not RESP2. The connection cannot be used further."""
 
 
 class ErrorReply(NamedTuple):
-    """The server's refusal of one command; the connection is fine.
+    """An error reply to one command; the connection stays usable.
 
     Attributes:
-        text: all of it, e.g. `OOM command not allowed when used memory > 'maxmemory'.`
+        text: the whole message, e.g. `OOM command not allowed when used memory > 'maxmemory'.`
     """
 
     text: str
@@ -36,13 +36,17 @@ Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
 
 
 def command(*words: bytes) -> bytes:
-    """A command as the server reads it."""
+    """Encode a command."""
     return b"*%d\r\n" % len(words) + b"".join(map(_bulk, words))
 
 
 def set_command(key: bytes, size: int, ttl_seconds: int | None) -> tuple[bytes, bytes]:
-    """What goes before and after the `size` bytes of a value that is set unless there is one, which the
-    server answers with a null reply; for `ttl_seconds` if given."""
+    """Encode a SET of a value of `size` bytes, to expire after `ttl_seconds` if given. The server sets it
+    only if the key is new, and sends a null reply otherwise.
+
+    Returns:
+        What to send before and after the value.
+    """
     options = (b"NX",) if ttl_seconds is None else (b"NX", b"EX", b"%d" % ttl_seconds)
     head = b"*%d\r\n" % (3 + len(options)) + _bulk(b"SET") + _bulk(key) + b"$%d\r\n" % size
     return head, NEWLINE + b"".join(map(_bulk, options))
@@ -55,7 +59,7 @@ def _bulk(word: bytes) -> bytes:
 def integer(digits: bytes) -> int:
     """
     Raises:
-        ProtocolError: this is no 64-bit integer as RESP writes it.
+        ProtocolError: it is not a 64-bit integer as RESP writes it.
     """
     unsigned = digits.removeprefix(b"-")
     if not unsigned.isdigit() or len(unsigned) > _MOST_DIGITS:
@@ -64,10 +68,10 @@ def integer(digits: bytes) -> int:
 
 
 def length(digits: bytes, most: int) -> int | None:
-    """The length that a reply announces; None for the null reply, `-1`.
+    """The announced length of a reply; None for the null reply, `-1`.
 
     Raises:
-        ProtocolError: it is no length, or above `most`.
+        ProtocolError: it is not a length, or exceeds `most`.
     """
     value = integer(digits)
     if value == -1:
@@ -78,5 +82,5 @@ def length(digits: bytes, most: int) -> int | None:
 
 
 def error_reply(line: bytes) -> ErrorReply:
-    """The refusal that an error line, without its `-`, says."""
+    """The error reply on a line, without its `-`."""
     return ErrorReply(line.decode("utf-8", "replace"))

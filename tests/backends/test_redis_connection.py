@@ -225,7 +225,7 @@ def test_a_connection_that_was_interrupted_before_it_began_does_not_begin() -> N
         lambda connection: connection.start_tls("127.0.0.1", None),
     ],
 )
-def test_a_silent_server_ends_a_wait_though_the_loop_stands_still(
+def test_a_socket_timeout_ends_a_wait_while_the_loop_is_blocked(
     wait: Callable[[RedisConnection], None],
 ) -> None:
     with connected(0.05) as (connection, _), pytest.raises(TimeoutError):
