@@ -74,8 +74,13 @@ class Storage:
             raise StorageError("planted")
         return 5
 
-    def detach(self) -> None:
-        self.there = False
+    def detach(self) -> Storage | None:
+        was, self.there = self.there, False
+        return self if was else None
+
+    async def aclose(self) -> None:
+        assert self.gate is not None
+        await self.gate.wait()
 
 
 class Rig:
@@ -448,5 +453,49 @@ def test_after_a_clear_nothing_is_known_to_be_stored(failing: bool) -> None:
         else:
             assert await rig.storer.clear() == 5
         assert (node.stored, rig.storer.clearing, rig.moves) == (0, 0, 1)
+
+    run(main)
+
+
+def test_a_write_that_is_given_up_before_its_turn_takes_no_room() -> None:
+    async def main(world: SeededWorld) -> None:
+        rig = Rig(limit=420)
+        first, second = rig.hosted(LONG), rig.hosted([9, 9])
+        rig.storage.gate = asyncio.Event()
+        rig.storer.store(first)
+        rig.storer.store(second, wait=True)
+        await world.sleep(0.1)
+        rig.tasks[1][0].cancel()
+        await asyncio.wait([rig.tasks[1][0]])
+        assert (rig.storer.storing_bytes, second.stored) == (407, 0)
+        assert rig.evictable(second)
+        rig.storage.gate.set()
+        await asyncio.wait([rig.tasks[0][0]])
+        assert rig.storer.storing_bytes == 0
+        rig.storer.stop()
+
+    run(main)
+
+
+def test_while_storage_is_detached_there_is_none_and_none_can_be_attached() -> None:
+    async def main(world: SeededWorld) -> None:
+        rig = Rig()
+        node, other = rig.hosted(LONG), rig.hosted([9, 9])
+        other.stored = 0b11
+        rig.storage.gate = asyncio.Event()
+        rig.storer.store(node)
+        await world.sleep(0.1)
+        detaching = asyncio.create_task(rig.storer.detach())
+        await world.sleep(0.1)
+        with pytest.raises(UsageError, match="storage is being detached; wait for that"):
+            rig.storer.check_none()
+        assert not detaching.done()
+        assert rig.moves == 0
+        rig.storage.gate.set()
+        assert await detaching
+        assert rig.tasks[0][0].done(), "a write that was under way has ended"
+        assert (node.stored, other.stored, rig.moves) == (0, 0, 1)
+        rig.storer.check_none()
+        rig.storer.stop()
 
     run(main)
