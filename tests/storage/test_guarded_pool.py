@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from random import Random
 
 import pytest
@@ -730,6 +730,26 @@ async def test_closing_gives_up_on_a_call_and_names_its_slots() -> None:
         assert again is not None
         assert again.cancelled()
         assert s.engine.closed
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_ignores_its_cancellation_keeps_its_slots_and_keeps_nobody() -> None:
+    async with scene(deadline=SOON, closing=SOON) as s:
+        stubborn = asyncio.Event()
+
+        async def stay(pages: int) -> list[Outcome]:
+            while not stubborn.is_set():
+                with suppress(asyncio.CancelledError):
+                    await stubborn.wait()
+            return [Outcome.HIT] * pages
+
+        s.engine.answer = stay
+        await s.get(2)
+
+        assert await s.pool.aclose() == {0, 1}
+        assert s.engine.closed
+        assert s.pool.statistics().running == 1
+        stubborn.set()
 
 
 @pytest.mark.asyncio

@@ -15,8 +15,8 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
-from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.presence import KnownKeys, KnownStatistics
+from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.presence import KnownKeys, KnownPages, KnownStatistics
 from asynchicache.storage.protocol import Capabilities, PoolEngine
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
@@ -339,3 +339,84 @@ def test_keys_are_forgotten_the_oldest_first() -> None:
 def test_limits_out_of_range_are_refused(limits: dict[str, int], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         PoolLimits(**limits)
+
+
+# By hand: what is learnt from which outcome
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def names(count: int) -> list[ObjectKey]:
+    return [ObjectKey(b"f" * 32, bytes([number]) * 32, "kv", "") for number in range(count)]
+
+
+def known(clock: Clock, *, shared: bool = True, **limits: float) -> KnownPages:
+    return KnownPages(PoolLimits(**limits), shared=shared, now=clock)
+
+
+def test_each_outcome_says_what_is_there_and_what_is_damaged() -> None:
+    keys, pages = names(8), known(Clock())
+    assert not pages
+    pages.learn(keys, Batch([HIT, MISS, STORED, EXISTS, CORRUPT, REJECTED, FAILED, Outcome.TIMEOUT]))
+
+    assert [pages.recall(key) for key in keys] == [HIT, None, HIT, HIT, MISS, None, None, None]
+    assert [pages.recall(key, damaged_only=True) for key in keys] == [None] * 4 + [MISS] + [None] * 3
+    assert pages.damaged(keys) == [keys[4]]
+    assert pages.statistics() == KnownStatistics(there=3, damaged=1, recalled=4 + 1)
+    assert pages
+
+
+def test_what_is_learnt_later_counts() -> None:
+    keys, pages = names(4), known(Clock())
+    pages.learn(keys, Batch([HIT, HIT, CORRUPT, CORRUPT]))
+    pages.learn(keys, Batch([MISS, CORRUPT, STORED, HIT]))
+
+    assert [pages.recall(key) for key in keys] == [None, MISS, HIT, MISS]
+    assert pages.damaged(keys) == [keys[1], keys[3]]
+    pages.forget(keys[1:3])
+    assert [pages.recall(key) for key in keys] == [None, MISS, None, MISS], "a deletion may have failed"
+    pages.clear()
+    assert not pages
+    assert [pages.recall(key) for key in keys] == [None] * 4
+
+
+def test_doubt_forgets_what_is_there_and_not_what_is_damaged() -> None:
+    keys, pages = names(2), known(Clock())
+    pages.learn(keys, Batch([HIT, CORRUPT]))
+    pages.doubt()
+
+    assert [pages.recall(key) for key in keys] == [None, MISS]
+    assert pages
+
+
+def test_of_an_engine_of_ones_own_only_damage_is_remembered() -> None:
+    keys, pages = names(3), known(Clock(), shared=False)
+    pages.learn(keys, Batch([HIT, STORED, CORRUPT]))
+    assert [pages.recall(key) for key in keys] == [None, None, MISS]
+
+
+def test_a_page_is_remembered_for_so_long_and_a_damaged_one_for_ever() -> None:
+    clock = Clock()
+    keys, pages = names(2), known(clock, known_seconds=30.0)
+    pages.learn(keys, Batch([HIT, CORRUPT]))
+    clock.seconds += 29.9
+    assert [pages.recall(key) for key in keys] == [HIT, MISS]
+    clock.seconds += 0.1
+    assert [pages.recall(key) for key in keys] == [None, MISS]
+    clock.seconds += 1e9
+    assert pages.recall(keys[1]) is MISS
+
+
+def test_the_pages_seen_last_are_remembered() -> None:
+    keys, pages = names(4), known(Clock(), known_pages=2)
+    pages.learn(keys[:2], Batch([HIT, HIT]))
+    pages.learn(keys[:1], Batch([HIT]))
+    pages.learn(keys[2:3], Batch([HIT]))
+
+    assert [pages.recall(key) for key in keys] == [HIT, None, HIT, None]
+    assert pages.statistics().there == 2
