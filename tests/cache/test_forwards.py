@@ -70,22 +70,6 @@ async def test_a_backup_waits_for_the_last_forwards_when_the_first_have_ended(ap
             assert engine.oracle.count_wrong("kv", again.pages("kv"), digests) == 0
 
 
-async def test_a_forward_that_has_ended_is_waited_for_no_more() -> None:
-    options = config(device_slots={"kv": 32}, write_policy=WritePolicy.WRITE_BACK)
-    async with HybridCache.open(PAGES_ONLY, options) as cache:
-        engine = Engine(cache)
-        compute = cache.device.stream("compute")
-        async with cache.request(PROMPT) as request:
-            await request.load()
-            request.extend(len(PROMPT))
-            engine.write(request, 0, 40)
-            request.checkpoint(20, after=compute)
-            request.checkpoint(40, after=compute)
-            assert len(cache._controller._computing) == 1, "of a stream the last one counts"
-            await reached(marked(cache, compute))
-            assert cache._controller._computing == {}
-
-
 async def test_statistics_say_what_is_held_of_each_pool_in_each_tier() -> None:
     sizes = {"device_slots": {"kv": 32, "mamba": 7}, "host_slots": {"kv": 48, "mamba": 9}}
     async with HybridCache.open(SPEC, config(**sizes)) as cache:

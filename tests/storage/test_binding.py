@@ -171,3 +171,21 @@ def test_a_page_of_another_pool_is_not_restored(binding: SlotBinding) -> None:
     checksum = binding.seal(0, binding.key(b"k" * 32))
     stranger = binding.key(b"k" * 32)._replace(fingerprint=b"f" * 32)
     assert binding.restore(0, stranger, checksum) is Outcome.CORRUPT
+
+
+@pytest.mark.parametrize(
+    "other", [{"pool": "swa"}, {"weights": "w2"}, {"shard": "1/2"}], ids=["pool", "weights", "shard"]
+)
+def test_a_page_of_another_is_none_however_well_it_was_sealed(other: dict[str, str]) -> None:
+    """An engine may bring the page of another pool, whole and with its own header."""
+    binding, stranger = binding_of(), binding_of(**other)
+    sealed(stranger)
+    for mine, theirs in ((binding.page(0), stranger.page(0)), (binding.header(0), stranger.header(0))):
+        mine[:] = theirs
+    key = stranger.key(b"d" * 32)
+
+    assert stranger.check(0, key) is Outcome.HIT
+    assert binding.check(0, key) is Outcome.CORRUPT
+    assert binding.check(0, binding.key(b"d" * 32)) is Outcome.CORRUPT
+    sealed(binding)
+    assert binding.check(0, key) is Outcome.CORRUPT, "nor is one of its own the other's"
