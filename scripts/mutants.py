@@ -158,7 +158,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--room", action="append", choices=ROOMS, help="leave the others out; may be repeated"
     )
-    parser.add_argument("--only", metavar="FILE:LINE", help="all mutants of one line: tree/matching.py:173")
+    parser.add_argument("--only", metavar="FILE:LINE", help="all mutants of one line: tree/radix_tree.py:173")
     parser.add_argument("--json", type=Path, help="file that results are written to")
     return parser.parse_args()
 

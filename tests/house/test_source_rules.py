@@ -156,7 +156,7 @@ def test_every_shipped_file_keeps_the_rule(rule: Rule) -> None:
 def test_the_walk_reaches_both_linked_folders() -> None:
     names = {path.relative_to(PACKAGE).as_posix() for path in shipped_files()}
 
-    assert {"errors.py", "kernels/__init__.py", "backends/__init__.py", "tree/tree.py"} <= names
+    assert {"errors.py", "kernels/__init__.py", "backends/__init__.py", "tree/radix_tree.py"} <= names
 
 
 @pytest.mark.parametrize("name", sorted(TASK_BOUNDARIES))

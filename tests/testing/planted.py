@@ -33,10 +33,8 @@ from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
 from asynchicache.tree import copies
-from asynchicache.tree.matching import MatchingTree
 from asynchicache.tree.node import FULL, RESIDENT, place
-from asynchicache.tree.store import NodeStore
-from asynchicache.tree.tree import PathLease, UnifiedRadixTree
+from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import MissReason, Outcome, Tier
 
 Patch = pytest.MonkeyPatch
@@ -144,7 +142,7 @@ def lock_not_released(patch: Patch) -> None:
 
 @bug
 def pinned_page_evicted(patch: Patch) -> None:
-    evictable = NodeStore.evictable
+    evictable = UnifiedRadixTree.evictable
 
     def ignoring_pins(node: Any, at: int) -> bool:
         pins, node.pins = node.pins, [0] * len(node.pins)
@@ -153,11 +151,11 @@ def pinned_page_evicted(patch: Patch) -> None:
         finally:
             node.pins = pins
 
-    patch.setattr(NodeStore, "evictable", staticmethod(ignoring_pins))
-    patch.setattr(NodeStore, "_pin", _pin_quietly)
+    patch.setattr(UnifiedRadixTree, "evictable", staticmethod(ignoring_pins))
+    patch.setattr(UnifiedRadixTree, "_pin", _pin_quietly)
 
 
-def _pin_quietly(self: NodeStore, pins: Any, node: Any, at: int) -> None:
+def _pin_quietly(self: UnifiedRadixTree, pins: Any, node: Any, at: int) -> None:
     """Without taking the node out of the queue."""
     node.pins[at] += 1
     if at in self._window_places:
@@ -217,7 +215,7 @@ def digest_chained_wrong(patch: Patch) -> None:
     def unchained(tokens: Any, page_size: int, prior: bytes = b"") -> list[bytes]:
         return page_digests(tokens, page_size, b"")
 
-    patch.setattr("asynchicache.tree.matching.page_digests", unchained)
+    patch.setattr("asynchicache.tree.radix_tree.page_digests", unchained)
     patch.setattr("asynchicache.planner.fetch.page_digests", unchained)
     patch.setattr("asynchicache.tree.verify.page_digests", unchained)
 
@@ -255,12 +253,12 @@ def shards_share_a_key(patch: Patch) -> None:
 
 @bug
 def page_compared_one_page_too_short(patch: Patch) -> None:
-    common = MatchingTree._common
+    common = UnifiedRadixTree._common
 
-    def generous(self: MatchingTree, key: bytes, view: memoryview, at: int, end: int) -> int:
+    def generous(self: UnifiedRadixTree, key: bytes, view: memoryview, at: int, end: int) -> int:
         return min(common(self, key, view, at, end) + 1, min(len(key), end - at) // self.page_bytes)
 
-    patch.setattr(MatchingTree, "_common", generous)
+    patch.setattr(UnifiedRadixTree, "_common", generous)
 
 
 # States and windows
@@ -323,9 +321,9 @@ def tombstone_recovered_though_it_was_none(patch: Patch) -> None:
 
 @bug
 def minimum_instead_of_intersection(patch: Patch) -> None:
-    settle = MatchingTree._settle_match
+    settle = UnifiedRadixTree._settle_match
 
-    def least(self: MatchingTree, node: Any, partial: Any, inside: int) -> Any:
+    def least(self: UnifiedRadixTree, node: Any, partial: Any, inside: int) -> Any:
         match = settle(self, node, partial, inside)
         ends = [aux.longest(node, partial, inside) for aux in self.components]
         if ends:
@@ -334,7 +332,7 @@ def minimum_instead_of_intersection(patch: Patch) -> None:
             match.partial = partial if match.inside else None
         return match
 
-    patch.setattr(MatchingTree, "_settle_match", least)
+    patch.setattr(UnifiedRadixTree, "_settle_match", least)
 
 
 # Residency
@@ -342,10 +340,12 @@ def minimum_instead_of_intersection(patch: Patch) -> None:
 
 @bug
 def committed_before_the_copy(patch: Patch) -> None:
-    occupy = NodeStore.occupy
-    patch.setattr(
-        NodeStore, "occupy", lambda self, node, at, slots, residency: occupy(self, node, at, slots, RESIDENT)
-    )
+    occupy = UnifiedRadixTree.occupy
+
+    def resident(self: Any, node: Any, at: int, slots: Any, residency: int) -> None:
+        occupy(self, node, at, slots, RESIDENT)
+
+    patch.setattr(UnifiedRadixTree, "occupy", resident)
 
 
 @bug
@@ -355,7 +355,7 @@ def audit_sees_nothing(patch: Patch) -> None:
 
 @bug
 def split_forgets_who_keeps_the_window(patch: Patch) -> None:
-    patch.setattr(NodeStore, "_hold_both", nothing)
+    patch.setattr(UnifiedRadixTree, "_hold_both", nothing)
 
 
 @bug
@@ -363,7 +363,7 @@ def parent_evicted_before_its_child(patch: Patch) -> None:
     def anyone(node: Any, at: int) -> bool:
         return node.residency[at] == RESIDENT and not node.pins[at] and node.parent is not None
 
-    patch.setattr(NodeStore, "evictable", staticmethod(anyone))
+    patch.setattr(UnifiedRadixTree, "evictable", staticmethod(anyone))
 
 
 # Storage

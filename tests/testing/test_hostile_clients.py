@@ -6,7 +6,7 @@ import pytest
 
 from asynchicache.errors import InternalError
 from asynchicache.testing.seeded import run_seeded
-from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from testing.hostile import hostile
 
 SEEDS = range(16)

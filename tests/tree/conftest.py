@@ -11,9 +11,8 @@ import pytest
 from asynchicache.tree import copies, verify
 from asynchicache.tree.copies import Flight, Wanted
 from asynchicache.tree.eviction import Evicted, evict
-from asynchicache.tree.matching import Match
 from asynchicache.tree.node import TIERS, Node, place
-from asynchicache.tree.tree import Inserted, Pages, PathLease, UnifiedRadixTree
+from asynchicache.tree.radix_tree import Inserted, Match, Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
 PAGE = 2

@@ -7,9 +7,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from asynchicache.errors import InternalError
-from asynchicache.tree.matching import HeldBack, Match
 from asynchicache.tree.node import FULL_DEVICE, Node, place
-from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.radix_tree import HeldBack, Match, UnifiedRadixTree
 from asynchicache.types import Tier
 
 STATE_DEVICE, STATE_HOST = 2, 3

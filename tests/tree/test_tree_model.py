@@ -31,7 +31,7 @@ from asynchicache.tree.node import (
     Pins,
     place,
 )
-from asynchicache.tree.tree import Inserted, Pages, PathLease, UnifiedRadixTree
+from asynchicache.tree.radix_tree import Inserted, Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 from tree.model import PAGE, Copy, Key, Model, Page, Pin, Slots
 

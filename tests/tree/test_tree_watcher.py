@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
-from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
 

@@ -10,7 +10,7 @@ import pytest
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, place
-from asynchicache.tree.tree import Pages
+from asynchicache.tree.radix_tree import Pages
 from asynchicache.types import Tier
 
 WINDOW, STATE = 1, 1

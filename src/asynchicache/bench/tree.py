@@ -21,9 +21,8 @@ from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, turns
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
-from asynchicache.tree.matching import Match
 from asynchicache.tree.node import FULL_DEVICE, Node, place
-from asynchicache.tree.tree import Inserted, Pages, UnifiedRadixTree
+from asynchicache.tree.radix_tree import Inserted, Match, Pages, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
 FILLS = ("fit", "half")

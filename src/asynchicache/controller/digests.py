@@ -6,7 +6,7 @@ import asyncio
 
 from asynchicache.hashing import page_digests
 from asynchicache.tree.node import Node
-from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 
 DIGESTS_A_TURN = 4096
 """Digests that one turn of the loop computes, in some milliseconds."""

@@ -9,7 +9,7 @@ from asynchicache.controller.namespaces import Namespaces
 from asynchicache.events import CacheEvent, PagesRemoved, PagesStored, TiersCleared
 from asynchicache.specs import PoolSpec
 from asynchicache.tree.node import RESIDENT, TIERS, Node, place
-from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier
 
 

@@ -23,10 +23,10 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import Writer
 from asynchicache.planner.state import Books
 from asynchicache.storage import hits
-from asynchicache.tree.components import Component, pins
+from asynchicache.tree.components import Component, prefix_pins
 from asynchicache.tree.copies import missing_on_host
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, Pins, place
-from asynchicache.tree.tree import Pages, device_end
+from asynchicache.tree.radix_tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
 Outcomes = Mapping[int, Sequence[Outcome]]
@@ -188,7 +188,7 @@ class Reader:
             digests = known + page_digests(rest, size, known[-1] if known else seed)
         kept = self._ends(tip)
         for aux in self._tree.windows:
-            kept += pins(aux, tip)  # a read completes them; it should not make room at their cost
+            kept += prefix_pins(aux, tip)  # a read completes them; it should not make room at their cost
         _give_digests(tip, digests, here)
         local = self._local(tip, here)
         query = Query(

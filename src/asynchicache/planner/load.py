@@ -16,7 +16,7 @@ from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import Wanted
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, LOADING, RESIDENT, Node, Pins, place
-from asynchicache.tree.tree import device_end
+from asynchicache.tree.radix_tree import device_end
 from asynchicache.types import MissReason, Tier
 
 

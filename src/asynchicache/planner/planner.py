@@ -23,8 +23,8 @@ from asynchicache.planner.windows import WindowKeeper
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
-from asynchicache.tree.matching import Match
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, place
+from asynchicache.tree.radix_tree import Match
 from asynchicache.types import MissReason, Tier, WritePolicy
 
 

@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asynchicache.streams.base import Stream
-from asynchicache.tree.matching import HeldBack, Match
 from asynchicache.tree.node import Pins
-from asynchicache.tree.tree import PathLease
+from asynchicache.tree.radix_tree import HeldBack, Match, PathLease
 from asynchicache.types import MissReason, Tier
 
 

@@ -16,7 +16,7 @@ from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import Flight, Wanted
 from asynchicache.tree.node import FULL_DEVICE, TIERS, Pins, place
-from asynchicache.tree.tree import UnifiedRadixTree
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
 

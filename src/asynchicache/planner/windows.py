@@ -12,7 +12,7 @@ from asynchicache.planner.request_state import Retired, Sequence, Window
 from asynchicache.planner.state import Books
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.node import Node, place
-from asynchicache.tree.tree import Inserted, Pages
+from asynchicache.tree.radix_tree import Inserted, Pages
 from asynchicache.types import Tier
 
 

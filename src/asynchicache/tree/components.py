@@ -133,7 +133,7 @@ def component(coverage: Coverage, number: int, *, paged: bool) -> Component:
     raise ConfigError(f"component {number}: no component covers {coverage.pages} trailing pages with states")
 
 
-def pins(aux: Component, node: Node) -> list[tuple[Node, int]]:
+def prefix_pins(aux: Component, node: Node) -> list[tuple[Node, int]]:
     """What keeps a prefix that ends at `node` restorable: the slots it needs where they are nearest, and
     the full pages that they would go with."""
     found = []

@@ -26,7 +26,7 @@ from asynchicache.tree.node import (
     Pins,
     place,
 )
-from asynchicache.tree.store import NodeStore
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
 
@@ -67,7 +67,7 @@ class Flight:
         return [slot for pending in self.pending.values() for slot in pending.orphans.get(at, ())]
 
 
-def missing_on_device(tree: NodeStore, node: Node) -> list[Wanted]:
+def missing_on_device(tree: UnifiedRadixTree, node: Node) -> list[Wanted]:
     """What a prefix that ends at `node` needs on the device and has on the host only: full pages, parents
     first, and the pages of windows, neither more nor less of them. States are not the tree's to load:
     each request has its own."""
@@ -84,7 +84,7 @@ def missing_on_device(tree: NodeStore, node: Node) -> list[Wanted]:
     return wanted
 
 
-def missing_on_host(tree: NodeStore, node: Node) -> list[Wanted]:
+def missing_on_host(tree: UnifiedRadixTree, node: Node) -> list[Wanted]:
     """What of the path to `node` is on the device and not on the host, parents first; of windows only
     what a prefix that ends at `node` needs.
 
@@ -118,7 +118,7 @@ def is_unsaved(node: Node, number: int) -> bool:
     return node.residency[device] == RESIDENT and node.residency[host] == ABSENT
 
 
-def begin(tree: NodeStore, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]]) -> Flight:
+def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]]) -> Flight:
     """Give destinations their slots and keep both ends; parents must come before their children."""
     flight = Flight(tier)
     state = LOADING if tier is Tier.DEVICE else SAVING
@@ -134,7 +134,7 @@ def begin(tree: NodeStore, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]
     return flight
 
 
-def begin_arrival(tree: NodeStore, node: Node, components: Iterable[int]) -> Flight:
+def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int]) -> Flight:
     """A flight for states that `take_state(..., arriving=True)` took: a copy within the device."""
     flight = Flight(Tier.DEVICE)
     for number in components:
@@ -144,7 +144,7 @@ def begin_arrival(tree: NodeStore, node: Node, components: Iterable[int]) -> Fli
     return flight
 
 
-def keep(tree: NodeStore, flight: Flight, pins: Pins) -> None:
+def keep(tree: UnifiedRadixTree, flight: Flight, pins: Pins) -> None:
     """Keep further places until a flight ends: sources that it copies to slots outside the tree."""
     for node, at in pins:
         tree.pin_for(flight.pins, node, at)
@@ -158,7 +158,7 @@ def _pend(flight: Flight, node: Node, at: int) -> None:
     node.pending = [*(node.pending or ()), pending]
 
 
-def finish(tree: NodeStore, flight: Flight, *, arrived: bool) -> dict[int, list[int]]:
+def finish(tree: UnifiedRadixTree, flight: Flight, *, arrived: bool) -> dict[int, list[int]]:
     """End a flight.
 
     Returns:
@@ -186,7 +186,7 @@ def _unpend(node: Node, pending: Pending) -> None:
     node.pending = left or None
 
 
-def _take_back(tree: NodeStore, node: Node, at: int, lost: dict[int, list[int]]) -> None:
+def _take_back(tree: UnifiedRadixTree, node: Node, at: int, lost: dict[int, list[int]]) -> None:
     """Empty a place that never got its bytes, and for full pages everything below it in that tier."""
     if at >= TIERS:
         _drop(tree, node, at, lost)
@@ -197,7 +197,7 @@ def _take_back(tree: NodeStore, node: Node, at: int, lost: dict[int, list[int]])
         remove_if_dead(tree, below)
 
 
-def _drop(tree: NodeStore, node: Node, at: int, lost: dict[int, list[int]]) -> None:
+def _drop(tree: UnifiedRadixTree, node: Node, at: int, lost: dict[int, list[int]]) -> None:
     """Empty a place. A copy that still uses its slots keeps them, one that fills them loses the node."""
     if node.residency[at] == ABSENT:
         return
@@ -217,7 +217,7 @@ def _opposite(at: int) -> int:
     return at ^ 1
 
 
-def remove_if_dead(tree: NodeStore, node: Node) -> bool:
+def remove_if_dead(tree: UnifiedRadixTree, node: Node) -> bool:
     """Take out a node that has full pages nowhere and no children."""
     full = node.residency[FULL_DEVICE] != ABSENT or node.residency[FULL_HOST] != ABSENT
     if full or node.children or node.parent is None:

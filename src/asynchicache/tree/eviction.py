@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from asynchicache.tree.copies import remove_if_dead
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
-from asynchicache.tree.store import NodeStore
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
 
@@ -33,7 +33,7 @@ class Evicted:
         return len(self.slots.get(at, ()))
 
 
-def evict(tree: NodeStore, at: int, count: int, *, dirty: bool = True) -> Evicted:
+def evict(tree: UnifiedRadixTree, at: int, count: int, *, dirty: bool = True) -> Evicted:
     """Free `count` slots of a place, more if a node cannot be cut, fewer if no candidate is left.
 
     Args:
@@ -71,13 +71,13 @@ def _may_go(node: Node, at: int, dirty: bool) -> bool:
     return dirty or at % TIERS == Tier.HOST or node.residency[at + Tier.HOST] == RESIDENT
 
 
-def _vacate(tree: NodeStore, node: Node, at: int, freed: Evicted) -> None:
+def _vacate(tree: UnifiedRadixTree, node: Node, at: int, freed: Evicted) -> None:
     freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
     if node.slots[at ^ 1] is None:
         node.dropped |= 1 << at // TIERS
 
 
-def _evict_window(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicted) -> None:
+def _evict_window(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, freed: Evicted) -> None:
     """Give up a node's pages of a window: the first ones, if its last ones are a window by themselves."""
     window = next(aux.pages for aux in tree.windows if aux.number == at // TIERS)
     if wanted <= node.pages - window and not any(node.pins):
@@ -89,7 +89,7 @@ def _evict_window(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evic
         _drop_states(tree, node, freed)
 
 
-def _drop_states(tree: NodeStore, node: Node, freed: Evicted) -> None:
+def _drop_states(tree: UnifiedRadixTree, node: Node, freed: Evicted) -> None:
     """Give up the states of a node whose window is gone: nobody can resume there."""
     for aux in tree.components:
         for tier in () if aux.paged else (Tier.DEVICE, Tier.HOST):
@@ -98,7 +98,7 @@ def _drop_states(tree: NodeStore, node: Node, freed: Evicted) -> None:
                 freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
 
 
-def _evict_full(tree: NodeStore, node: Node, at: int, wanted: int, freed: Evicted) -> None:
+def _evict_full(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, freed: Evicted) -> None:
     others = [at + TIERS * number for number in range(1, tree.width)]
     states = [other for other in others if other not in tree.page_places]
     if wanted < node.pages and not any(node.slots[other] for other in states):

@@ -9,13 +9,12 @@ from asynchicache.hashing import page_digests
 from asynchicache.tree.copies import Flight
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
 from asynchicache.tree.policies import Key
-from asynchicache.tree.store import NodeStore
-from asynchicache.tree.tree import PathLease
+from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import Tier
 
 
 def problems(
-    tree: NodeStore, leases: Iterable[PathLease] | None = None, flights: Iterable[Flight] = ()
+    tree: UnifiedRadixTree, leases: Iterable[PathLease] | None = None, flights: Iterable[Flight] = ()
 ) -> list[str]:
     """Every broken invariant; empty when all is well. Linear in the tree.
 
@@ -39,7 +38,7 @@ def problems(
     return found
 
 
-def _node(tree: NodeStore, node: Node) -> Iterator[str]:
+def _node(tree: UnifiedRadixTree, node: Node) -> Iterator[str]:
     parent = node.parent
     if parent is None or parent.children.get(node.head) is not node:
         yield f"{node!r} is not its parent's child"
@@ -53,7 +52,7 @@ def _node(tree: NodeStore, node: Node) -> Iterator[str]:
     yield from _digests(tree, node, parent)
 
 
-def _residency(tree: NodeStore, node: Node, parent: Node) -> Iterator[str]:
+def _residency(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
     for at, slots in enumerate(node.slots):
         wanted = node.pages if at in tree.page_places else 1
         if (slots is None) != (node.residency[at] == ABSENT) or (slots is not None and len(slots) != wanted):
@@ -77,7 +76,7 @@ def _children(node: Node) -> Iterator[str]:
             yield f"{node!r} counts {counted} children in {Tier(at).name}, has {there}"
 
 
-def _digests(tree: NodeStore, node: Node, parent: Node) -> Iterator[str]:
+def _digests(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
     if node.digests is None:
         return
     if parent.digests is None:
@@ -88,7 +87,7 @@ def _digests(tree: NodeStore, node: Node, parent: Node) -> Iterator[str]:
         yield f"{node!r} has digests that its tokens do not give"
 
 
-def _slots_disjoint(tree: NodeStore) -> Iterator[str]:
+def _slots_disjoint(tree: UnifiedRadixTree) -> Iterator[str]:
     for at in range(TIERS * tree.width):
         counts = Counter(slot for node in tree.nodes() for slot in node.held(at))
         for slot, owners in counts.items():
@@ -96,7 +95,7 @@ def _slots_disjoint(tree: NodeStore) -> Iterator[str]:
                 yield f"slot {slot} at place {at} belongs to {owners} nodes"
 
 
-def _candidates(tree: NodeStore) -> Iterator[str]:
+def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
     nodes = list(tree.nodes())
     for at, queue in enumerate(tree.queues):
         expected = {node for node in nodes if tree.evictable(node, at)}
@@ -111,7 +110,7 @@ def _candidates(tree: NodeStore) -> Iterator[str]:
                 yield f"{node!r} would come up too late at place {at}"
 
 
-def _pins(tree: NodeStore, leases: Iterable[PathLease], flights: Iterable[Flight]) -> Iterator[str]:
+def _pins(tree: UnifiedRadixTree, leases: Iterable[PathLease], flights: Iterable[Flight]) -> Iterator[str]:
     expected: Counter[tuple[int, int]] = Counter()
     for pins in (*(lease.pinned for lease in leases), *(flight.pins for flight in flights)):
         expected.update((id(node), at) for node, at in pins)
@@ -121,7 +120,7 @@ def _pins(tree: NodeStore, leases: Iterable[PathLease], flights: Iterable[Flight
                 yield f"{node!r} has {count} pins at place {at}, leases hold {expected[id(node), at]}"
 
 
-def _arrivals(tree: NodeStore, flights: Iterable[Flight]) -> Iterator[str]:
+def _arrivals(tree: UnifiedRadixTree, flights: Iterable[Flight]) -> Iterator[str]:
     """What is on its way to a place is brought there by one copy, no more and no less."""
     brought: Counter[tuple[int, int]] = Counter()
     for flight in flights:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT, Node, place
-from asynchicache.tree.store import NodeStore
+from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Coverage, Tier
 
 Pages: TypeAlias = list[bytearray]
@@ -35,7 +35,7 @@ def _covers(coverage: Coverage, there: bytearray, end: int) -> bool:
     return there.find(0, first, end) < 0
 
 
-def in_memory(tree: NodeStore, tokens: array[int], seed: bytes, pages: int) -> Pages:
+def in_memory(tree: UnifiedRadixTree, tokens: array[int], seed: bytes, pages: int) -> Pages:
     """What the tree has of the first `pages` pages of a sequence."""
     found = nothing(tree.width, pages)
     for node, first, count in _along(tree, memoryview(tokens).cast("B"), seed, pages):
@@ -47,7 +47,9 @@ def in_memory(tree: NodeStore, tokens: array[int], seed: bytes, pages: int) -> P
     return found
 
 
-def _along(tree: NodeStore, view: memoryview, seed: bytes, pages: int) -> Iterator[tuple[Node, int, int]]:
+def _along(
+    tree: UnifiedRadixTree, view: memoryview, seed: bytes, pages: int
+) -> Iterator[tuple[Node, int, int]]:
     """The nodes that a sequence runs through, the page that each begins with, and how many it takes."""
     node, at = tree.roots.get(seed), 0
     while node is not None and at < pages:
@@ -78,13 +80,13 @@ def is_held(node: Node, number: int) -> bool:
     return device in (RESIDENT, LOADING) or host == RESIDENT
 
 
-def span(tree: NodeStore, node: Node, number: int) -> tuple[int, int]:
+def span(tree: UnifiedRadixTree, node: Node, number: int) -> tuple[int, int]:
     """The pages that a node's slots of a component stand for: all of its own, or, for a state, its last."""
     paged = place(number, Tier.DEVICE) in tree.page_places
     return node.end - (node.pages if paged else 1), node.end
 
 
-def reclaimable(tree: NodeStore, at: int) -> int:
+def reclaimable(tree: UnifiedRadixTree, at: int) -> int:
     """How many slots of a place may be given up by and by, if whatever nobody keeps goes."""
     if at not in (FULL_DEVICE, FULL_HOST):
         return sum(len(node.held(at)) for node in tree.nodes() if _is_free(node, at))

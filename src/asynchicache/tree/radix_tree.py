@@ -1,0 +1,888 @@
+"""The unified radix tree: one tree of pages for every pool of a hybrid model.
+
+After SGLang's UnifiedRadixTree (sgl-project/sglang#23316) with other mechanics: `match` changes
+nothing, `pin` returns a lease, `insert` is one transaction that says what became of every slot, and
+slots that are on their way are marked as such instead of being committed early.
+
+The tree decides and counts; it never allocates, frees or copies. Whoever calls it owns the slots
+that it returns. Every change of a node's slots goes through `occupy`, `settle` and `vacate`, and every
+change of the structure through `grow`, `split`, `trim` and `remove`: the books are kept there and
+nowhere else. Copies between tiers are in `tree.copies`, eviction in `tree.eviction`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+from asynchicache.errors import InternalError
+from asynchicache.hashing import page_digests
+from asynchicache.leases import Lease
+from asynchicache.tree.components import Component, End, WindowComponent, component, prefix_pins
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    TIERS,
+    Node,
+    Pins,
+    place,
+)
+from asynchicache.tree.policies import EvictionQueue, lru, policy
+from asynchicache.types import TOKEN_BYTES, Coverage, Tier
+
+
+class SlotWatcher(Protocol):
+    """Is told what nodes have, as it changes; it must not change the tree."""
+
+    def arrived(self, node: Node, at: int) -> None:
+        """The bytes of a place may be read from now on."""
+        ...
+
+    def left(self, node: Node, at: int, pages: int) -> None:
+        """The last `pages` pages of a place are about to go, or its state."""
+        ...
+
+    def stored(self, node: Node, number: int) -> None:
+        """A component is known to be in storage."""
+        ...
+
+    def cleared(self, *tiers: Tier) -> None:
+        """These tiers were emptied without a word a page; what the tree has in them now stays."""
+        ...
+
+
+class Match:
+    """What of a sequence is in the tree; of the version of the tree that it was made from.
+
+    Attributes:
+        node: where the longest restorable prefix ends, or the node before, see `inside`.
+        inside: pages of `node`'s child towards the sequence that the prefix takes; 0 if it ends at `node`.
+        pages: length of the restorable prefix, in pages: every pool has what it needs, here or on the host.
+        full_pages: how far the full component alone reaches; beyond `pages`, a state or window is missing.
+        partial: the child of `node` that the prefix ends in, or None.
+        version: of the tree, when the match was made.
+    """
+
+    __slots__ = ("full_pages", "inside", "node", "pages", "partial", "version")
+
+    def __init__(
+        self, node: Node, inside: int, pages: int, full_pages: int, partial: Node | None, version: int
+    ) -> None:
+        self.node = node
+        self.inside = inside
+        self.pages = pages
+        self.full_pages = full_pages
+        self.partial = partial
+        self.version = version
+
+    @property
+    def branching_pages(self) -> int | None:
+        """Where a state would make the whole full match restorable (`mamba_branching_seqlen`, in
+        pages); None if nothing is held back."""
+        return self.full_pages if self.full_pages > self.pages else None
+
+    def __repr__(self) -> str:
+        return f"<Match {self.pages} of {self.full_pages} pages>"
+
+
+class HeldBack(NamedTuple):
+    """Why a match is shorter than its full pages: the component, and whether what is missing was there
+    once and had to make room."""
+
+    component: int
+    dropped: bool
+
+
+class PathLease(Lease):
+    """Keeps one prefix: the path to `node` where it is, and what its end needs of the other pools."""
+
+    __slots__ = ("node", "pinned")
+
+    def __init__(self, tree: UnifiedRadixTree, node: Node, pinned: Pins) -> None:
+        super().__init__(lambda: tree.unpin_all(pinned))  # not through `self`: a lost lease ends at once
+        self.node = node
+        self.pinned = pinned
+
+
+class Pages(NamedTuple):
+    """Slots of consecutive pages, from page number `first` on."""
+
+    first: int
+    slots: Sequence[int]
+
+
+@dataclass(slots=True, eq=False)
+class Inserted:
+    """What became of the slots that were offered to `insert` or `insert_host`.
+
+    Attributes:
+        node: where the inserted sequence ends.
+        duplicates: offered page slots that the tree already had pages for; they stay the caller's.
+        taken: how many offered page slots are the tree's own now.
+        windows: by component number and page, the offered slots that stay the caller's.
+        fresh: nodes that hold newly taken pages, parents first.
+    """
+
+    node: Node
+    duplicates: list[int] = field(default_factory=list)
+    taken: int = 0
+    windows: dict[int, dict[int, int]] = field(default_factory=dict)
+    fresh: list[Node] = field(default_factory=list)
+
+
+class UnifiedRadixTree:
+    """Match, pin, insert.
+
+    Attributes:
+        page_size, page_bytes: tokens of a page, and bytes of them in a key.
+        components: the pools beside the full one, numbered from 1 in this order.
+        windows: those of them that have a slot for each page.
+        queues: by `place`: who may give up slots there.
+        roots: by namespace seed, for as long as something stands on them.
+        version: changes whenever a match may no longer hold; one of another version is stale.
+        watcher: told of slots that come and go; None, and then at no cost, if nobody listens.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        coverages: Sequence[Coverage] = (),
+        *,
+        windows: Collection[int] = (),
+        eviction: str = "lru",
+    ) -> None:
+        """
+        Args:
+            page_size: tokens of a page.
+            coverages: of the pools beside the full one.
+            windows: the numbers, from 1, of those that have a slot a page; the others have one a state.
+            eviction: the policy that orders the full one's nodes.
+        """
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.components: list[Component] = [
+            component(c, n, paged=n in windows) for n, c in enumerate(coverages, start=1)
+        ]
+        self.windows = [aux for aux in self.components if isinstance(aux, WindowComponent)]
+        self.width = 1 + len(self.components)
+        paged = [FULL, *(aux.number for aux in self.windows)]
+        self.page_places = tuple(place(number, tier) for number in paged for tier in (Tier.DEVICE, Tier.HOST))
+        self._window_places = frozenset(self.page_places[TIERS:])
+        self._inherited = sum(1 << number for number in paged)
+        full = policy(eviction)
+        self.queues = [
+            EvictionQueue(full if at < TIERS else lru, at // TIERS, at) for at in range(TIERS * self.width)
+        ]
+        self.counts_hits = eviction in ("lfu", "slru")
+        self.roots: dict[bytes, Node] = {}
+        self.version = 0
+        self.watcher: SlotWatcher | None = None
+        self.clock = 0
+        self._serial = 0
+
+    # Structure
+
+    def root(self, seed: bytes) -> Node:
+        """The root of a namespace, made if it is new."""
+        root = self.roots.get(seed)
+        if root is None:
+            root = self.roots[seed] = self.bare_root(seed)
+        return root
+
+    def bare_root(self, seed: bytes) -> Node:
+        """A root that is not the tree's, for whoever only looks."""
+        root = Node(None, b"", b"", 0, self.width)
+        root.residency = [RESIDENT] * (TIERS * self.width)
+        root.digests = [seed]
+        return root
+
+    def rooted(self, node: Node) -> Node:
+        """`node`, or the tree's own root if `node` is one that the tree does not have."""
+        return node if node.pages or node.digests is None else self.root(node.digests[0])
+
+    def _prune(self, root: Node) -> None:
+        """Drop a root that nothing stands on: there may be as many namespaces as requests."""
+        if root.children or any(root.pins) or root.digests is None:
+            return
+        if self.roots.get(root.digests[0]) is root:
+            del self.roots[root.digests[0]]
+
+    def grow(self, parent: Node, key: bytes) -> Node:
+        """A new leaf without slots; `parent` has no child that begins with the same page."""
+        head = key[: self.page_bytes]
+        node = Node(parent, key, head, len(key) // self.page_bytes, self.width)
+        self._number(node)
+        node.born = node.serial
+        parent.children[head] = node
+        return node
+
+    def split(self, node: Node, pages: int) -> Node:
+        """Cut `node` after `pages` pages; returns the new first half, `node` stays the second.
+
+        States, and the leases on a path, belong to the end of a node, so they stay where they are. Who
+        keeps pages of a window keeps both halves from now on.
+        """
+        parent = _parent(node)
+        cut = pages * self.page_bytes
+        upper = Node(parent, node.key[:cut], node.head, pages, self.width)
+        self._number(upper)
+        upper.used = list(node.used)
+        upper.hits = node.hits
+        upper.born = node.born
+        upper.stored = node.stored & self._inherited
+        upper.dropped = node.dropped & self._inherited
+        parent.children[node.head] = upper
+        node.key = node.key[cut:]
+        node.head = node.key[: self.page_bytes]
+        node.parent = upper
+        node.pages -= pages
+        upper.children[node.head] = node
+        if node.digests is not None:
+            upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
+        self._divide(upper, node)
+        if node.holders:
+            self._hold_both(upper, node)
+        for aux in self.windows:
+            for at in (place(aux.number, Tier.DEVICE), place(aux.number, Tier.HOST)):
+                self.refresh(upper, at)
+        return upper
+
+    def _divide(self, upper: Node, lower: Node) -> None:
+        """Share slots a page, and the copies that fill them."""
+        for at in self.page_places:
+            slots = lower.slots[at]
+            if slots is not None:
+                upper.slots[at], lower.slots[at] = slots[: upper.pages], slots[upper.pages :]
+                upper.residency[at] = lower.residency[at]
+        upper.device_children = int(lower.residency[FULL_DEVICE] != ABSENT)
+        upper.host_children = int(lower.residency[FULL_HOST] != ABSENT)
+        if lower.pending:
+            flying = [copy for copy in lower.pending if copy.at in self.page_places]
+            for copy in flying:
+                copy.nodes.append(upper)
+            upper.pending = flying or None
+
+    def _hold_both(self, upper: Node, lower: Node) -> None:
+        for pins in {id(pins): pins for pins in lower.holders or ()}.values():
+            more = [(upper, at) for node, at in pins if node is lower and at in self._window_places]
+            for node, at in more:
+                self.pin_for(pins, node, at)
+
+    def cut_window(self, node: Node, number: int) -> None:
+        """Have a node begin where the window of `node` does."""
+        pages = next(aux.pages for aux in self.windows if aux.number == number)
+        first = max(node.end - pages, 0)
+        while node.end - node.pages > first and node.parent is not None:
+            node = node.parent
+        if node.end - node.pages < first < node.end:
+            self.split(node, node.pages - (node.end - first))
+
+    def trim(self, node: Node, pages: int, at: int) -> list[int]:
+        """Cut the last pages off an unpinned leaf that has slots at one place only; returns theirs.
+
+        Like `split` and `remove` of the second half, without making it first.
+        """
+        slots = node.held(at)
+        if self.watcher is not None:
+            self.watcher.left(node, at, pages)
+        node.pages -= pages
+        node.end -= pages
+        node.key = node.key[: node.pages * self.page_bytes]
+        node.slots[at] = slots[: node.pages]
+        node.stored &= self._inherited
+        if node.digests is not None:
+            node.digests = node.digests[: node.pages]
+        self.version += 1
+        return slots[node.pages :]
+
+    def remove(self, node: Node) -> None:
+        """Take out a node without slots or children."""
+        parent = _parent(node)
+        del parent.children[node.head]
+        self.version += 1
+        for queue in self.queues:
+            queue.discard(node)
+        node.parent = None
+        used, gone = parent.used, node.used
+        for number in range(self.width):
+            if gone[number] > used[number]:
+                used[number] = gone[number]
+        if not parent.pages:
+            self._prune(parent)
+
+    def _number(self, node: Node) -> None:
+        self.version += 1
+        self._serial += 1
+        node.serial = self._serial
+
+    # Slots
+
+    def occupy(self, node: Node, at: int, slots: list[int], residency: int) -> None:
+        """Give an empty place of a node its slots."""
+        node.slots[at] = slots
+        node.residency[at] = residency
+        node.dropped &= ~(1 << at // TIERS)
+        if at == FULL_DEVICE:
+            parent = _parent(node)
+            parent.device_children += 1
+            self.refresh(parent, FULL_DEVICE)
+        elif at == FULL_HOST:
+            parent = _parent(node)
+            parent.host_children += 1
+            self.refresh(parent, FULL_HOST)
+        self.refresh(node, at)
+        if self.watcher is not None and residency == RESIDENT:
+            self.watcher.arrived(node, at)
+
+    def settle(self, node: Node, at: int) -> None:
+        """The bytes of a place have arrived."""
+        node.residency[at] = RESIDENT
+        self.refresh(node, at)
+        if self.watcher is not None:
+            self.watcher.arrived(node, at)
+
+    def vacate(self, node: Node, at: int) -> list[int]:
+        """Empty a place of a node; returns its slots, which the caller owns now."""
+        slots = node.held(at)
+        if self.watcher is not None and node.residency[at] == RESIDENT:
+            self.watcher.left(node, at, node.pages)
+        self.version += 1
+        node.slots[at] = None
+        node.residency[at] = ABSENT
+        self.queues[at].discard(node)
+        if at == FULL_DEVICE:
+            parent = _parent(node)
+            parent.device_children -= 1
+            self._inherit_use(parent, node)
+            self.refresh(parent, FULL_DEVICE)
+        elif at == FULL_HOST:
+            parent = _parent(node)
+            parent.host_children -= 1
+            self._inherit_use(parent, node)
+            self.refresh(parent, FULL_HOST)
+        return slots
+
+    @staticmethod
+    def _inherit_use(parent: Node, node: Node) -> None:
+        if node.used[FULL] > parent.used[FULL]:
+            parent.used[FULL] = node.used[FULL]
+
+    # Candidates
+
+    def refresh(self, node: Node, at: int) -> None:
+        """Put a node in, or take it out of, the queue of a place."""
+        if self.evictable(node, at):
+            self.queues[at].add(node)
+        else:
+            self.queues[at].discard(node)
+
+    @staticmethod
+    def evictable(node: Node, at: int) -> bool:
+        """Whether the slots of a place may be taken away: arrived, unpinned, and nobody stands on them.
+
+        Children stand on the full pages of their parent in the same tier, so only ends of paths are
+        candidates, and pinning one node keeps the whole path above it.
+        """
+        if node.residency[at] != RESIDENT or node.pins[at] or node.parent is None:
+            return False
+        if at == FULL_DEVICE:
+            return not node.device_children
+        if at == FULL_HOST:
+            return not node.host_children
+        return True
+
+    def pin_for(self, pins: Pins, node: Node, at: int) -> None:
+        """Add one place to what somebody keeps; `pins` is theirs, and grows when the node is split."""
+        pins.append((node, at))
+        self._pin(pins, node, at)
+
+    def pin_all(self, pins: Pins) -> None:
+        """Keep all of `pins` until `unpin_all` of the same list."""
+        for node, at in pins:
+            self._pin(pins, node, at)
+
+    def unpin_all(self, pins: Pins) -> None:
+        """Let go of everything in a list, which is empty then."""
+        while pins:
+            node, at = pins.pop()
+            self._unpin(pins, node, at)
+
+    def unpin_for(self, pins: Pins, index: int) -> None:
+        """Let go of one place in a list."""
+        node, at = pins.pop(index)
+        self._unpin(pins, node, at)
+
+    def _pin(self, pins: Pins, node: Node, at: int) -> None:
+        node.pins[at] += 1
+        if node.pins[at] == 1:
+            self.queues[at].discard(node)
+        if at in self._window_places:
+            if node.holders is None:
+                node.holders = []
+            node.holders.append(pins)
+
+    def _unpin(self, pins: Pins, node: Node, at: int) -> None:
+        if at in self._window_places:
+            _forget(node.holders or [], pins)
+        node.pins[at] -= 1
+        if not node.pins[at]:
+            if node.pages:
+                self.refresh(node, at)
+            else:
+                self._prune(node)
+
+    def touch(self, node: Node, component: int) -> None:
+        self.clock += 1
+        node.used[component] = self.clock
+
+    # Walks
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def subtree(self, node: Node) -> Iterator[Node]:
+        """`node` and everything below it, parents first."""
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            yield current
+            stack.extend(current.children.values())
+
+    # Matching
+
+    def match(self, tokens: array[int], seed: bytes = b"", *, limit: int | None = None) -> Match:
+        """The longest restorable prefix of `tokens`, `limit` pages at most. Changes nothing."""
+        size = self.page_bytes
+        view = memoryview(tokens).cast("B")
+        pages = len(view) // size
+        end = (pages if limit is None or limit > pages else limit) * size
+        node = self.roots.get(seed)
+        if node is None:
+            return Match(self.bare_root(seed), 0, 0, 0, None, self.version)
+        at, partial, inside = 0, None, 0
+        while at < end:
+            child = node.children.get(view[at : at + size].tobytes())
+            if child is None:
+                break
+            key = child.key
+            after = at + len(key)
+            if after <= end and key.startswith(view[at:after]):
+                node, at = child, after
+                continue
+            partial, inside = child, self._common(key, view, at, end)
+            break
+        return self._settle_match(node, partial, inside)
+
+    def _settle_match(self, node: Node, partial: Node | None, inside: int) -> Match:
+        full = node.end + inside
+        if not self.components:
+            return Match(node, inside, full, full, partial, self.version)
+        pages, before = full, -1
+        while pages != before:  # an end that one pool moved up may not suit the others
+            before = pages
+            for aux in self.components:
+                node, inside = aux.longest(node, partial, inside)
+            pages = node.end + inside
+        return Match(node, inside, pages, full, partial if inside else None, self.version)
+
+    def held_back(self, tokens: array[int], match: Match) -> HeldBack | None:
+        """Which pool keeps a match below its full pages; None if nothing does."""
+        if match.pages == match.full_pages:
+            return None
+        tip = self._tip(match.node, tokens, match.full_pages)
+        node, partial = (tip, None) if tip.end == match.full_pages else (tip.parent, tip)
+        assert node is not None, "a root has no pages beyond the match"
+        inside = match.full_pages - node.end
+        ends = [(aux, _pages(aux.longest(node, partial, inside))) for aux in self.components]
+        aux, _ = min(ends, key=itemgetter(1))
+        if self._was_dropped(aux, tip, match.pages):
+            return HeldBack(aux.number, dropped=True)
+        for window in self.windows:  # a state goes with its window, which is to blame then
+            if self._was_dropped(window, tip, match.pages):
+                return HeldBack(window.number, dropped=True)
+        return HeldBack(aux.number, dropped=False)
+
+    @staticmethod
+    def _was_dropped(aux: Component, tip: Node, pages: int) -> bool:
+        current = tip
+        while current.parent is not None and current.end > pages:
+            if current.dropped >> aux.number & 1:
+                return True
+            current = current.parent
+        return False
+
+    def _tip(self, node: Node, tokens: array[int], pages: int) -> Node:
+        """The node below `node`, on the way of `tokens`, that holds their page number `pages` - 1."""
+        while node.end < pages:
+            child = self.child(node, tokens)
+            assert child is not None, "a match went that way"
+            node = child
+        return node
+
+    def restorable(self, node: Node) -> bool:
+        """Whether every pool beside the full one lets a prefix end at `node`."""
+        for aux in self.components:  # a loop: a generator costs more than the checks
+            if aux.tier(node) is None:
+                return False
+        return True
+
+    def _common(self, key: bytes, view: memoryview, at: int, end: int) -> int:
+        """Whole pages that `key` and `view[at:end]` share, by bisection over buffers."""
+        size = self.page_bytes
+        low, high = 1, min(len(key), end - at) // size  # the first page matched: it was the lookup
+        while low < high:
+            middle = (low + high + 1) // 2
+            if key.startswith(view[at : at + middle * size]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def reach(self, tokens: array[int], seed: bytes, pages: int) -> Node | None:
+        """The node that ends after `pages` pages of `tokens`, by its full pages alone, cutting one if
+        need be; None if the tree does not reach that far."""
+        size = self.page_bytes
+        view = memoryview(tokens).cast("B")
+        node, end = self.roots.get(seed) or self.bare_root(seed), pages * size
+        while node.end < pages:
+            start = node.end * size
+            child = node.children.get(view[start : start + size].tobytes())
+            if child is None:
+                return None
+            common = self._common(child.key, view, start, end)
+            if common < child.pages and node.end + common < pages:
+                return None
+            node = child if common == child.pages else self.split(child, common)
+        return node
+
+    def child(self, node: Node, tokens: array[int]) -> Node | None:
+        """The child of `node`, which `tokens` run through, that holds their next page."""
+        start = node.end * self.page_bytes
+        return node.children.get(memoryview(tokens).cast("B")[start : start + self.page_bytes].tobytes())
+
+    # Digests
+
+    def pages_without_digests(self, node: Node) -> int:
+        """Pages of the path to `node` whose digests were not computed yet."""
+        pages = 0
+        while node.digests is None:
+            pages += node.pages
+            assert node.parent is not None, "roots have their seed"
+            node = node.parent
+        return pages
+
+    def first_without_digests(self, node: Node) -> Node | None:
+        """The first node of the path to `node` whose digests were not computed yet; None if all were."""
+        found = None
+        while node.digests is None:
+            found = node
+            assert node.parent is not None, "roots have their seed"
+            node = node.parent
+        return found
+
+    def digests(self, node: Node) -> list[bytes]:
+        """Digests of the node's own pages; computed once, for the whole path that lacks them."""
+        missing = []
+        current = node
+        while current.digests is None:
+            missing.append(current)
+            assert current.parent is not None, "roots have their seed"
+            current = current.parent
+        for below in reversed(missing):
+            assert current.digests is not None, "the path above was just filled"
+            below.digests = page_digests(memoryview(below.key), self.page_size, current.digests[-1])
+            current = below
+        assert node.digests is not None, "just filled"
+        return node.digests
+
+    # Leases
+
+    def pin(self, match: Match) -> PathLease:
+        """Keep a match: nothing of its prefix can be evicted until the lease is closed.
+
+        Raises:
+            InternalError: the tree changed since the match was made.
+        """
+        if match.version != self.version:
+            raise InternalError("a match was pinned after the tree had changed; match again")
+        node = match.node
+        if match.inside and match.partial is not None:
+            partial = match.partial
+            node = partial if match.inside == partial.pages else self.split(partial, match.inside)
+        self.touch(node, FULL)
+        for aux in self.components:
+            self.use(aux, node)
+        return self.lease(node)
+
+    def use(self, aux: Component, node: Node) -> None:
+        """What a prefix that ends at `node` needs of a pool is used now: what lies nearer the root, where
+        more sequences may need it, a little later than the rest."""
+        for part in aux.needs(node):
+            self.touch(part, aux.number)
+
+    def lease(self, node: Node) -> PathLease:
+        """Keep the path to `node`, and what a prefix needs there of the other pools."""
+        node = self.rooted(node)
+        pinned = self._anchors(node)
+        for aux in self.components:
+            pinned += prefix_pins(aux, node)
+        self.pin_all(pinned)
+        return PathLease(self, node, pinned)
+
+    @staticmethod
+    def _anchors(node: Node) -> list[tuple[Node, int]]:
+        """The ends of the path to `node`, in each tier that it needs."""
+        if node.residency[FULL_DEVICE] != ABSENT:
+            return [(node, FULL_DEVICE)]
+        anchors = [(node, FULL_HOST)]
+        above = device_end(node)
+        if above.parent is not None:
+            anchors.append((above, FULL_DEVICE))
+        return anchors
+
+    def repin(self, lease: PathLease, node: Node) -> None:
+        """Move a lease to another end of the same sequence. It keeps the windows there, and those that it
+        kept on the device: a forward that reads them may be under way; `drop_behind` lets go of them."""
+        lease.node = node
+        pinned = lease.pinned  # always this list: it is what closing the lease gives back
+        kept = {place(aux.number, Tier.DEVICE) for aux in self.windows}
+        old = [i for i, (_, at) in enumerate(pinned) if at not in kept]
+        for held, at in self._anchors(node):
+            self.pin_for(pinned, held, at)
+        self.keep_windows(lease, Tier.DEVICE)
+        for index in reversed(old):
+            self.unpin_for(pinned, index)
+
+    def keep_windows(self, lease: PathLease, tier: Tier) -> None:
+        """Have a lease keep, in one tier, the windows that its end needs."""
+        for aux in self.windows:
+            at = place(aux.number, tier)
+            for part in aux.needs(lease.node):
+                if part.residency[at] != ABSENT and (part, at) not in lease.pinned:
+                    self.pin_for(lease.pinned, part, at)
+
+    def drop_behind(self, lease: PathLease, number: int, page: int, pinned: Pins) -> None:
+        """Move the windows before a page from what a lease keeps to what `pinned` does."""
+        places = (place(number, Tier.DEVICE), place(number, Tier.HOST))
+        for index in reversed(range(len(lease.pinned))):
+            node, at = lease.pinned[index]
+            if at in places and node.end <= page:
+                self.pin_for(pinned, node, at)
+                self.unpin_for(lease.pinned, index)
+
+    # Insertion
+
+    def insert(
+        self,
+        lease: PathLease,
+        tokens: array[int],
+        slots: Sequence[int],
+        *,
+        windows: Mapping[int, Pages] | None = None,
+    ) -> Inserted:
+        """Publish computed pages behind a lease, and move the lease to their end.
+
+        Args:
+            lease: on the prefix that the pages follow; it must be on the device.
+            tokens: the whole sequence, from its first token.
+            slots: device slots of the pages after the lease's end, in order.
+            windows: by component number, device slots of the last pages, as far back as there are any.
+
+        Raises:
+            InternalError: the lease is closed, its prefix is not on the device, or there are more
+                slots than pages.
+        """
+        if lease.closed:
+            raise InternalError(f"pages inserted behind {lease.node!r} with a lease that is closed")
+        if lease.node.residency[FULL_DEVICE] == ABSENT:
+            raise InternalError(f"pages inserted behind {lease.node!r}, which is not on the device")
+        result = self._walk_in(lease.node, tokens, slots, FULL_DEVICE)
+        node = result.node
+        begun = [node.end - node.pages for node in result.fresh]
+        for number, pages in (windows or {}).items():
+            self.cut_window(node, number)  # so that what lies behind it can go by itself
+            result.windows[number] = self.take_pages(node, number, Tier.DEVICE, pages)
+            self.use(self.components[number - 1], node)
+        result.fresh = [
+            part for fresh, start in zip(result.fresh, begun, strict=True) for part in _parts(fresh, start)
+        ]
+        self.touch(node, FULL)
+        self.repin(lease, node)
+        for number, pages in (windows or {}).items():
+            self._keep_taken(lease, number, pages.first, result.windows[number])
+        return result
+
+    def _keep_taken(self, lease: PathLease, number: int, first: int, refused: Mapping[int, int]) -> None:
+        """Have a lease keep the pages of a window that were taken from page `first` on, those too that its
+        end needs no more: the forward that wrote them, or one that reads them, may be under way."""
+        at = place(number, Tier.DEVICE)
+        node = lease.node
+        while node.end > first and node.parent is not None:
+            if node.end - 1 not in refused and (node, at) not in lease.pinned:
+                self.pin_for(lease.pinned, node, at)
+            node = node.parent
+
+    def insert_host(self, node: Node, tokens: array[int], slots: Sequence[int]) -> Inserted:
+        """Take pages that storage delivered into host slots, behind `node`.
+
+        The path to `node` must have, or be about to have, its pages on the host: a child on the host
+        stands on its parent's. Pages of a node that is on the device only become its host copy.
+
+        Raises:
+            InternalError: `node` is not on the host, or there are more slots than pages.
+        """
+        node = self.rooted(node)
+        if node.residency[FULL_HOST] == ABSENT:
+            raise InternalError(f"host pages inserted behind {node!r}, which is not on the host")
+        result = self._walk_in(node, tokens, slots, FULL_HOST)
+        self.touch(result.node, FULL)
+        return result
+
+    def _walk_in(self, node: Node, tokens: array[int], slots: Sequence[int], at: int) -> Inserted:
+        """Walk down from `node`; pages that have no slots at a place get those offered."""
+        size = self.page_bytes
+        view = memoryview(tokens).cast("B")
+        begin, done = node.end, 0
+        end = (begin + len(slots)) * size
+        if end > len(view):
+            raise InternalError(f"{len(slots)} slots for pages from {begin}; {len(view) // size} pages given")
+        result = Inserted(node)
+        while done < len(slots):
+            start = (begin + done) * size
+            child = node.children.get(view[start : start + size].tobytes())
+            if child is None:
+                child = self.grow(node, view[start:end].tobytes())
+            else:
+                common = self._common(child.key, view, start, end)
+                child = child if common == child.pages else self.split(child, common)
+            offered = slots[done : done + child.pages]
+            if child.residency[at] == ABSENT:
+                self.occupy(child, at, list(offered), RESIDENT)
+                result.taken += len(offered)
+                result.fresh.append(child)
+            else:
+                result.duplicates.extend(offered)
+            done += child.pages
+            node = child
+        result.node = node
+        return result
+
+    def take_state(self, node: Node, number: int, tier: Tier, slot: int, *, arriving: bool = False) -> bool:
+        """Attach a state to the end of `node`; False if it has one there: the slot stays the caller's.
+
+        `arriving`: it is still being copied; `copies.finish` will settle it.
+        """
+        at = place(number, tier)
+        if node.parent is None or node.residency[at] != ABSENT:
+            return False
+        self.touch(node, number)
+        self.occupy(node, at, [slot], LOADING if arriving else RESIDENT)
+        return True
+
+    def take_pages(self, node: Node, number: int, tier: Tier, pages: Pages) -> dict[int, int]:
+        """Fill the tombstones of a window with the slots of a run of pages that ends where `node` does;
+        a node is cut where the run begins.
+
+        Returns:
+            By page number, the slots that stay the caller's: the tree has those pages already, or no
+            full pages of them in that tier.
+        """
+        at = place(number, tier)
+        refused: dict[int, int] = {}
+        while node.end > pages.first and node.parent is not None:
+            start = max(node.end - node.pages, pages.first)
+            offered = pages.slots[start - pages.first : node.end - pages.first]
+            if node.residency[at] != ABSENT or node.residency[place(FULL, tier)] == ABSENT:
+                refused.update(zip(range(start, node.end), offered, strict=True))
+            else:
+                if len(offered) < node.pages:
+                    self.split(node, node.pages - len(offered))
+                self.occupy(node, at, list(offered), RESIDENT)
+            node = node.parent
+        return refused
+
+    def supersede(self, node: Node, number: int) -> None:
+        """A state or window was published at `node`: let the one before it go first, if nothing branched
+        off since.
+
+        A conversation that goes on resumes from its last state; the one before it serves nobody but a
+        branch, and a branch point that was met has two children. Without this, a pool that holds one
+        state a conversation keeps two of every second one under plain LRU.
+        """
+        aux = self.components[number - 1]
+        above = node.parent
+        for part in aux.needs(node):
+            above = part.parent
+        while above is not None and above.parent is not None and len(above.children) == 1:
+            if self._age(above, number):
+                return
+            above = above.parent
+
+    def _age(self, node: Node, number: int) -> bool:
+        """Put a node's slots where they go first; whether that is all: a state is one, and what lies
+        before a window that has aged has aged with it."""
+        places = (place(number, Tier.DEVICE), place(number, Tier.HOST))
+        if not any(node.slots[at] for at in places):
+            return False
+        aged = not node.used[number]
+        node.used[number] = 0
+        for at in places:  # both: an entry may wait there for slots to come
+            self.queues[at].hurry(node)
+        return aged or not self.components[number - 1].paged
+
+    def count_hit(self, node: Node) -> list[Node]:
+        """One more request met the path to `node`; returns the path, parents first."""
+        path = []
+        while node.parent is not None:
+            node.hits += 1
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+
+def _forget(holders: list[Pins], pins: Pins) -> None:
+    """Take out one entry that is `pins` itself: an equal list may be somebody else's."""
+    for index in range(len(holders) - 1, -1, -1):
+        if holders[index] is pins:
+            del holders[index]
+            return
+
+
+def _parent(node: Node) -> Node:
+    assert node.parent is not None, "a root has no slots to change"
+    return node.parent
+
+
+def _pages(end: End) -> int:
+    node, inside = end
+    return node.end + inside
+
+
+def _parts(node: Node, start: int) -> list[Node]:
+    """The nodes that one node is now, which began at page `start` before it was cut, parents first."""
+    found = [node]
+    while (above := found[-1].parent) is not None and above.end > start:
+        found.append(above)
+    found.reverse()
+    return found
+
+
+def device_end(node: Node) -> Node:
+    """The last node of the path to `node` whose full pages are on the device, or the root."""
+    while node.residency[FULL_DEVICE] == ABSENT:
+        assert node.parent is not None, "a root counts as there"
+        node = node.parent
+    return node
