@@ -1,7 +1,7 @@
 """How many slots each pool gets, worked out without taking any memory."""
 
 from asynchicache import CacheConfig, CapacityError, Coverage, ModelSpec, PoolSpec, TensorSpec
-from asynchicache.pools.balance import starving
+from asynchicache.pools.balance import find_undersized_pools
 from asynchicache.pools.sizing import Memory, plan_slots
 
 ATTENTION, RECURRENT = tuple(range(3, 48, 4)), tuple(n for n in range(48) if n % 4 != 3)
@@ -44,7 +44,7 @@ for name, config in CHOICES.items():
     for owner, (device, host) in plan_slots(SPEC, config.sizes(), MACHINE).items():
         print(f"  {owner}: {device:,} slots on the device, {host:,} on the host")
 starved = CacheConfig(device_slots={"kv": 20_000, "mamba": 300}, host_ratio=4, host_slots={"mamba": 0})
-for warning in starving(SPEC, plan_slots(SPEC, starved.sizes(), MACHINE)):
+for warning in find_undersized_pools(SPEC, plan_slots(SPEC, starved.sizes(), MACHINE)):
     print(warning)
 try:
     plan_slots(SPEC, CacheConfig(device_slots={"kv": 60_000, "mamba": 300}).sizes(), MACHINE)

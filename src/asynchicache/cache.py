@@ -31,7 +31,7 @@ from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
-from asynchicache.pools.balance import starving
+from asynchicache.pools.balance import find_undersized_pools
 from asynchicache.pools.memory import memory_budget
 from asynchicache.pools.sizing import Memory, plan_slots
 from asynchicache.ports import AsyncioPort, Port
@@ -334,7 +334,7 @@ async def _open_rooms(
         device = open_device(config)
         kept.callback(device.close)
     slots = plan_slots(spec, config.sizes(), _memory(device))
-    for pool in starving(spec, slots, config.pages_per_state):
+    for pool in find_undersized_pools(spec, slots, config.pages_per_state):
         _log.warning("%s", pool)
     # To its end, also if this is cancelled: memory that a thread still pins could not be unpinned.
     memories = await shielded(

@@ -181,8 +181,8 @@ def test_what_leaves_is_told_page_by_page_and_a_state_by_its_last() -> None:
     chain = page_digests(token_array([1, 2, 3, 4, 5, 6]), 2, b"")
     told: list[CacheEvent] = []
 
-    announcer(sim, told).left(node, FULL_HOST, 2)
-    announcer(sim, told).left(node, place(1, Tier.DEVICE), 3)
+    announcer(sim, told).on_evict(node, FULL_HOST, 2)
+    announcer(sim, told).on_evict(node, place(1, Tier.DEVICE), 3)
     assert told == [
         PagesRemoved("kv", Tier.HOST, tuple(chain[1:])),
         PagesRemoved("mamba", Tier.DEVICE, (chain[2],)),
@@ -215,7 +215,7 @@ def test_after_a_clear_only_what_the_cleared_tiers_still_have_is_told() -> None:
     published(sim, [1, 2])
     told: list[CacheEvent] = []
 
-    announcer(sim, told).cleared(Tier.DEVICE)
+    announcer(sim, told).on_clear(Tier.DEVICE)
     assert told[0] == TiersCleared((Tier.DEVICE,))
     assert [event.tier for event in told[1:] if isinstance(event, PagesStored)] == [Tier.DEVICE]
     assert len(told) == 2

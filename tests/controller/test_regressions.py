@@ -248,8 +248,8 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     sim.settle()
     sim.verify()
     books = sim.planner.books
-    assert not books.flights
-    assert books.free[FULL_HOST].held == sum(len(node.held(FULL_HOST)) for node in books.tree.nodes())
+    assert not books.tier_copies
+    assert books.free[FULL_HOST].held == sum(len(node.slots_at(FULL_HOST)) for node in books.tree.nodes())
 
 
 @pytest.mark.parametrize("eviction", ["slru", "lfu"])
@@ -308,9 +308,9 @@ def test_a_copy_that_ends_takes_no_other_that_looks_alike_off_the_list():
     kept = sim.planner.loader.load(first)[0]
     ended = sim.planner.loader.load(second)[0]
     sim.planner.copied(ended, None)
-    assert [flight is kept.flight for flight in sim.planner.books.flights] == [True]
+    assert [tier_copy is kept.tier_copy for tier_copy in sim.planner.books.tier_copies] == [True]
     sim.planner.copied(kept, None)
-    assert not sim.planner.books.flights
+    assert not sim.planner.books.tier_copies
     for sequence in (first, second):
         sim.close(sequence)
     sim.verify()

@@ -12,7 +12,7 @@ from asynchicache.planner import backup
 from asynchicache.planner.actions import Store
 from asynchicache.planner.backup import Writer
 from asynchicache.transfer.plan import Direction
-from asynchicache.tree.copies import Wanted
+from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place
 from asynchicache.types import Tier, WritePolicy, token_array
 from controller.simulation import Simulation
@@ -121,8 +121,8 @@ def test_a_backup_copies_what_the_host_lacks_of_a_path_and_nothing_twice() -> No
         transfer.pool: (list(transfer.sources), list(transfer.destinations)) for transfer in copy.transfers
     }
     assert moved == {
-        "kv": (lower.held(FULL_DEVICE), lower.held(FULL_HOST)),
-        "mamba": (lower.held(place(STATES, Tier.DEVICE)), lower.held(place(STATES, Tier.HOST))),
+        "kv": (lower.slots_at(FULL_DEVICE), lower.slots_at(FULL_HOST)),
+        "mamba": (lower.slots_at(place(STATES, Tier.DEVICE)), lower.slots_at(place(STATES, Tier.HOST))),
     }
     assert [len(slots) for slots, _ in moved.values()] == [3, 1]
     assert sim.planner.books.counters.backed_up == before + 4
@@ -179,10 +179,10 @@ def test_what_finds_no_host_slots_is_owed_and_what_stands_on_it_too() -> None:
     assert writer(sim).backup(lower, period=3) == []
     assert (counters.backed_up, counters.host_pressure) == (before[0], before[1] + 4), "only what was tried"
     assert writer(sim).owed == {
-        Wanted(upper, FULL): 3,
-        Wanted(upper, STATES): 3,
-        Wanted(lower, FULL): 3,
-        Wanted(lower, STATES): 3,
+        CopyRequest(upper, FULL): 3,
+        CopyRequest(upper, STATES): 3,
+        CopyRequest(lower, FULL): 3,
+        CopyRequest(lower, STATES): 3,
     }
     writer(sim).wrote(work, stored=True)
 
@@ -197,7 +197,7 @@ def test_a_state_that_finds_no_host_slot_keeps_back_no_pages() -> None:
     (copy,) = writer(sim).backup(lower)
     assert {transfer.pool for transfer in copy.transfers} == {"kv"}
     assert copy.publishes is lower
-    assert set(writer(sim).owed) == {Wanted(upper, STATES), Wanted(lower, STATES)}
+    assert set(writer(sim).owed) == {CopyRequest(upper, STATES), CopyRequest(lower, STATES)}
     assert sim.planner.books.counters.host_pressure == pressure + 2
     sim.planner.copied(copy, None)
 
@@ -260,17 +260,17 @@ def test_a_state_that_is_owed_brings_its_own_pages_along(monkeypatch: pytest.Mon
     upper = published(sim, [1, 2])
     lower = published(sim, [1, 2, 3, 4])
     assert writer(sim).backup(lower) == []
-    assert set(writer(sim).owed) == {Wanted(lower, STATES)}
+    assert set(writer(sim).owed) == {CopyRequest(lower, STATES)}
 
     assert writer(sim).retry() == [], "there is still no room"
-    assert set(writer(sim).owed) == {Wanted(lower, STATES)}
+    assert set(writer(sim).owed) == {CopyRequest(lower, STATES)}
     writer(sim).wrote(work, stored=True)
     (copy,) = writer(sim).retry()
     moved = [(transfer.pool, list(transfer.sources)) for transfer in copy.transfers]
     assert moved == [
-        ("kv", upper.held(FULL_DEVICE)),
-        ("kv", lower.held(FULL_DEVICE)),
-        ("mamba", lower.held(place(STATES, Tier.DEVICE))),
+        ("kv", upper.slots_at(FULL_DEVICE)),
+        ("kv", lower.slots_at(FULL_DEVICE)),
+        ("mamba", lower.slots_at(place(STATES, Tier.DEVICE))),
     ]
     sim.planner.copied(copy, None)
 
@@ -281,10 +281,10 @@ def test_while_somebody_waits_for_a_path_nothing_else_is_given_host_slots() -> N
     writer(sim).urgent.append(urgent)
 
     assert writer(sim).backup(other, period=5) == []
-    assert writer(sim).owed == {Wanted(other, FULL): 5}
+    assert writer(sim).owed == {CopyRequest(other, FULL): 5}
     (copy,) = writer(sim).retry()
     assert copy.publishes is urgent
-    assert writer(sim).owed == {Wanted(other, FULL): 5}, "its turn comes later"
+    assert writer(sim).owed == {CopyRequest(other, FULL): 5}, "its turn comes later"
     sim.planner.copied(copy, None)
     assert writer(sim).backup(urgent) == []
     writer(sim).urgent.remove(urgent)
@@ -314,14 +314,14 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     books.evict(place(state, Tier.HOST), 8, dirty=True)
     lower = published(sim, [*HEAD, 5, 6, 7, 8])
     books.evict(place(window, Tier.DEVICE), 2, dirty=True)
-    assert [bool(upper.held(place(window, tier))) for tier in (Tier.DEVICE, Tier.HOST)] == [False, True]
-    assert upper.held(place(state, Tier.DEVICE))
+    assert [bool(upper.slots_at(place(window, tier))) for tier in (Tier.DEVICE, Tier.HOST)] == [False, True]
+    assert upper.slots_at(place(state, Tier.DEVICE))
 
     copies = writer(sim).backup(lower)
 
     moved = [(transfer.pool, len(transfer.sources)) for copy in copies for transfer in copy.transfers]
     assert sorted(moved) == [("kv", 2), ("mamba", 1), ("mamba", 1), ("swa", 2)]
-    assert not upper.held(place(window, Tier.HOST)), "it had to make room"
+    assert not upper.slots_at(place(window, Tier.HOST)), "it had to make room"
     for copy in copies:
         sim.planner.copied(copy, None)
 
@@ -391,10 +391,10 @@ def test_a_write_has_what_is_on_the_host_and_not_in_storage() -> None:
     assert work is not None
     chain = digests(tokens)
     assert work.pages == {
-        "kv": (chain[2:], lower.held(FULL_HOST)),
-        "mamba": (chain[3:], lower.held(place(STATES, Tier.HOST))),
+        "kv": (chain[2:], lower.slots_at(FULL_HOST)),
+        "mamba": (chain[3:], lower.slots_at(place(STATES, Tier.HOST))),
     }
-    assert [(mark.node, mark.component, mark.slots) for mark in work.marks] == [
+    assert [(mark.node, mark.component_id, mark.slots) for mark in work.marks] == [
         (lower, FULL, 2),
         (lower, STATES, 1),
     ]
@@ -576,7 +576,7 @@ def test_a_window_that_storage_lost_a_page_of_is_written_anew() -> None:
     assert node.stored == 0b01
     work = writer(sim).store(node)
     assert work is not None
-    assert work.pages == {"swa": (digests(HEAD)[:1], node.held(place(1, Tier.HOST))[:1])}
+    assert work.pages == {"swa": (digests(HEAD)[:1], node.slots_at(place(1, Tier.HOST))[:1])}
     writer(sim).wrote(work, stored=True)
 
 
@@ -610,7 +610,7 @@ def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:
     assert (upper.stored, lower.stored) == (0b11, 0b10)
     work = writer(sim).store(lower)
     assert work is not None
-    assert work.pages == {"kv": ([chain[3]], [lower.held(FULL_HOST)[1]])}
+    assert work.pages == {"kv": ([chain[3]], [lower.slots_at(FULL_HOST)[1]])}
     writer(sim).wrote(work, stored=True)
     assert lower.stored == 0b11
 
@@ -618,7 +618,7 @@ def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:
     assert (upper.stored, lower.stored) == (0b01, 0b11), "the state of the upper one's end"
     work = writer(sim).store(lower)
     assert work is not None
-    assert work.pages == {"mamba": ([chain[1]], upper.held(place(STATES, Tier.HOST)))}
+    assert work.pages == {"mamba": ([chain[1]], upper.slots_at(place(STATES, Tier.HOST)))}
     writer(sim).wrote(work, stored=True)
 
 
@@ -671,14 +671,14 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def arrived(self, node: Node, at: int) -> None: ...
+    def on_arrive(self, node: Node, at: int) -> None: ...
 
-    def left(self, node: Node, at: int, pages: int) -> None: ...
+    def on_evict(self, node: Node, at: int, pages: int) -> None: ...
 
-    def stored(self, node: Node, number: int) -> None:
+    def on_store(self, node: Node, number: int) -> None:
         self.told.append((node, number))
 
-    def cleared(self, *tiers: Tier) -> None:
+    def on_clear(self, *tiers: Tier) -> None:
         self.told.append(tiers)
 
 

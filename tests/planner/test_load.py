@@ -12,7 +12,7 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.load import by_place
 from asynchicache.planner.request_state import Sequence
 from asynchicache.transfer.plan import Direction
-from asynchicache.tree.copies import Wanted
+from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place
 from asynchicache.types import MissReason, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -110,7 +110,7 @@ def test_a_prefix_on_the_device_is_borrowed_as_it_is() -> None:
     assert sequence.users == 2
     assert sequence.loaded
     assert (sequence.hit_pages, sequence.borrowed, sequence.reserved) == (4, 4, 8)
-    assert sequence.pages == upper.held(FULL_DEVICE) + lower.held(FULL_DEVICE)
+    assert sequence.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
     assert (sequence.tier, sequence.reason) == (Tier.DEVICE, MissReason.NONE)
     assert sources(sequence) == {("kv", Tier.DEVICE): 4}
     end(sim, copies)
@@ -122,14 +122,14 @@ def test_what_is_on_the_host_only_is_copied() -> None:
     upper, lower = published(sim, HEAD), published(sim, LONG)
     back_up(sim, lower)
     sim.planner.books.evict(FULL_DEVICE, 2, dirty=True)
-    assert not lower.held(FULL_DEVICE)
+    assert not lower.slots_at(FULL_DEVICE)
     sequence = sim.open([*LONG, 9])
     assert sim.planner.loader.tier(sequence) is Tier.HOST
 
     copies = sim.planner.loader.load(sequence)
 
-    assert moved(copies) == [(Direction.LOAD, "kv", lower.held(FULL_HOST), lower.held(FULL_DEVICE))]
-    assert sequence.pages == upper.held(FULL_DEVICE) + lower.held(FULL_DEVICE)
+    assert moved(copies) == [(Direction.LOAD, "kv", lower.slots_at(FULL_HOST), lower.slots_at(FULL_DEVICE))]
+    assert sequence.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
     assert sequence.tier is Tier.HOST
     assert sources(sequence) == {("kv", Tier.DEVICE): 2, ("kv", Tier.HOST): 2}
     end(sim, copies)
@@ -138,7 +138,7 @@ def test_what_is_on_the_host_only_is_copied() -> None:
 def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along() -> None:
     sim = simulation(mamba=(8, 8))
     node = published(sim, HEAD)
-    (source,) = node.held(place(1, Tier.DEVICE))
+    (source,) = node.slots_at(place(1, Tier.DEVICE))
     sequence = sim.open(LONG)
 
     copies = sim.planner.loader.load(sequence)
@@ -153,14 +153,14 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
 
     back_up(sim, node)
     off_the_device(sim, 1, 0)
-    (source,) = node.held(place(1, Tier.HOST))
+    (source,) = node.slots_at(place(1, Tier.HOST))
     sequence = sim.open(LONG)
     copies = sim.planner.loader.load(sequence)
     assert moved(copies) == [
-        (Direction.LOAD, "kv", node.held(FULL_HOST), node.held(FULL_DEVICE)),
+        (Direction.LOAD, "kv", node.slots_at(FULL_HOST), node.slots_at(FULL_DEVICE)),
         (Direction.LOAD, "mamba", [source], [sequence.states[1]]),
     ]
-    assert not node.held(place(1, Tier.DEVICE)), "each request has its own"
+    assert not node.slots_at(place(1, Tier.DEVICE)), "each request has its own"
     assert (sequence.tier, sequence.users) == (Tier.HOST, 2)
     assert sources(sequence) == {("kv", Tier.HOST): 2, ("mamba", Tier.HOST): 1}
     end(sim, copies)
@@ -286,12 +286,12 @@ def test_a_load_waits_for_what_another_one_is_still_bringing() -> None:
 
     assert moved(waiting) == []
     tree = sim.planner.books.tree
-    window = [node for node in tree.nodes() if node.held(place(1, Tier.DEVICE))]
+    window = [node for node in tree.nodes() if node.slots_at(place(1, Tier.DEVICE))]
     assert [node.end for node in window] == [4]
     pages = {slot for pool, slots in waiting[-1].reads if pool == "kv" for slot in slots}
     assert pages == set(second.pages) == set(first.pages)
     assert [slots for pool, slots in waiting[-1].reads if pool == "swa"] == [
-        window[0].held(place(1, Tier.DEVICE))
+        window[0].slots_at(place(1, Tier.DEVICE))
     ]
     end(sim, bringing + waiting)
     third = sim.open([*LONG, 7])
@@ -347,7 +347,7 @@ def test_slots_that_copies_take_are_counted_by_place() -> None:
     sim = simulation(mamba=(8, 8))
     upper, lower = published(sim, HEAD), published(sim, [*LONG, 9, 10])
 
-    wanted = [Wanted(upper, FULL), Wanted(lower, FULL), Wanted(lower, 1)]
+    wanted = [CopyRequest(upper, FULL), CopyRequest(lower, FULL), CopyRequest(lower, 1)]
     assert by_place(wanted) == {FULL_DEVICE: 5, place(1, Tier.DEVICE): 1}
 
 
@@ -407,7 +407,7 @@ def grown(sim: Simulation, tokens: list[int], length: int) -> Sequence:
 def test_a_restored_window_is_the_trees_until_it_is_left_behind() -> None:
     sim = simulation(swa=(16, 16), window=2)
     node = published(sim, LONG)
-    slots = [slot for part in (node,) for slot in part.held(place(1, Tier.DEVICE))]
+    slots = [slot for part in (node,) for slot in part.slots_at(place(1, Tier.DEVICE))]
     sequence = grown(sim, [*LONG, 9, 10], 2)
     window = sequence.windows[1]
 
@@ -559,4 +559,4 @@ def test_a_copy_that_failed_makes_nothing_due_and_its_request_poisoned() -> None
     assert sim.planner.copied(copy, RuntimeError("planted")) is None
     assert not sequence.poisoned, "it was no copy for the request"
     assert sim.planner.books.free[FULL_HOST].quarantined == 4
-    assert sim.planner.books.flights == []
+    assert sim.planner.books.tier_copies == []

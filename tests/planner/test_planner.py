@@ -144,16 +144,16 @@ class _Listener:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def arrived(self, node: Node, at: int) -> None:
+    def on_arrive(self, node: Node, at: int) -> None:
         self.told.append(("arrived", at))
 
-    def left(self, node: Node, at: int, pages: int) -> None:
+    def on_evict(self, node: Node, at: int, pages: int) -> None:
         self.told.append(("left", at))
 
-    def stored(self, node: Node, number: int) -> None:
-        self.told.append(("stored", number))
+    def on_store(self, node: Node, component_id: int) -> None:
+        self.told.append(("stored", component_id))
 
-    def cleared(self, *tiers: Tier) -> None:
+    def on_clear(self, *tiers: Tier) -> None:
         self.told.append(tiers)
 
 
@@ -261,7 +261,7 @@ def test_a_failed_device_leaks_and_lends_nothing(seed: int):
     quarantined = {free.name: free.quarantined for free in sim.planner.books.free}
     for free in sim.planner.books.free:
         assert free.held == sum(
-            len(node.held(at))
+            len(node.slots_at(at))
             for at, other in enumerate(sim.planner.books.free)
             if other is free
             for node in sim.planner.books.tree.nodes()

@@ -302,7 +302,7 @@ def test_what_comes_of_a_read_that_falls_short(
     assert (gained.pages, gained.arrived, gained.reason) == (pages, outcomes.count(Outcome.HIT), reason)
     assert sim.open(PROMPT).matched_pages == pages
     host = sim.planner.books.free[FULL_HOST]
-    assert host.held == sum(len(node.held(FULL_HOST)) for node in sim.planner.books.tree.nodes())
+    assert host.held == sum(len(node.slots_at(FULL_HOST)) for node in sim.planner.books.tree.nodes())
 
 
 def test_slots_of_a_late_page_stay_with_the_read_until_it_is_finished(simulations: list[Simulation]) -> None:

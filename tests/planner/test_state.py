@@ -182,7 +182,7 @@ def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
     books.watch_host(note)
     node = published(sim, [1, 2])
     saved(sim, node)
-    pages, states = (list(node.held(place(number, Tier.HOST))) for number in (0, 1))
+    pages, states = (list(node.slots_at(place(number, Tier.HOST))) for number in (0, 1))
     books.evict(FULL_HOST, 1, dirty=True)
 
     assert sorted(left) == [("kv", pages), ("mamba", states)]

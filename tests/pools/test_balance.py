@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from asynchicache import CacheConfig, HybridCache
-from asynchicache.pools.balance import Starving, starving
+from asynchicache.pools.balance import UndersizedPool, find_undersized_pools
 from asynchicache.pools.sizing import Memory, SizeOptions, plan_slots
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
@@ -21,15 +21,15 @@ SPEC = ModelSpec("m", 64, 3, (KV, WINDOW, STATE))
 
 
 def test_pools_in_proportion_are_silent():
-    assert starving(SPEC, {"kv": (160, 320), "swa": (40, 80), "mamba": (10, 20)}) == []
-    assert starving(SPEC, {"kv": (160, 320), "swa": (20, 40), "mamba": (5, 10)}) == []
+    assert find_undersized_pools(SPEC, {"kv": (160, 320), "swa": (40, 80), "mamba": (10, 20)}) == []
+    assert find_undersized_pools(SPEC, {"kv": (160, 320), "swa": (20, 40), "mamba": (5, 10)}) == []
 
 
 def test_few_states_are_named_with_the_number_they_should_be():
     """40 states against 20,000 pages: 40,960 tokens of 1,280,000."""
-    (found,) = starving(SPEC, {"kv": (10_000, 20_000), "swa": (2500, 5000), "mamba": (20, 40)})
+    (found,) = find_undersized_pools(SPEC, {"kv": (10_000, 20_000), "swa": (2500, 5000), "mamba": (20, 40)})
 
-    assert found == Starving("mamba", 40_960, "kv", 1_280_000, 40, 1250, "host_slots")
+    assert found == UndersizedPool("mamba", 40_960, "kv", 1_280_000, 40, 1250, "host_slots")
     assert str(found) == (
         "pool 'mamba' can serve about 40,960 tokens with 40 slots, 'kv' 1,280,000: most of what 'kv' holds "
         "will be no hit. Raise host_slots['mamba'] to 1,250"
@@ -38,22 +38,22 @@ def test_few_states_are_named_with_the_number_they_should_be():
 
 def test_the_wanted_number_is_enough():
     slots = {"kv": (1000, 0), "swa": (20, 0), "mamba": (3, 0)}
-    for found in starving(SPEC, slots):
+    for found in find_undersized_pools(SPEC, slots):
         assert found.option == "device_slots"
         slots[found.pool] = (found.wanted, 0)
 
-    assert starving(SPEC, slots) == []
+    assert find_undersized_pools(SPEC, slots) == []
 
 
 def test_turns_may_be_longer():
     slots = {"kv": (1000, 0), "swa": (100, 0), "mamba": (10, 0)}
 
-    assert [found.pool for found in starving(SPEC, slots)] == ["swa", "mamba"]
-    assert starving(SPEC, slots, pages_per_state=100) == []
+    assert [found.pool for found in find_undersized_pools(SPEC, slots)] == ["swa", "mamba"]
+    assert find_undersized_pools(SPEC, slots, pages_per_state=100) == []
 
 
 def test_states_without_pages_to_stand_on():
-    (found,) = starving(SPEC, {"kv": (10, 20), "swa": (10, 20), "mamba": (100, 0)})
+    (found,) = find_undersized_pools(SPEC, {"kv": (10, 20), "swa": (10, 20), "mamba": (100, 0)})
 
     assert (found.pool, found.against, found.wanted, found.option) == ("kv", "mamba", 100, "device_slots")
 
@@ -63,7 +63,7 @@ def test_pools_sized_together_are_in_proportion():
         slots = plan_slots(
             SPEC, SizeOptions(device_bytes=device_bytes), Memory(1 << 34, 1 << 34, shared=False)
         )
-        assert starving(SPEC, slots) == []
+        assert find_undersized_pools(SPEC, slots) == []
 
 
 @pytest.mark.asyncio

@@ -294,6 +294,6 @@ async def hostile(world: SeededWorld) -> int:
         assert engine.wrong == []
         books = cache._controller.planner.books
         assert not books.sequences
-        assert not books.flights
+        assert not books.tier_copies
     assert len(asyncio.all_tasks()) == 1, "closing leaves no task behind"
     return engine.restored

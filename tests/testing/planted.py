@@ -268,8 +268,8 @@ def page_compared_one_page_too_short(patch: Patch) -> None:
 def state_not_copied_on_write(patch: Patch) -> None:
     def lend(self: Planner, sequence: Sequence, node: Any, length: int) -> None:
         if length % self.books.page_size == 0 and node.parent is not None:
-            for number, slot in sequence.states.items():
-                self._tree.take_state(node, number, Tier.DEVICE, slot)
+            for component_id, slot in sequence.states.items():
+                self._tree.take_state(node, component_id, Tier.DEVICE, slot)
 
     patch.setattr(Planner, "_publish_states", lend)
 
@@ -295,8 +295,8 @@ def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
         had = bool(sequence.snapshots)
         planned = snapshot(self, sequence, length)
         if had and planned:
-            self.books.flights.remove(planned[0].flight)
-            copies.finish(self._tree, planned[0].flight, arrived=True)
+            self.books.tier_copies.remove(planned[0].tier_copy)
+            copies.finish(self._tree, planned[0].tier_copy, arrived=True)
             sequence.users -= 1
             return []
         return planned
@@ -309,12 +309,12 @@ def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
 def tombstone_recovered_though_it_was_none(patch: Patch) -> None:
     take = UnifiedRadixTree.take_pages
 
-    def over(self: UnifiedRadixTree, node: Any, number: int, tier: Tier, pages: Any) -> dict[int, int]:
-        at = place(number, tier)
+    def over(self: UnifiedRadixTree, node: Any, component_id: int, tier: Tier, pages: Any) -> dict[int, int]:
+        at = place(component_id, tier)
         if node.residency[at] == RESIDENT and node.pages == len(pages.slots):
             self.occupy(node, at, list(pages.slots), RESIDENT)
             return {}
-        return take(self, node, number, tier, pages)
+        return take(self, node, component_id, tier, pages)
 
     patch.setattr(UnifiedRadixTree, "take_pages", over)
 
@@ -325,7 +325,7 @@ def minimum_instead_of_intersection(patch: Patch) -> None:
 
     def least(self: UnifiedRadixTree, node: Any, partial: Any, inside: int) -> Any:
         match = settle(self, node, partial, inside)
-        ends = [aux.longest(node, partial, inside) for aux in self.components]
+        ends = [component.longest(node, partial, inside) for component in self.components]
         if ends:
             match.node, match.inside = min(ends, key=lambda end: end[0].end + end[1])
             match.pages = match.node.end + match.inside
@@ -377,7 +377,9 @@ def checksum_not_checked(patch: Patch) -> None:
 @bug
 def partial_read_counts_as_whole(patch: Patch) -> None:
     patch.setattr(
-        Reader, "_came", staticmethod(lambda read, number, results: sum(1 << p for p in read.pages[number]))
+        Reader,
+        "_came",
+        staticmethod(lambda read, component_id, results: sum(1 << p for p in read.pages[component_id])),
     )
 
 
@@ -464,7 +466,7 @@ def beginnings_are_told_of_first(patch: Patch) -> None:
     uses = Writer.uses
 
     def reversed_uses(self: Writer, ends: Any) -> dict[int, list[bytes]]:
-        return {number: digests[::-1] for number, digests in uses(self, ends).items()}
+        return {component_id: digests[::-1] for component_id, digests in uses(self, ends).items()}
 
     patch.setattr(Writer, "uses", reversed_uses)
 

@@ -9,7 +9,7 @@ from itertools import count, islice
 import pytest
 
 from asynchicache.tree import copies, verify
-from asynchicache.tree.copies import Flight, Wanted
+from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.eviction import Evicted, evict
 from asynchicache.tree.node import TIERS, Node, place
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, PathLease, UnifiedRadixTree
@@ -27,8 +27,8 @@ class Bed:
         `took`: by component, whether the tree took the state that was offered last.
         """
         coverages = [trailing_pages(1)] * states + [trailing_pages(pages) for pages in windows]
-        numbers = range(states + 1, len(coverages) + 1)
-        self.tree = UnifiedRadixTree(PAGE, coverages, windows=numbers, eviction=eviction)
+        component_ids = range(states + 1, len(coverages) + 1)
+        self.tree = UnifiedRadixTree(PAGE, coverages, windows=component_ids, eviction=eviction)
         self.took: dict[int, bool] = {}
         self._numbers = [count() for _ in range(TIERS * self.tree.width)]
 
@@ -36,8 +36,8 @@ class Bed:
     def tokens(word: str) -> array[int]:
         return array("q", [token for letter in word for token in (ord(letter), 7)])
 
-    def slots(self, at: int, number: int) -> list[int]:
-        return list(islice(self._numbers[at], number))
+    def slots(self, at: int, component_id: int) -> list[int]:
+        return list(islice(self._numbers[at], component_id))
 
     def match(self, word: str, seed: bytes = b"", **limit: int) -> Match:
         return self.tree.match(self.tokens(word), seed, **limit)
@@ -60,17 +60,19 @@ class Bed:
         pages = self.slots(Tier.DEVICE, new)
         count = new if windows is None else windows
         trailing = {
-            aux.number: Pages(len(word) - count, self.slots(place(aux.number, Tier.DEVICE), count))
-            for aux in self.tree.windows
+            component.id: Pages(len(word) - count, self.slots(place(component.id, Tier.DEVICE), count))
+            for component in self.tree.windows
         }
         result = self.tree.insert(lease, self.tokens(word), pages, windows=trailing)
         self.take_states(result.node, Tier.DEVICE, states, arriving=arriving)
         return result
 
-    def take_states(self, node: Node, tier: Tier, numbers: Iterable[int], *, arriving: bool = False) -> None:
-        for number in numbers:
-            [slot] = self.slots(place(number, tier), 1)
-            self.took[number] = self.tree.take_state(node, number, tier, slot, arriving=arriving)
+    def take_states(
+        self, node: Node, tier: Tier, component_ids: Iterable[int], *, arriving: bool = False
+    ) -> None:
+        for component_id in component_ids:
+            [slot] = self.slots(place(component_id, tier), 1)
+            self.took[component_id] = self.tree.take_state(node, component_id, tier, slot, arriving=arriving)
 
     def add(
         self, word: str, seed: bytes = b"", *, states: Iterable[int] = (), windows: int | None = None
@@ -95,26 +97,26 @@ class Bed:
         assert node.end == len(word), f"no node ends with {word}"
         return node
 
-    def save(self, word: str) -> Flight:
+    def save(self, word: str) -> TierCopy:
         """Begin to copy what the path to `word` lacks on the host."""
         return self.begin(Tier.HOST, copies.missing_on_host(self.tree, self.node(word)))
 
-    def load(self, word: str) -> Flight:
+    def load(self, word: str) -> TierCopy:
         """Begin to copy what a prefix that ends with `word` lacks on the device."""
         node = self.node(word)
         states = [
-            Wanted(node, aux.number)
-            for aux in self.tree.components
-            if not aux.paged and aux.tier(node) is Tier.HOST
+            CopyRequest(node, component.id)
+            for component in self.tree.components
+            if not component.paged and component.tier(node) is Tier.HOST
         ]
         return self.begin(Tier.DEVICE, [*copies.missing_on_device(self.tree, node), *states])
 
-    def begin(self, tier: Tier, wanted: list[Wanted]) -> Flight:
-        given = [(want, self.slots(TIERS * want.component + tier, want.size)) for want in wanted]
+    def begin(self, tier: Tier, wanted: list[CopyRequest]) -> TierCopy:
+        given = [(want, self.slots(TIERS * want.component_id + tier, want.size)) for want in wanted]
         return copies.begin(self.tree, tier, given)
 
-    def finish(self, flight: Flight, *, arrived: bool = True) -> dict[int, list[int]]:
-        return copies.finish(self.tree, flight, arrived=arrived)
+    def finish(self, tier_copy: TierCopy, *, arrived: bool = True) -> dict[int, list[int]]:
+        return copies.finish(self.tree, tier_copy, arrived=arrived)
 
     def add_saved(self, word: str, *, states: Iterable[int] = (), windows: int | None = None) -> Node:
         """Pages, and states at their end, on the device and on the host."""
@@ -122,8 +124,8 @@ class Bed:
         self.finish(self.save(word))
         return node
 
-    def evict(self, at: int, number: int = 1000, *, dirty: bool = True) -> Evicted:
-        return evict(self.tree, at, number, dirty=dirty)
+    def evict(self, at: int, component_id: int = 1000, *, dirty: bool = True) -> Evicted:
+        return evict(self.tree, at, component_id, dirty=dirty)
 
     def words(self, at: int) -> set[str]:
         """The end of every node that has slots at a place, as words."""
@@ -136,8 +138,8 @@ class Bed:
             node = node.parent
         return "".join(map(chr, array("q", b"".join(reversed(keys)))[::PAGE]))
 
-    def check(self, leases: Iterable[PathLease] = (), flights: Iterable[Flight] = ()) -> None:
-        assert verify.problems(self.tree, leases, flights) == []
+    def check(self, leases: Iterable[PathLease] = (), tier_copies: Iterable[TierCopy] = ()) -> None:
+        assert verify.problems(self.tree, leases, tier_copies) == []
 
 
 @pytest.fixture

@@ -67,7 +67,11 @@ class Model:
         """`windows`: by component, trailing pages; the other components have states."""
         self.width = width
         self.windows = windows
-        self.paged = {place(number, tier) for number in (FULL, *windows) for tier in (Tier.DEVICE, Tier.HOST)}
+        self.paged = {
+            place(component_id, tier)
+            for component_id in (FULL, *windows)
+            for tier in (Tier.DEVICE, Tier.HOST)
+        }
         self.pages: dict[Key, Page] = {}
         self.copies: list[Copy] = []
         self.root = Page(residency=dict.fromkeys(range(TIERS * width), RESIDENT))
@@ -90,20 +94,20 @@ class Model:
         found = [k for k in self.pages if k[0] == seed and k[1][: len(tokens)] == tokens]
         return sorted(found, key=lambda k: len(k[1]), reverse=True)
 
-    def nearest(self, page: Page, number: int) -> Tier | None:
-        if page.at(place(number, Tier.DEVICE)) in (RESIDENT, LOADING):
+    def nearest(self, page: Page, component_id: int) -> Tier | None:
+        if page.at(place(component_id, Tier.DEVICE)) in (RESIDENT, LOADING):
             return Tier.DEVICE
-        return Tier.HOST if page.at(place(number, Tier.HOST)) == RESIDENT else None
+        return Tier.HOST if page.at(place(component_id, Tier.HOST)) == RESIDENT else None
 
-    def needs(self, key: Key, number: int) -> list[Key]:
+    def needs(self, key: Key, component_id: int) -> list[Key]:
         """The pages, or the one with the state, that a prefix needs of a component."""
-        return self.path(key)[-self.windows.get(number, 1) :]
+        return self.path(key)[-self.windows.get(component_id, 1) :]
 
     def restorable(self, key: Key) -> bool:
         return all(
-            self.nearest(self.page(prefix), number) is not None
-            for number in range(1, self.width)
-            for prefix in self.needs(key, number)
+            self.nearest(self.page(prefix), component_id) is not None
+            for component_id in range(1, self.width)
+            for prefix in self.needs(key, component_id)
         )
 
     def match(self, key: Key, limit: int) -> tuple[int, int]:
@@ -130,11 +134,13 @@ class Model:
 
     def state_pins(self, key: Key) -> list[Pin]:
         pins = []
-        for number in range(1, self.width) if key[1] else ():
-            for prefix in self.needs(key, number) if number not in self.windows else ():
-                nearest = self.nearest(self.page(prefix), number)
+        for component_id in range(1, self.width) if key[1] else ():
+            for prefix in self.needs(key, component_id) if component_id not in self.windows else ():
+                nearest = self.nearest(self.page(prefix), component_id)
                 tier = Tier.HOST if nearest is None else nearest
-                pins += [Pin((self.page(prefix),), at) for at in (place(number, tier), place(FULL, tier))]
+                pins += [
+                    Pin((self.page(prefix),), at) for at in (place(component_id, tier), place(FULL, tier))
+                ]
         return pins
 
     @staticmethod
@@ -188,8 +194,8 @@ class Model:
 
     def take_back(self, key: Key, at: int, lost: Slots) -> None:
         for below in self.below(key) if at < TIERS else [key]:
-            for number in reversed(range(self.width)) if at < TIERS else [at // TIERS]:
-                self.drop(below, place(number, Tier(at % TIERS)), lost)
+            for component_id in reversed(range(self.width)) if at < TIERS else [at // TIERS]:
+                self.drop(below, place(component_id, Tier(at % TIERS)), lost)
 
     def drop(self, key: Key, at: int, lost: Slots) -> None:
         page = self.pages.get(key)

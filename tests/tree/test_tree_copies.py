@@ -12,13 +12,13 @@ STATE_DEVICE, STATE_HOST = 2, 3
 def test_a_save_is_on_its_way_and_then_there(hybrid):
     hybrid.add("ab", states=[1])
 
-    flight = hybrid.save("ab")
+    tier_copy = hybrid.save("ab")
     assert hybrid.node("ab").residency == [RESIDENT, SAVING, RESIDENT, SAVING]
     assert hybrid.evict(FULL_DEVICE).slots == {}
     assert hybrid.evict(STATE_DEVICE).slots == {}
-    hybrid.check(flights=[flight])
+    hybrid.check(tier_copies=[tier_copy])
 
-    assert hybrid.finish(flight) == {}
+    assert hybrid.finish(tier_copy) == {}
     assert hybrid.node("ab").residency == [RESIDENT] * 4
     hybrid.check()
 
@@ -26,14 +26,14 @@ def test_a_save_is_on_its_way_and_then_there(hybrid):
 def test_a_load_is_on_its_way_and_then_there(hybrid):
     hybrid.add_host("ab", states=[1])
 
-    flight = hybrid.load("ab")
+    tier_copy = hybrid.load("ab")
     assert hybrid.node("ab").residency == [LOADING, RESIDENT, LOADING, RESIDENT]
     assert hybrid.match("ab").pages == 2
     assert hybrid.evict(FULL_HOST).slots == {}
     assert hybrid.evict(STATE_HOST).slots == {}
-    hybrid.check(flights=[flight])
+    hybrid.check(tier_copies=[tier_copy])
 
-    assert hybrid.finish(flight) == {}
+    assert hybrid.finish(tier_copy) == {}
     assert hybrid.node("ab").residency == [RESIDENT] * 4
     hybrid.check()
 
@@ -44,17 +44,17 @@ def test_saving_brings_the_parents_along(hybrid):
 
     wanted = copies.missing_on_host(hybrid.tree, hybrid.node("abcd"))
 
-    assert [(hybrid.word(want.node), want.component, want.size) for want in wanted] == [
+    assert [(hybrid.word(want.node), want.component_id, want.size) for want in wanted] == [
         ("ab", FULL, 2), ("ab", 1, 1), ("abcd", FULL, 2), ("abcd", 1, 1),
     ]  # fmt: skip
 
 
 def test_what_is_saved_or_being_saved_is_not_wanted_again(hybrid):
     hybrid.add("ab", states=[1])
-    flight = hybrid.save("ab")
+    tier_copy = hybrid.save("ab")
     assert copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
 
-    hybrid.finish(flight)
+    hybrid.finish(tier_copy)
 
     assert copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
 
@@ -65,7 +65,7 @@ def test_what_is_arriving_itself_is_saved_another_time(hybrid):
 
     wanted = copies.missing_on_host(hybrid.tree, hybrid.node("ab"))
 
-    assert [want.component for want in wanted] == [FULL]
+    assert [want.component_id for want in wanted] == [FULL]
     lease.close()
 
 
@@ -84,16 +84,16 @@ def test_loading_wants_the_host_only_end_of_the_path(bed):
 
 def test_both_halves_of_a_split_belong_to_the_flight(hybrid):
     hybrid.add("abcd", states=[1])
-    flight = hybrid.save("abcd")
+    tier_copy = hybrid.save("abcd")
 
     hybrid.add("abxy")
 
-    assert {hybrid.word(node) for node in flight.nodes(FULL)} == {"ab", "abcd"}
-    assert [hybrid.word(node) for node in flight.nodes(1)] == ["abcd"]
+    assert {hybrid.word(node) for node in tier_copy.nodes(FULL)} == {"ab", "abcd"}
+    assert [hybrid.word(node) for node in tier_copy.nodes(1)] == ["abcd"]
     assert hybrid.node("ab").residency == [RESIDENT, SAVING, ABSENT, ABSENT]
-    hybrid.check(flights=[flight])
+    hybrid.check(tier_copies=[tier_copy])
 
-    hybrid.finish(flight)
+    hybrid.finish(tier_copy)
 
     assert hybrid.words(FULL_HOST) == {"ab", "abcd"}
     assert hybrid.node("ab").residency[FULL_HOST] == RESIDENT
@@ -102,10 +102,10 @@ def test_both_halves_of_a_split_belong_to_the_flight(hybrid):
 
 def test_both_halves_are_taken_back_when_the_flight_fails(bed):
     bed.add_host("abcd")
-    flight = bed.load("abcd")
+    tier_copy = bed.load("abcd")
     bed.add_host("abxy")
 
-    lost = bed.finish(flight, arrived=False)
+    lost = bed.finish(tier_copy, arrived=False)
 
     assert sorted(lost[FULL_DEVICE]) == [0, 1, 2, 3]
     assert bed.words(FULL_DEVICE) == set()
@@ -116,10 +116,10 @@ def test_both_halves_are_taken_back_when_the_flight_fails(bed):
 def test_a_flight_without_copies_of_a_component_names_no_nodes(bed):
     bed.add("ab")
 
-    flight = bed.save("ab")
+    tier_copy = bed.save("ab")
 
-    assert flight.nodes(1) == []
-    bed.finish(flight)
+    assert tier_copy.nodes(1) == []
+    bed.finish(tier_copy)
 
 
 # Failures
@@ -137,10 +137,10 @@ def test_a_failed_save_leaves_the_device_alone(hybrid):
 
 def test_a_failed_save_takes_back_what_storage_put_on_it(hybrid):
     hybrid.add("ab")
-    flight = hybrid.save("ab")
+    tier_copy = hybrid.save("ab")
     hybrid.add_host("abcd", after="ab", states=[1])
 
-    lost = hybrid.finish(flight, arrived=False)
+    lost = hybrid.finish(tier_copy, arrived=False)
 
     assert {at: sorted(slots) for at, slots in lost.items()} == {FULL_HOST: [0, 1, 2, 3], STATE_HOST: [0]}
     assert hybrid.match("abcd").full_pages == 2
@@ -149,11 +149,11 @@ def test_a_failed_save_takes_back_what_storage_put_on_it(hybrid):
 
 def test_a_failed_load_takes_back_what_was_computed_on_it(hybrid):
     hybrid.add_host("ab", states=[1])
-    flight = hybrid.load("ab")
+    tier_copy = hybrid.load("ab")
     lease = hybrid.pin("ab")
     hybrid.insert(lease, "abcd", states=[1])
 
-    lost = hybrid.finish(flight, arrived=False)
+    lost = hybrid.finish(tier_copy, arrived=False)
 
     assert sorted(lost[FULL_DEVICE]) == [0, 1, 2, 3]
     assert sorted(lost[STATE_DEVICE]) == [0, 1]
@@ -166,10 +166,10 @@ def test_a_failed_load_takes_back_what_was_computed_on_it(hybrid):
 def test_a_failed_load_spares_other_branches(bed):
     bed.add_saved("ab")
     bed.add_host("abcd", after="ab")
-    flight = bed.load("abcd")
+    tier_copy = bed.load("abcd")
     bed.add("abxy")
 
-    lost = bed.finish(flight, arrived=False)
+    lost = bed.finish(tier_copy, arrived=False)
 
     assert bed.words(FULL_DEVICE) == {"ab", "abxy"}
     assert len(lost[FULL_DEVICE]) == 2
@@ -187,7 +187,7 @@ def test_a_flight_keeps_the_slots_that_another_failure_took_from_it(bed):
     assert bed.finish(below, arrived=False) == {FULL_DEVICE: [0, 1]}
     assert bed.words(FULL_DEVICE) == set(), "nothing may be found on pages that never came"
     assert (above.orphans(FULL_DEVICE), above.orphans(FULL_HOST)) == ([2, 3], [])
-    bed.check(flights=[above])
+    bed.check(tier_copies=[above])
 
     assert bed.finish(above, arrived=True) == {FULL_DEVICE: [2, 3]}
     assert bed.words(FULL_DEVICE) == set()
@@ -201,7 +201,7 @@ def test_what_a_failure_took_can_be_loaded_again_while_the_old_copy_runs(bed):
     bed.finish(below, arrived=False)
 
     again = bed.load("abcd")
-    bed.check(flights=[above, again])
+    bed.check(tier_copies=[above, again])
     assert bed.finish(above, arrived=False) == {FULL_DEVICE: [2, 3]}
     bed.finish(again)
 
@@ -256,7 +256,7 @@ def test_a_load_keeps_its_source_when_the_host_loses_it(bed):
     lost = bed.finish(save, arrived=False)
 
     assert lost == {FULL_HOST: [0, 1]}
-    bed.check(flights=[load])
+    bed.check(tier_copies=[load])
     assert bed.finish(load) == {FULL_HOST: [2, 3]}
     assert bed.node("abcd").residency == [RESIDENT, ABSENT]
     bed.check()
@@ -282,12 +282,12 @@ def test_both_copies_of_a_page_can_be_lost(bed):
 def test_a_state_arrives(hybrid):
     lease = hybrid.pin("")
     node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
-    flight = copies.begin_arrival(hybrid.tree, node, [1])
+    tier_copy = copies.begin_arrival(hybrid.tree, node, [1])
     lease.close()
     assert hybrid.evict(FULL_DEVICE).slots == {}
-    hybrid.check(flights=[flight])
+    hybrid.check(tier_copies=[tier_copy])
 
-    assert hybrid.finish(flight) == {}
+    assert hybrid.finish(tier_copy) == {}
 
     assert node.residency[STATE_DEVICE] == RESIDENT
     assert hybrid.evict(STATE_DEVICE).slots == {STATE_DEVICE: [0]}
@@ -296,9 +296,9 @@ def test_a_state_arrives(hybrid):
 def test_a_state_that_never_arrives_is_a_tombstone(hybrid):
     with hybrid.pin("") as lease:
         node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
-        flight = copies.begin_arrival(hybrid.tree, node, [1])
+        tier_copy = copies.begin_arrival(hybrid.tree, node, [1])
 
-    assert hybrid.finish(flight, arrived=False) == {STATE_DEVICE: [0]}
+    assert hybrid.finish(tier_copy, arrived=False) == {STATE_DEVICE: [0]}
 
     assert node.residency == [RESIDENT, ABSENT, ABSENT, ABSENT]
     hybrid.check()
@@ -306,12 +306,12 @@ def test_a_state_that_never_arrives_is_a_tombstone(hybrid):
 
 def test_a_flight_keeps_what_it_is_told_to(hybrid):
     hybrid.add("ab", states=[1])
-    flight = copies.begin(hybrid.tree, Tier.DEVICE, [])
+    tier_copy = copies.begin(hybrid.tree, Tier.DEVICE, [])
 
-    copies.keep(hybrid.tree, flight, [(hybrid.node("ab"), STATE_DEVICE)])
+    copies.keep(hybrid.tree, tier_copy, [(hybrid.node("ab"), STATE_DEVICE)])
     assert hybrid.evict(STATE_DEVICE).slots == {}
-    hybrid.check(flights=[flight])
-    hybrid.finish(flight)
+    hybrid.check(tier_copies=[tier_copy])
+    hybrid.finish(tier_copy)
 
     assert hybrid.evict(STATE_DEVICE).slots == {STATE_DEVICE: [0]}
 
@@ -319,6 +319,6 @@ def test_a_flight_keeps_what_it_is_told_to(hybrid):
 def test_a_wanted_state_takes_one_slot(hybrid):
     node = hybrid.add("abcd", states=[1])
 
-    assert copies.Wanted(node, FULL).size == 4
-    assert copies.Wanted(node, 1).size == 1
+    assert copies.CopyRequest(node, FULL).size == 4
+    assert copies.CopyRequest(node, 1).size == 1
     assert copies.begin(hybrid.tree, Tier.HOST, []).pins == []

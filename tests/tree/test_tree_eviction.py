@@ -14,7 +14,7 @@ def order(bed, at: int) -> str:
     letters = {
         slot: letter
         for node in bed.tree.nodes()
-        for slot, letter in zip(node.held(at), bed.word(node)[-node.pages :], strict=False)
+        for slot, letter in zip(node.slots_at(at), bed.word(node)[-node.pages :], strict=False)
     }
     gone = ""
     while freed := bed.evict(at, 1).slots.get(at):

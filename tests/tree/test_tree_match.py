@@ -184,13 +184,13 @@ def test_every_kind_of_state_is_needed(make_bed):
 
 def test_a_state_that_is_being_saved_stays(hybrid):
     hybrid.add("ab", states=[1])
-    flight = hybrid.save("ab")
+    tier_copy = hybrid.save("ab")
     assert hybrid.match("ab").pages == 2
 
     hybrid.evict(STATE_DEVICE)
     assert hybrid.match("ab").pages == 2, "a copy keeps what it reads"
 
-    hybrid.finish(flight)
+    hybrid.finish(tier_copy)
     hybrid.evict(STATE_DEVICE)
     assert hybrid.match("ab").pages == 2
 

@@ -16,7 +16,7 @@ import pytest
 
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree import copies, verify
-from asynchicache.tree.copies import Flight, Wanted
+from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import (
     ABSENT,
@@ -79,7 +79,7 @@ class Twins:
             for at in range(TIERS * self.tree.width)
         ]
         self.leases: list[Held] = []
-        self.flights: list[tuple[Flight, Copy]] = []
+        self.tier_copies: list[tuple[TierCopy, Copy]] = []
 
     # Choices
 
@@ -142,8 +142,8 @@ class Twins:
             self.check_inserted(result, offer)
             taken = self.take_states(result.node, offer, arriving=arriving)
             self.repinned(offer.held, offer.key)
-            for number in (*taken, *offer.windows):
-                self.tree.supersede(result.node, number)
+            for component_id in (*taken, *offer.windows):
+                self.tree.supersede(result.node, component_id)
             if arriving and taken:
                 self.arrive(result.node, offer.key, taken)
 
@@ -154,20 +154,22 @@ class Twins:
             self.check_inserted(result, offer)
             self.take_states(result.node, offer)
 
-    def arrive(self, node: Node, key: Key, numbers: list[int]) -> None:
+    def arrive(self, node: Node, key: Key, component_ids: list[int]) -> None:
         copy = Copy(
-            filled=[(key, place(number, Tier.DEVICE)) for number in numbers],
-            pins=[Pin((self.model.page(key),), FULL_DEVICE)] * len(numbers),
+            filled=[(key, place(component_id, Tier.DEVICE)) for component_id in component_ids],
+            pins=[Pin((self.model.page(key),), FULL_DEVICE)] * len(component_ids),
         )
-        self.launch(copies.begin_arrival(self.tree, node, numbers), copy)
+        self.launch(copies.begin_arrival(self.tree, node, component_ids), copy)
 
     def save(self) -> None:
         held = self.holder(lambda held: any(self.unsaved(held.key)))
         if held is None:
             return
         wanted = copies.missing_on_host(self.tree, held.lease.node)
-        for number in range(self.tree.width):
-            self.make_room(place(number, Tier.HOST), sum(w.size for w in wanted if w.component == number))
+        for component_id in range(self.tree.width):
+            self.make_room(
+                place(component_id, Tier.HOST), sum(w.size for w in wanted if w.component_id == component_id)
+            )
         if self.alive(held):  # a lease on the device does not keep host copies: ask again
             wanted = copies.missing_on_host(self.tree, held.lease.node)
             assert self.pages_of(wanted) == list(self.unsaved(held.key))
@@ -180,9 +182,9 @@ class Twins:
         node = held.lease.node
         wanted = copies.missing_on_device(self.tree, node)
         wanted += [
-            Wanted(node, aux.number)
-            for aux in self.tree.components
-            if not aux.paged and aux.tier(node) is Tier.HOST
+            CopyRequest(node, component.id)
+            for component in self.tree.components
+            if not component.paged and component.tier(node) is Tier.HOST
         ]
         assert sorted(self.pages_of(wanted)) == sorted(self.unloaded(held.key))
         self.begin(Tier.DEVICE, wanted)
@@ -190,7 +192,7 @@ class Twins:
         self.repinned(held, held.key)
 
     def repinned(self, held: Held, key: Key) -> None:
-        devices = [place(number, Tier.DEVICE) for number in self.windows]
+        devices = [place(component_id, Tier.DEVICE) for component_id in self.windows]
         kept = [pin for pin in held.pins if pin.at in devices]
         covered = {(page, pin.at) for pin in kept for page in pin.pages}
         again = [
@@ -208,15 +210,15 @@ class Twins:
         """Node by node, the pages of windows that a prefix needs: where they are nearest, with the full
         pages that they would go with, or in one tier."""
         pins = []
-        for number in self.windows if key[1] else ():
-            needed = self.model.needs(key, number)
+        for component_id in self.windows if key[1] else ():
+            needed = self.model.needs(key, component_id)
             for node in path_of(self.tree, key):
                 keys = [k for k in Model.path(prefix_of(node), node.end - node.pages) if k in needed]
                 pages = tuple(map(self.model.page, keys))
-                nearest = self.model.nearest(pages[-1], number) if pages and tier is None else tier
-                if not pages or nearest is None or pages[-1].at(place(number, nearest)) == ABSENT:
+                nearest = self.model.nearest(pages[-1], component_id) if pages and tier is None else tier
+                if not pages or nearest is None or pages[-1].at(place(component_id, nearest)) == ABSENT:
                     continue
-                pins.append(Pin(pages, place(number, nearest)))
+                pins.append(Pin(pages, place(component_id, nearest)))
                 if tier is None and (keys[-1] == key or nearest is Tier.HOST):
                     pins.append(Pin(pages[-1:], place(FULL, nearest)))
         return pins
@@ -227,8 +229,8 @@ class Twins:
         if held is None:
             return
         behind: Pins = []
-        for number in self.windows:
-            self.tree.drop_behind(held.lease, number, LONGEST, behind)
+        for component_id in self.windows:
+            self.tree.drop_behind(held.lease, component_id, LONGEST, behind)
         self.check_leases(behind)
         self.tree.unpin_all(behind)
         gone = [pin for pin in held.pins if pin.at // TIERS in self.windows]
@@ -237,34 +239,34 @@ class Twins:
 
     def unsaved(self, key: Key) -> Iterator[tuple[Key, int]]:
         """In the order of the tree's nodes: each with its full pages first."""
-        needed = {number: set(self.model.needs(key, number)) for number in self.windows}
+        needed = {component_id: set(self.model.needs(key, component_id)) for component_id in self.windows}
         for node in path_of(self.tree, key):
             pages = self.model.path(prefix_of(node), node.end - node.pages)
             if self.model.page(pages[-1]).at(FULL_HOST) == ABSENT:
                 if self.model.page(pages[-1]).at(FULL_DEVICE) != RESIDENT:
                     return
                 yield from ((page, FULL) for page in pages)
-            for number in range(1, self.model.width):
-                device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
+            for component_id in range(1, self.model.width):
+                device, host = place(component_id, Tier.DEVICE), place(component_id, Tier.HOST)
                 for page in pages:
-                    wanted = page in needed.get(number, (page,))
+                    wanted = page in needed.get(component_id, (page,))
                     at = self.model.page(page)
                     if wanted and at.at(device) == RESIDENT and at.at(host) == ABSENT:
-                        yield page, number
+                        yield page, component_id
 
     def unloaded(self, key: Key) -> Iterator[tuple[Key, int]]:
         for prefix in self.model.path(key):
             if self.model.page(prefix).at(FULL_DEVICE) == ABSENT:
                 yield prefix, FULL
-        for number in range(1, self.model.width) if key[1] else ():
-            for prefix in self.model.needs(key, number):
-                if self.model.nearest(self.model.page(prefix), number) is Tier.HOST:
-                    yield prefix, number
+        for component_id in range(1, self.model.width) if key[1] else ():
+            for prefix in self.model.needs(key, component_id):
+                if self.model.nearest(self.model.page(prefix), component_id) is Tier.HOST:
+                    yield prefix, component_id
 
-    def begin(self, tier: Tier, wanted: list[Wanted]) -> None:
-        given: list[tuple[Wanted, list[int]]] = []
+    def begin(self, tier: Tier, wanted: list[CopyRequest]) -> None:
+        given: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
-            slots = self.allocate(place(want.component, tier), want.size, evicting=tier is Tier.DEVICE)
+            slots = self.allocate(place(want.component_id, tier), want.size, evicting=tier is Tier.DEVICE)
             if slots is None:
                 break  # parents come first, so what was given slots so far can go alone
             given.append((want, slots))
@@ -274,28 +276,28 @@ class Twins:
         state = LOADING if tier is Tier.DEVICE else SAVING
         other = Tier(1 - tier)
         for want, slots in given:
-            at, end = place(want.component, tier), self.model.page(prefix_of(want.node))
+            at, end = place(want.component_id, tier), self.model.page(prefix_of(want.node))
             keys = [key for key, _ in self.pages_of([want])]
             sources = tuple(map(self.model.page, keys))
             for key, slot in zip(keys, slots, strict=True):
                 assert self.model.offer(key, at, slot, state)
                 copy.filled.append((key, at))
-            copy.pins.append(Pin(sources if want.component else (end,), place(want.component, other)))
-            if want.component:
+            copy.pins.append(Pin(sources if want.component_id else (end,), place(want.component_id, other)))
+            if want.component_id:
                 copy.pins += [Pin((end,), FULL_DEVICE), Pin((end,), FULL_HOST)]
         self.launch(copies.begin(self.tree, tier, given), copy)
 
-    def launch(self, flight: Flight, copy: Copy) -> None:
+    def launch(self, tier_copy: TierCopy, copy: Copy) -> None:
         self.model.pin(copy.pins)
         self.model.copies.append(copy)
-        self.flights.append((flight, copy))
+        self.tier_copies.append((tier_copy, copy))
 
     def finish(self) -> None:
-        if not self.flights:
+        if not self.tier_copies:
             return
-        flight, copy = self.flights.pop(self.random.randrange(len(self.flights)))
+        tier_copy, copy = self.tier_copies.pop(self.random.randrange(len(self.tier_copies)))
         arrived = self.random.random() < 0.6
-        lost = copies.finish(self.tree, flight, arrived=arrived)
+        lost = copies.finish(self.tree, tier_copy, arrived=arrived)
         assert as_sets(lost) == as_sets(self.model.end(copy, arrived=arrived))
         self.release(lost)
 
@@ -354,39 +356,41 @@ class Twins:
         key = self.sequence(held.key)
         slots = self.allocate(at, (len(key[1]) - len(held.key[1])) // PAGE)
         states: dict[int, int] = {}
-        for number in range(1, self.tree.width):
-            if number in self.windows or self.random.random() > 0.7:
+        for component_id in range(1, self.tree.width):
+            if component_id in self.windows or self.random.random() > 0.7:
                 continue
-            if state := self.allocate(place(number, tier), 1):
-                states[number] = state[0]
+            if state := self.allocate(place(component_id, tier), 1):
+                states[component_id] = state[0]
         windows = self.offered_windows(key) if tier is Tier.DEVICE else {}
         if slots is not None and self.model.page(held.key).at(at) != ABSENT:
             return Offer(tier, held, key, slots, states, windows)
         self.release({at: slots or []})  # the room that was made may be the prefix itself
-        self.release({place(number, tier): list(pages.slots) for number, pages in windows.items()})
-        self.release({place(number, tier): [state] for number, state in states.items()})
+        self.release(
+            {place(component_id, tier): list(pages.slots) for component_id, pages in windows.items()}
+        )
+        self.release({place(component_id, tier): [state] for component_id, state in states.items()})
         return None
 
     def offered_windows(self, key: Key) -> dict[int, Pages]:
         """Of each window, slots of some of the last pages: the tree may have them already."""
         offered: dict[int, Pages] = {}
         pages = len(key[1]) // PAGE
-        for number in self.windows:
+        for component_id in self.windows:
             count = self.random.randint(0, pages)
-            if count and (slots := self.allocate(place(number, Tier.DEVICE), count)):
-                offered[number] = Pages(pages - count, slots)
+            if count and (slots := self.allocate(place(component_id, Tier.DEVICE), count)):
+                offered[component_id] = Pages(pages - count, slots)
         return offered
 
     def take_states(self, node: Node, offer: Offer, *, arriving: bool = False) -> list[int]:
         """Offer states to the tree and the model; the components whose states were taken."""
         taken = []
-        for number, slot in offer.states.items():
-            at = place(number, offer.tier)
+        for component_id, slot in offer.states.items():
+            at = place(component_id, offer.tier)
             residency = LOADING if arriving else RESIDENT
-            took = self.tree.take_state(node, number, offer.tier, slot, arriving=arriving)
+            took = self.tree.take_state(node, component_id, offer.tier, slot, arriving=arriving)
             assert took == (bool(offer.key[1]) and self.model.offer(offer.key, at, slot, residency))
             if took:
-                taken.append(number)
+                taken.append(component_id)
             else:
                 self.release({at: [slot]})
         return taken
@@ -401,11 +405,11 @@ class Twins:
         assert result.duplicates == refused
         assert result.taken == len(fresh) - len(refused) == sum(node.pages for node in result.fresh)
         self.release({at: refused})
-        for number, pages in offer.windows.items():
-            at = place(number, Tier.DEVICE)
+        for component_id, pages in offer.windows.items():
+            at = place(component_id, Tier.DEVICE)
             offered = zip(self.model.path(offer.key, pages.first), pages.slots, strict=True)
             kept = [slot for key, slot in offered if not self.model.offer(key, at, slot)]
-            assert sorted(result.windows[number].values()) == sorted(kept)
+            assert sorted(result.windows[component_id].values()) == sorted(kept)
             self.release({at: kept})
 
     # Checks
@@ -428,8 +432,10 @@ class Twins:
 
     def check_leases(self, behind: Pins | None = None) -> None:
         leases = [held.lease for held in self.leases]
-        flights = [flight for flight, _ in self.flights] + [Flight(Tier.HOST, {}, behind or [])]
-        assert verify.problems(self.tree, leases, flights) == []
+        tier_copies = [tier_copy for tier_copy, _ in self.tier_copies] + [
+            TierCopy(Tier.HOST, {}, behind or [])
+        ]
+        assert verify.problems(self.tree, leases, tier_copies) == []
 
     def seen(self, page: Page) -> dict[int, tuple[int, int | None, int]]:
         pins = {at: count for at, count in page.pins.items() if count and at // TIERS not in self.windows}
@@ -444,24 +450,25 @@ class Twins:
                 for at, slots in enumerate(node.slots):
                     paged = at in self.model.paged
                     here = slots is not None and (last or paged)
-                    slot = node.held(at)[index if paged else 0] if here else None
+                    slot = node.slots_at(at)[index if paged else 0] if here else None
                     pins = node.pins[at] if last and at // TIERS not in self.windows else 0
                     if slot is not None or pins:
                         at_page[at] = (ABSENT if slot is None else node.residency[at], slot, pins)
                 yield key, at_page
 
-    def pages_of(self, wanted: list[Wanted]) -> list[tuple[Key, int]]:
+    def pages_of(self, wanted: list[CopyRequest]) -> list[tuple[Key, int]]:
         return [
-            (key, number)
-            for node, number in wanted
+            (key, component_id)
+            for node, component_id in wanted
             for key in Model.path(
-                prefix_of(node), node.end - (1 if number and number not in self.windows else node.pages)
+                prefix_of(node),
+                node.end - (1 if component_id and component_id not in self.windows else node.pages),
             )
         ]
 
     def settle(self) -> None:
         """End everything: nothing may be pinned or in flight then, and all of it can be evicted."""
-        while self.flights:
+        while self.tier_copies:
             self.finish()
         while self.leases:
             self.unpin()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asynchicache.errors import ConfigError
-from asynchicache.tree.components import StateComponent, WindowComponent, component
+from asynchicache.tree.components import StateComponent, WindowComponent, make_component
 from asynchicache.tree.node import Node
 from asynchicache.tree.policies import POLICIES, EvictionQueue, lru, policy
 from asynchicache.types import ALL_PAGES, trailing_pages
@@ -165,10 +165,10 @@ def test_policies_are_known_by_name():
 
 
 def test_components_are_known_by_coverage():
-    assert isinstance(component(trailing_pages(1), 3, paged=False), StateComponent)
-    assert isinstance(component(trailing_pages(1), 3, paged=True), WindowComponent)
-    assert isinstance(component(trailing_pages(4), 3, paged=True), WindowComponent)
+    assert isinstance(make_component(trailing_pages(1), 3, paged=False), StateComponent)
+    assert isinstance(make_component(trailing_pages(1), 3, paged=True), WindowComponent)
+    assert isinstance(make_component(trailing_pages(4), 3, paged=True), WindowComponent)
     with pytest.raises(ConfigError, match="component 1: no component covers None trailing pages"):
-        component(ALL_PAGES, 1, paged=True)
+        make_component(ALL_PAGES, 1, paged=True)
     with pytest.raises(ConfigError, match="component 2: no component covers 4 trailing pages with states"):
-        component(trailing_pages(4), 2, paged=False)
+        make_component(trailing_pages(4), 2, paged=False)

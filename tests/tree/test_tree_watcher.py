@@ -24,20 +24,20 @@ class Mirror:
         paged = at < TIERS or self._tree.components[at // TIERS - 1].paged
         return [(at, digest) for digest in self._tree.digests(node)[-(count if paged else 1) :]]
 
-    def arrived(self, node: Node, at: int) -> None:
+    def on_arrive(self, node: Node, at: int) -> None:
         self.told["arrived"] += 1
         self.there.update(self.pages(node, at, node.pages))
 
-    def left(self, node: Node, at: int, pages: int) -> None:
+    def on_evict(self, node: Node, at: int, pages: int) -> None:
         self.told["left"] += 1
         gone = self.pages(node, at, pages)
         assert all(self.there[page] == 1 for page in gone), "something left that had not come"
         self.there.subtract(gone)
 
-    def stored(self, node: Node, number: int) -> None:
+    def on_store(self, node: Node, component_id: int) -> None:
         raise AssertionError("nothing is written to storage here")
 
-    def cleared(self, *tiers: Tier) -> None:
+    def on_clear(self, *tiers: Tier) -> None:
         raise AssertionError("nothing is flushed here")
 
     def truth(self) -> Counter[tuple[int, bytes]]:

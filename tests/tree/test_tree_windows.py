@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from asynchicache.tree import copies
-from asynchicache.tree.copies import Wanted
+from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, place
 from asynchicache.tree.radix_tree import Pages
 from asynchicache.types import Tier
@@ -86,7 +86,7 @@ def test_a_state_and_a_window_must_meet(mixed):
     match = mixed.match("abcdef")
 
     assert (match.pages, match.full_pages) == (0, 6)
-    assert mixed.tree.held_back(mixed.tokens("abcdef"), match).component == STATE
+    assert mixed.tree.held_back(mixed.tokens("abcdef"), match).component_id == STATE
 
 
 def test_two_windows_of_different_length_intersect(make_bed):
@@ -151,7 +151,7 @@ def test_a_split_leaves_both_halves_their_slots(sliding):
     sliding.add("abcd")
     sliding.add("abxy", windows=2)
 
-    slots = [slot for word in ("ab", "abcd") for slot in sliding.node(word).held(DEVICE)]
+    slots = [slot for word in ("ab", "abcd") for slot in sliding.node(word).slots_at(DEVICE)]
 
     assert slots == [0, 1, 2, 3]
     sliding.check()
@@ -301,8 +301,8 @@ def test_a_leaf_is_cut_no_shorter_than_room_is_wanted(sliding):
 def test_only_the_window_is_saved(sliding):
     sliding.add("abcdef")
 
-    flight = sliding.save("abcdef")
-    sliding.finish(flight)
+    tier_copy = sliding.save("abcdef")
+    sliding.finish(tier_copy)
 
     assert windowed(sliding, HOST) == {"abcde", "abcdef"}
     sliding.check()
@@ -315,11 +315,11 @@ def test_exactly_the_missing_window_is_loaded(sliding):
 
     with sliding.pin("abcdef") as lease:
         wanted = copies.missing_on_device(sliding.tree, lease.node)
-        sizes = {n: sum(w.size for w in wanted if w.component == n) for n in (FULL, WINDOW)}
+        sizes = {n: sum(w.size for w in wanted if w.component_id == n) for n in (FULL, WINDOW)}
         assert sizes == {FULL: 6, WINDOW: 2}
-        flight = sliding.begin(Tier.DEVICE, wanted)
-        sliding.check([lease], [flight])
-        sliding.finish(flight)
+        tier_copy = sliding.begin(Tier.DEVICE, wanted)
+        sliding.check([lease], [tier_copy])
+        sliding.finish(tier_copy)
     assert windowed(sliding) == {"abcde", "abcdef"}
     sliding.check()
 
@@ -334,16 +334,16 @@ def test_a_window_half_on_the_device_is_completed(sliding):
     with sliding.pin("abcdef") as lease:
         wanted = copies.missing_on_device(sliding.tree, lease.node)
 
-        assert wanted == [Wanted(sliding.node("abcde"), WINDOW)]
+        assert wanted == [CopyRequest(sliding.node("abcde"), WINDOW)]
 
 
 def test_a_copy_in_flight_is_split_with_its_node(sliding):
     sliding.add("abcd")
-    flight = sliding.save("abcd")
+    tier_copy = sliding.save("abcd")
     sliding.add("abcxy", windows=2)
-    sliding.check(flights=[flight])
+    sliding.check(tier_copies=[tier_copy])
 
-    sliding.finish(flight)
+    sliding.finish(tier_copy)
 
     assert {"abc", "abcd"} <= windowed(sliding, HOST)
     sliding.check()
@@ -354,19 +354,19 @@ def test_a_copy_in_flight_keeps_what_it_copies(sliding, at):
     """Host pages went while they were being loaded (#26728, #27424)."""
     sliding.add_saved("abcdef")
     sliding.evict(FULL_DEVICE)
-    flight = sliding.load("abcdef")
+    tier_copy = sliding.load("abcdef")
 
     assert not sliding.evict(at).count(at)
-    sliding.finish(flight)
+    sliding.finish(tier_copy)
     sliding.check()
 
 
 def test_a_failed_load_takes_its_window_back(sliding):
     sliding.add_saved("abcdef")
     sliding.evict(FULL_DEVICE)
-    flight = sliding.load("abcdef")
+    tier_copy = sliding.load("abcdef")
 
-    lost = sliding.finish(flight, arrived=False)
+    lost = sliding.finish(tier_copy, arrived=False)
 
     assert sorted(map(len, lost.values())) == [2, 6]
     assert sliding.match("abcdef").pages == 6  # still on the host

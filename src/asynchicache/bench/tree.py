@@ -147,11 +147,11 @@ class _Recipe:
     @property
     def windows(self) -> list[int]:
         """Component numbers of the pools that have pages."""
-        return [number for number, pool in enumerate(self.pools, start=1) if pool == "swa"]
+        return [component_id for component_id, pool in enumerate(self.pools, start=1) if pool == "swa"]
 
     @property
     def states(self) -> list[int]:
-        return [number for number, pool in enumerate(self.pools, start=1) if pool == "mamba"]
+        return [component_id for component_id, pool in enumerate(self.pools, start=1) if pool == "mamba"]
 
 
 class _Server:
@@ -161,7 +161,8 @@ class _Server:
         """`slots(component)` is the size of that component's pool."""
         self.tree = recipe.tree()
         self.pools = {
-            place(number, Tier.DEVICE): SlotAllocator(slots(number)) for number in range(self.tree.width)
+            place(component_id, Tier.DEVICE): SlotAllocator(slots(component_id))
+            for component_id in range(self.tree.width)
         }
         self.match: Callable[..., Match] = self.tree.match
         self._windows, self._states = recipe.windows, recipe.states
@@ -178,17 +179,17 @@ class _Server:
         states = {n: self._allocate(place(n, Tier.DEVICE), 1)[0] for n in self._states}
         inserted = tree.insert(lease, turn.tokens, slots, windows=windows)
         self._give_back(inserted)
-        for number, slot in states.items():
-            if not tree.take_state(inserted.node, number, Tier.DEVICE, slot):
-                self.pools[place(number, Tier.DEVICE)].release([slot])
+        for component_id, slot in states.items():
+            if not tree.take_state(inserted.node, component_id, Tier.DEVICE, slot):
+                self.pools[place(component_id, Tier.DEVICE)].release([slot])
         lease.close()
         return match.pages
 
     def _give_back(self, inserted: Inserted) -> None:
         """Free the slots of what the tree had already."""
         self.pools[FULL_DEVICE].release(inserted.duplicates)
-        for number, refused in inserted.windows.items():
-            self.pools[place(number, Tier.DEVICE)].release(list(refused.values()))
+        for component_id, refused in inserted.windows.items():
+            self.pools[place(component_id, Tier.DEVICE)].release(list(refused.values()))
 
     def _allocate(self, at: int, count: int) -> list[int]:
         pool = self.pools[at]
@@ -202,7 +203,7 @@ class _Server:
 def _path_slots(node: Node) -> list[int]:
     path = []
     while node.parent is not None:
-        path.append(node.held(FULL_DEVICE))
+        path.append(node.slots_at(FULL_DEVICE))
         node = node.parent
     return [slot for slots in reversed(path) for slot in slots]
 
@@ -230,7 +231,9 @@ class _Bench:
         most = max(len(turn.tokens) for turn in chat) // recipe.page_size
         boundless = _Server(recipe, lambda _: most * len(chat))
         self._hit_rate = self._serve(boundless)
-        spares = [1 if number in recipe.states else most for number in range(boundless.tree.width)]
+        spares = [
+            1 if component_id in recipe.states else most for component_id in range(boundless.tree.width)
+        ]
         self._slots = [
             pool.held + spare if fill == "fit" else max(pool.held // 2, spare)
             for pool, spare in zip(boundless.pools.values(), spares, strict=True)

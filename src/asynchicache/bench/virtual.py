@@ -137,7 +137,7 @@ class VirtualRunner:
         self._names = cache.planner.books.names
         self._page_size = page_size
         self._interval = interval
-        windows = [aux.pages for aux in cache.planner.books.tree.windows]
+        windows = [component.pages for component in cache.planner.books.tree.windows]
         self._chunk = min(windows, default=WHOLE) * page_size
 
     def problems(self) -> Sequence[str]:

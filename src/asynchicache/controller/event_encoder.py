@@ -35,19 +35,19 @@ class Announcer:
         self._namespaces = namespaces
         self._tell = tell
 
-    def arrived(self, node: Node, at: int) -> None:
+    def on_arrive(self, node: Node, at: int) -> None:
         self._tell(self.describe(node, at // TIERS, Tier(at % TIERS)))
 
-    def left(self, node: Node, at: int, pages: int) -> None:
-        number = at // TIERS
-        count = pages if self._owners[number].per_token else 1
+    def on_evict(self, node: Node, at: int, pages: int) -> None:
+        component_id = at // TIERS
+        count = pages if self._owners[component_id].per_token else 1
         digests = tuple(self._tree.digests(node)[-count:])
-        self._tell(PagesRemoved(self._owners[number].name, Tier(at % TIERS), digests))
+        self._tell(PagesRemoved(self._owners[component_id].name, Tier(at % TIERS), digests))
 
-    def stored(self, node: Node, number: int) -> None:
-        self._tell(self.describe(node, number, Tier.STORAGE))
+    def on_store(self, node: Node, component_id: int) -> None:
+        self._tell(self.describe(node, component_id, Tier.STORAGE))
 
-    def cleared(self, *tiers: Tier) -> None:
+    def on_clear(self, *tiers: Tier) -> None:
         self._tell(TiersCleared(tiers))
         for node in self._tree.nodes():
             for event in self.present(node):
@@ -58,16 +58,16 @@ class Announcer:
         self, node: Node, under_way: Container[tuple[Node, int]] = frozenset()
     ) -> Iterator[PagesStored]:
         """What a node has, tier by tier; `under_way`: what is being written to storage, and not there yet."""
-        for number in range(self._tree.width):
+        for component_id in range(self._tree.width):
             for tier in (Tier.DEVICE, Tier.HOST):
-                if node.residency[place(number, tier)] == RESIDENT:
-                    yield self.describe(node, number, tier)
-            if node.stored >> number & 1 and (node, number) not in under_way:
-                yield self.describe(node, number, Tier.STORAGE)
+                if node.residency[place(component_id, tier)] == RESIDENT:
+                    yield self.describe(node, component_id, tier)
+            if node.stored >> component_id & 1 and (node, component_id) not in under_way:
+                yield self.describe(node, component_id, Tier.STORAGE)
 
-    def describe(self, node: Node, number: int, tier: Tier) -> PagesStored:
+    def describe(self, node: Node, component_id: int, tier: Tier) -> PagesStored:
         """The pages of a node, or the last one for a state."""
-        pool, size = self._owners[number], self._tree.page_size
+        pool, size = self._owners[component_id], self._tree.page_size
         count = node.pages if pool.per_token else 1
         digests = self._tree.digests(node)
         tokens = array("q", node.key[-count * size * TOKEN_BYTES :])

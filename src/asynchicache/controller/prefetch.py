@@ -238,21 +238,21 @@ class Fetcher:
             if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.here - 1]:
                 self._storer.write_lost(end)
             reach = known.reach(query.here)
-            for number in range(1, len(self._planner.books.names)):
-                if self._reader.asks(number):
-                    first = self._reader.first_page(query, number)
-                    other = await self._ask(known, number, digests, range(first, max(first, reach)))
+            for component_id in range(1, len(self._planner.books.names)):
+                if self._reader.asks(component_id):
+                    first = self._reader.first_page(query, component_id)
+                    other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
                     reason = other if reason is MissReason.NONE else reason
         finally:
             self._reader.drop(query)
         return reason
 
-    async def _ask(self, known: _Known, number: int, digests: list[bytes], pages: range) -> MissReason:
-        pages = known.unknown(number, pages)
+    async def _ask(self, known: _Known, component_id: int, digests: list[bytes], pages: range) -> MissReason:
+        pages = known.unknown(component_id, pages)
         if not pages:
             return MissReason.NONE
-        answer = await self._questions.ask(number, digests, pages)
-        known.learn(number, pages, answer.flags)
+        answer = await self._questions.ask(component_id, digests, pages)
+        known.learn(component_id, pages, answer.flags)
         return answer.reason
 
     async def _fill(self, prefetch: _Prefetch, read: Read) -> Gained:
@@ -261,7 +261,9 @@ class Fetcher:
         self._readers[read] = prefetch
         late: list[Batch] = []
         # Until storage says otherwise its threads may write to the slots.
-        outcomes: Outcomes = {number: [Outcome.TIMEOUT] * len(slots) for number, slots in read.slots.items()}
+        outcomes: Outcomes = {
+            component_id: [Outcome.TIMEOUT] * len(slots) for component_id, slots in read.slots.items()
+        }
         try:
             outcomes, late = await self._stored.get(read)
         finally:
@@ -304,18 +306,20 @@ class _Known:
         self.flags: dict[int, bytes] = dict.fromkeys(range(len(names)), b"")
         self._first = [0] * len(names)
 
-    def unknown(self, number: int, pages: range) -> range:
+    def unknown(self, component_id: int, pages: range) -> range:
         """Those of `pages` that were not asked for yet."""
-        if not self.flags[number] or pages.start < self._first[number]:
+        if not self.flags[component_id] or pages.start < self._first[component_id]:
             return pages
-        return range(max(pages.start, len(self.flags[number])), pages.stop)
+        return range(max(pages.start, len(self.flags[component_id])), pages.stop)
 
-    def learn(self, number: int, pages: range, flags: bytes) -> None:
+    def learn(self, component_id: int, pages: range, flags: bytes) -> None:
         """Storage has answered for `pages`."""
-        before = self.flags[number]
-        if not before or pages.start < self._first[number]:
-            self._first[number] = pages.start
-        self.flags[number] = before[: pages.start].ljust(pages.start, b"\0") + flags + before[pages.stop :]
+        before = self.flags[component_id]
+        if not before or pages.start < self._first[component_id]:
+            self._first[component_id] = pages.start
+        self.flags[component_id] = (
+            before[: pages.start].ljust(pages.start, b"\0") + flags + before[pages.stop :]
+        )
 
     def reach(self, here: int) -> int:
         """How far full pages reach that are in storage or, the first `here`, in memory."""

@@ -22,14 +22,14 @@ class _Question:
     """Which pages of a path storage has of one component.
 
     Attributes:
-        number: the component.
+        component_id: the component.
         digests: of all pages of the path, from its first.
         pages: numbers of the pages that are asked for.
         fresh: nothing that was remembered may answer it.
         answer: done when storage has answered; None if whoever asked was cancelled first.
     """
 
-    number: int
+    component_id: int
     digests: Sequence[bytes]
     pages: range
     fresh: bool
@@ -49,7 +49,7 @@ class PresenceQuestions:
         self._calls: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     async def ask(
-        self, number: int, digests: Sequence[bytes], pages: range, *, fresh: bool = False
+        self, component_id: int, digests: Sequence[bytes], pages: range, *, fresh: bool = False
     ) -> Presence:
         """Which of some pages storage has.
 
@@ -57,45 +57,45 @@ class PresenceQuestions:
         alike share the digests of their common pages, so the common part of two paths is one question.
 
         Args:
-            number: the component.
+            component_id: the component.
             digests: of all pages of the path, from its first.
             pages: numbers of the pages to ask for, ascending and without gaps.
             fresh: ask also for what was seen in storage a moment ago.
         """
-        parts = list(self._parts(number, digests, pages, fresh))
+        parts = list(self._parts(component_id, digests, pages, fresh))
         await asyncio.gather(*(self._put(question) for question, _, mine in parts if mine))
         flags, reason = bytearray(), MissReason.NONE
         for question, span, _ in parts:
             answer = await asyncio.shield(question.answer)
             begin = span.start - question.pages.start
             if answer is None:
-                answer, begin = await self.ask(number, digests, span, fresh=fresh), 0
+                answer, begin = await self.ask(component_id, digests, span, fresh=fresh), 0
             flags += answer.flags[begin : begin + len(span)]
             reason = answer.reason if reason is MissReason.NONE else reason
         return Presence(bytes(flags), reason)
 
     def _parts(
-        self, number: int, digests: Sequence[bytes], pages: range, fresh: bool
+        self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> Iterator[tuple[_Question, range, bool]]:
         """Questions that cover `pages` in order, which of them each one answers, and whether it is new."""
         at = pages.start
-        for span, question in self._shared(number, digests, pages, fresh):
+        for span, question in self._shared(component_id, digests, pages, fresh):
             if span.stop <= at:
                 continue
             if span.start > at:
-                yield self._new(number, digests, range(at, span.start), fresh)
+                yield self._new(component_id, digests, range(at, span.start), fresh)
             yield question, range(max(at, span.start), span.stop), False
             at = span.stop
         if at < pages.stop:
-            yield self._new(number, digests, range(at, pages.stop), fresh)
+            yield self._new(component_id, digests, range(at, pages.stop), fresh)
 
     def _shared(
-        self, number: int, digests: Sequence[bytes], pages: range, fresh: bool
+        self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> list[tuple[range, _Question]]:
         """What questions in flight answer of `pages`, in the order of the pages."""
         found = []
         for question in self._in_flight:
-            if question.number == number and (question.fresh or not fresh):
+            if question.component_id == component_id and (question.fresh or not fresh):
                 stop = min(question.pages.stop, pages.stop, common_pages(question.digests, digests))
                 span = range(max(question.pages.start, pages.start), stop)
                 if span:
@@ -103,9 +103,9 @@ class PresenceQuestions:
         return sorted(found, key=lambda one: one[0].start)
 
     def _new(
-        self, number: int, digests: Sequence[bytes], pages: range, fresh: bool
+        self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> tuple[_Question, range, bool]:
-        question = _Question(number, digests, pages, fresh)
+        question = _Question(component_id, digests, pages, fresh)
         self._in_flight.append(question)
         return question, pages, True
 
@@ -114,7 +114,7 @@ class PresenceQuestions:
 
         Whoever is first asks for the others: an engine takes many keys a call, but few calls at once.
         """
-        kind = (question.number, question.fresh)
+        kind = (question.component_id, question.fresh)
         waiting = self._waiting.setdefault(kind, [])
         waiting.append(question)
         if len(waiting) > 1:
@@ -141,10 +141,10 @@ class PresenceQuestions:
 
     async def _answer(self, kind: tuple[int, bool], batch: Sequence[_Question]) -> Presence:
         """What storage says of the pages of all questions, one after the other."""
-        number, fresh = kind
+        component_id, fresh = kind
         digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
         every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
-        return await self._stored.exists(number, every, fresh=fresh)
+        return await self._stored.exists(component_id, every, fresh=fresh)
 
     def _end(self, batch: Sequence[_Question], answer: Presence | None) -> None:
         """Let everyone know who waits for an answer; None: whoever asked was cancelled."""

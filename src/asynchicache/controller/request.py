@@ -192,8 +192,8 @@ class Request:
             KeyError: the pool has no pages.
         """
         sequence = self._loaded()
-        number = self._page_pool(pool)
-        return list(sequence.pages if number == FULL else sequence.windows[number].slots)
+        component_id = self._page_pool(pool)
+        return list(sequence.pages if component_id == FULL else sequence.windows[component_id].slots)
 
     def first_page(self, pool: str) -> int:
         """Number of the page that `pages(pool)` begins with: 0, or where a sliding window does now.
@@ -202,15 +202,15 @@ class Request:
             RequestStateError, KeyError: as `pages`.
         """
         sequence = self._loaded()
-        number = self._page_pool(pool)
-        return 0 if number == FULL else sequence.windows[number].first
+        component_id = self._page_pool(pool)
+        return 0 if component_id == FULL else sequence.windows[component_id].first
 
     def _page_pool(self, pool: str) -> int:
         """The component whose slots a pool with pages uses."""
         books = self._planner.books
-        for number in (FULL, *(aux.number for aux in books.tree.windows)):
-            if pool in books.sharing(number):
-                return number
+        for component_id in (FULL, *(component.id for component in books.tree.windows)):
+            if pool in books.sharing(component_id):
+                return component_id
         raise KeyError(f"{pool!r} is none of the pools with pages of {books.spec.model!r}")
 
     def state(self, pool: str) -> int:
@@ -222,13 +222,17 @@ class Request:
         """
         sequence = self._loaded()
         books = self._planner.books
-        states = {books.names[aux.number]: aux.number for aux in books.tree.components if not aux.paged}
+        states = {
+            books.names[component.id]: component.id
+            for component in books.tree.components
+            if not component.paged
+        }
         if pool not in states:
             raise KeyError(f"{pool!r} is none of the pools with states: {list(states)}")
-        number = states[pool]
-        if number not in sequence.states:
+        component_id = states[pool]
+        if component_id not in sequence.states:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
-        return sequence.states[number]
+        return sequence.states[component_id]
 
     # What it does
 

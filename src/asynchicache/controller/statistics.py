@@ -79,8 +79,10 @@ def collect_statistics(
 
 def _occupancy(books: Books) -> dict[str, tuple[Occupancy, Occupancy]]:
     occupancy = {}
-    for number, name in enumerate(books.names):
-        tiers = [Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in books.free[2 * number :][:2]]
+    for component_id, name in enumerate(books.names):
+        tiers = [
+            Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in books.free[2 * component_id :][:2]
+        ]
         occupancy[name] = (tiers[0], tiers[1])
     return occupancy
 
@@ -88,6 +90,6 @@ def _occupancy(books: Books) -> dict[str, tuple[Occupancy, Occupancy]]:
 def _evicted(books: Books) -> dict[str, tuple[int, int]]:
     evicted = books.counters.evicted
     return {
-        name: (evicted[place(number, Tier.DEVICE)], evicted[place(number, Tier.HOST)])
-        for number, name in enumerate(books.names)
+        name: (evicted[place(component_id, Tier.DEVICE)], evicted[place(component_id, Tier.HOST)])
+        for component_id, name in enumerate(books.names)
     }

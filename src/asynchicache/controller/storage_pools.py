@@ -169,11 +169,11 @@ class StoredPools:
             raise failures[0]
         return gone
 
-    async def exists(self, number: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
+    async def exists(self, component_id: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
         """Which pages are there, in every pool that shares the component's slots.
 
         Args:
-            number: the component.
+            component_id: the component.
             digests: of the pages.
             fresh: the engine is asked whatever is remembered of it.
         """
@@ -181,14 +181,14 @@ class StoredPools:
         for start in range(0, len(digests), SLICE_PAGES):
             if start:
                 await asyncio.sleep(0)
-            part = await self._exists_in_all(number, digests[start : start + SLICE_PAGES], fresh)
+            part = await self._exists_in_all(component_id, digests[start : start + SLICE_PAGES], fresh)
             flags += part.flags
             reason = part.reason if reason is MissReason.NONE else reason
         return Presence(flags, reason)
 
-    async def _exists_in_all(self, number: int, digests: Sequence[bytes], fresh: bool) -> Presence:
+    async def _exists_in_all(self, component_id: int, digests: Sequence[bytes], fresh: bool) -> Presence:
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
-        for name in self._books.sharing(number):
+        for name in self._books.sharing(component_id):
             answer = await self._exists(name, digests, fresh)
             flags = bytes(map(and_, flags, answer.present))
             reason = next((_REASONS[outcome] for outcome in _REASONS if outcome in answer.outcomes), reason)
@@ -210,7 +210,11 @@ class StoredPools:
 
     async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
         """Tell engines of pages that were used in memory, by component, the last one most recently."""
-        calls = [(name, digests) for number, digests in uses.items() for name in self._books.sharing(number)]
+        calls = [
+            (name, digests)
+            for component_id, digests in uses.items()
+            for name in self._books.sharing(component_id)
+        ]
         await asyncio.gather(*(self._touch(name, digests) for name, digests in calls))
 
     async def _touch(self, name: str, digests: Sequence[bytes]) -> None:
@@ -240,12 +244,19 @@ class StoredPools:
 
     async def get(self, read: Read) -> tuple[Outcomes, list[Batch]]:
         """What became of each page, and the batches that may still write to their slots."""
-        calls = [(number, name) for number in read.slots for name in self._books.sharing(number)]
+        calls = [
+            (component_id, name) for component_id in read.slots for name in self._books.sharing(component_id)
+        ]
         batches = await _gather(
-            self._get(name, read.digests(number), read.slots[number]) for number, name in calls
+            self._get(name, read.digests(component_id), read.slots[component_id])
+            for component_id, name in calls
         )
-        results = [(number, batch.outcomes) for (number, _), batch in zip(calls, batches, strict=True)]
-        outcomes = {number: _worst([r for n, r in results if n == number]) for number in read.slots}
+        results = [
+            (component_id, batch.outcomes) for (component_id, _), batch in zip(calls, batches, strict=True)
+        ]
+        outcomes = {
+            component_id: _worst([r for n, r in results if n == component_id]) for component_id in read.slots
+        }
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
     async def _get(self, name: str, digests: Sequence[bytes], slots: Sequence[int]) -> Batch:

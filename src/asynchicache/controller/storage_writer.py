@@ -209,23 +209,23 @@ class Storer:
         """
         forgotten, written = self._writer.forgotten, self._writer.storing()
         digests, claims = self._writer.claims(node)
-        found = [await self._ask(number, digests, pages) for number, pages in claims.items()]
+        found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
         if self._writer.forgotten != forgotten:
             return False  # all marks were taken back meanwhile
         there = True
-        for (number, pages), (flags, reason) in zip(claims.items(), found, strict=True):
+        for (component_id, pages), (flags, reason) in zip(claims.items(), found, strict=True):
             if reason is not MissReason.NONE:
                 return None
             if not all(flags):
                 answers = {page: bool(flag) for page, flag in zip(pages, flags, strict=True)}
-                self._writer.take_back(node, number, answers, written=written)
+                self._writer.take_back(node, component_id, answers, written=written)
                 there = False
         return there
 
-    async def _ask(self, number: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
+    async def _ask(self, component_id: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
         if isinstance(pages, range):
-            return await self._questions.ask(number, digests, pages, fresh=True)
-        return await self._stored.exists(number, [digests[page] for page in pages], fresh=True)
+            return await self._questions.ask(component_id, digests, pages, fresh=True)
+        return await self._stored.exists(component_id, [digests[page] for page in pages], fresh=True)
 
     def write_lost(self, node: Node) -> None:
         """Write anew what storage has lost of the path to `node`, though it is marked as stored."""

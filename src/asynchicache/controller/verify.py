@@ -52,7 +52,9 @@ def _copies(books: Books, copies: Iterable[CacheOperation]) -> Iterator[str]:
 
     Copies within the device may write a request's own slot again: they run one after the other.
     """
-    numbers = {pool: number for number in range(len(books.names)) for pool in books.sharing(number)}
+    numbers = {
+        pool: component_id for component_id in range(len(books.names)) for pool in books.sharing(component_id)
+    }
     written: set[tuple[str, Tier, int]] = set()
     for operation in copies:
         way = operation.direction
@@ -71,14 +73,14 @@ def _copies(books: Books, copies: Iterable[CacheOperation]) -> Iterator[str]:
 
 def _writes(writing: Iterable[tuple[Node, int]]) -> Iterator[str]:
     """Nodes and components that are written to storage, and have no bytes yet."""
-    for node, number in writing:
-        if node.residency[place(number, Tier.HOST)] in (LOADING, SAVING):
-            yield f"{node!r}: component {number} goes to storage before it is on the host"
+    for node, component_id in writing:
+        if node.residency[place(component_id, Tier.HOST)] in (LOADING, SAVING):
+            yield f"{node!r}: component {component_id} goes to storage before it is on the host"
 
 
 def _counts(books: Books, under_way: UnderWay) -> Iterator[str]:
     """More under way than is counted: who waits for its end would not."""
-    copies, calls = len(books.flights), sum(not task.done() for task in under_way.calls)
+    copies, calls = len(books.tier_copies), sum(not task.done() for task in under_way.calls)
     if under_way.active < copies + calls:
         yield f"{copies} copies and {calls} storage calls are under way, {under_way.active} are counted"
 
@@ -88,9 +90,9 @@ def _leftovers(books: Books, under_way: UnderWay) -> Iterator[str]:
     for sequence in books.sequences:
         state = "closed, and its slots are still in use" if sequence.closed else "open"
         yield f"a request of {len(sequence.tokens)} tokens is {state}: pages {sequence.own_pages()}"
-    if under_way.active or books.flights or books.pinned or under_way.calls:
+    if under_way.active or books.tier_copies or books.pinned or under_way.calls:
         yield (
-            f"{len(books.flights)} copies and {len(under_way.calls)} storage calls are under way, "
+            f"{len(books.tier_copies)} copies and {len(under_way.calls)} storage calls are under way, "
             f"{len(books.pinned)} paths are kept for some, {under_way.active} are counted"
         )
     for free in books.free:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from asynchicache.planner.request_state import Sequence
 from asynchicache.tracing import Span, Tracer
 from asynchicache.transfer.plan import Direction
-from asynchicache.tree.copies import Flight
+from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import Node, Pins
 from asynchicache.types import PoolTransfer
 
@@ -20,7 +20,7 @@ class Copy:
 
     Attributes:
         direction, transfers: what and where.
-        flight: what the tree was told about it, and what is kept meanwhile.
+        tier_copy: what the tree was told about it, and what is kept meanwhile.
         user: the request whose own slots it touches, kept until it has ended.
         reads: device slots that its user will read though this copy does not write them.
         publishes: the end of the path that is due for the next tier once the copy is there.
@@ -30,7 +30,7 @@ class Copy:
 
     direction: Direction
     transfers: Transfers
-    flight: Flight
+    tier_copy: TierCopy
     user: Sequence | None = None
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
     publishes: Node | None = None
@@ -58,12 +58,12 @@ class Mark:
     """One component of one node, and of the halves that are split off the node later.
 
     Attributes:
-        node, component: what it marks.
+        node, component_id: what it marks.
         slots: how many it has: one a page, or one for a state at the node's end.
     """
 
     node: Node
-    component: int
+    component_id: int
     slots: int
     start: int = field(init=False)
 

@@ -11,7 +11,7 @@ from asynchicache.planner.activity import Activity
 from asynchicache.planner.state import Books
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
-from asynchicache.tree.copies import Wanted
+from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -54,13 +54,13 @@ class Writer:
         self._books = books
         self._tree = books.tree
         self._activity = activity
-        self.owed: dict[Wanted, int] = {}
+        self.owed: dict[CopyRequest, int] = {}
         self.urgent: list[Node] = []
         self.preparing: list[Node] = []
         self.forgotten = 0
         self._under_way: set[Store] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
-        self._states = {aux.number for aux in books.tree.components if not aux.paged}
+        self._states = {component.id for component in books.tree.components if not component.paged}
         self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
 
     def due(self, node: Node) -> bool:
@@ -84,25 +84,25 @@ class Writer:
             return []
         return self._copy(node, wanted, period)
 
-    def _missing(self, node: Node) -> list[Wanted]:
+    def _missing(self, node: Node) -> list[CopyRequest]:
         """What of the path to `node` is not on the host, and may be."""
         free = self._books.free
         if not free[FULL_HOST].capacity:
             return []  # nothing else may be there without full pages
         missing = copies.missing_on_host(self._tree, node)
-        return [want for want in missing if free[place(want.component, Tier.HOST)].capacity]
+        return [want for want in missing if free[place(want.component_id, Tier.HOST)].capacity]
 
     def lacks_room(self, node: Node) -> bool:
         """Whether the path to `node` has something on the device that could be on the host and is not."""
         return bool(self._missing(node))
 
-    def _copy(self, node: Node, wanted: list[Wanted], period: int) -> list[Copy]:
+    def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:
         """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
         books = self._books
         if not wanted:
             return []
         anchor = self._host_anchor(node)
-        anchor += [(want.node, place(want.component, Tier.DEVICE)) for want in wanted]
+        anchor += [(want.node, place(want.component_id, Tier.DEVICE)) for want in wanted]
         books.keep(anchor)
         batch = self._host_slots(wanted)
         books.drop(anchor)
@@ -112,14 +112,16 @@ class Writer:
             return []
         transfers = [
             transfer
-            for (below, number), slots in batch
-            for transfer in books.transfers(number, below.held(place(number, Tier.DEVICE)), slots)
+            for (below, component_id), slots in batch
+            for transfer in books.transfers(
+                component_id, below.slots_at(place(component_id, Tier.DEVICE)), slots
+            )
         ]
         books.counters.backed_up += sum(want.size for want, _ in batch)
-        flight = books.begin(Tier.HOST, batch)
-        return [Copy(Direction.BACKUP, transfers, flight, publishes=batch[-1][0].node, period=period)]
+        tier_copy = books.begin(Tier.HOST, batch)
+        return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=batch[-1][0].node, period=period)]
 
-    def _owe(self, wanted: list[Wanted], period: int) -> None:
+    def _owe(self, wanted: list[CopyRequest], period: int) -> None:
         for want in wanted:
             self.owed[want] = period
             if len(self.owed) > _MOST_OWED:
@@ -132,13 +134,13 @@ class Writer:
         owed, self.owed = self.owed, {}
         return [copy for want, period in owed.items() for copy in self._again(want, period)]
 
-    def _again(self, want: Wanted, period: int) -> list[Copy]:
+    def _again(self, want: CopyRequest, period: int) -> list[Copy]:
         """Back up what was owed together with what it stands on, or nothing of it.
 
         With the ground alone, two paths that do not fit on the host together would take it from each
         other for ever, and neither would ever be owed less.
         """
-        if want.node.parent is None or not copies.is_unsaved(want.node, want.component):
+        if want.node.parent is None or not copies.is_unsaved(want.node, want.component_id):
             return []
         wanted = self._with_ground(want)
         if self._have_room(wanted):
@@ -147,25 +149,25 @@ class Writer:
         return []
 
     @staticmethod
-    def _with_ground(want: Wanted) -> list[Wanted]:
+    def _with_ground(want: CopyRequest) -> list[CopyRequest]:
         """What is owed, after the full pages above it that are not saved either: a node that is split
         while it waits leaves its upper half behind, and nothing stands without that."""
         parts = [want]
-        above = want.node.parent if want.component == FULL else want.node
+        above = want.node.parent if want.component_id == FULL else want.node
         while above is not None and above.parent is not None and copies.is_unsaved(above, FULL):
-            parts.append(Wanted(above, FULL))
+            parts.append(CopyRequest(above, FULL))
             above = above.parent
         return parts[::-1]
 
-    def _have_room(self, wanted: list[Wanted]) -> bool:
+    def _have_room(self, wanted: list[CopyRequest]) -> bool:
         """Have host slots free for all of a path's `wanted`, parents first, if they can stand there."""
         first = wanted[0]
-        ground = first.node.parent if first.component == FULL else first.node
+        ground = first.node.parent if first.component_id == FULL else first.node
         if ground is None or ground.residency[FULL_HOST] == ABSENT:
             return False
         counts: Counter[int] = Counter()
         for want in wanted:
-            counts[place(want.component, Tier.HOST)] += want.size
+            counts[place(want.component_id, Tier.HOST)] += want.size
         kept = self._host_anchor(wanted[-1].node)
         self._books.keep(kept)
         short = self._books.has_room(counts)
@@ -179,16 +181,16 @@ class Writer:
             node = node.parent
         return [(node, FULL_HOST)] if node.parent is not None else []
 
-    def _host_slots(self, wanted: list[Wanted]) -> list[tuple[Wanted, list[int]]]:
+    def _host_slots(self, wanted: list[CopyRequest]) -> list[tuple[CopyRequest, list[int]]]:
         """Host slots for as many of `wanted` as there is room for, parents before children."""
-        batch: list[tuple[Wanted, list[int]]] = []
+        batch: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
-            at = place(want.component, Tier.HOST)
+            at = place(want.component_id, Tier.HOST)
             if self._books.make_room(at, want.size):
                 batch.append((want, self._books.free[at].allocate(want.size)))
                 continue
             self._books.counters.host_pressure += want.size
-            if want.component == FULL:
+            if want.component_id == FULL:
                 break  # what follows stands on this
         return batch
 
@@ -216,31 +218,33 @@ class Writer:
             path.append(node)
             node = node.parent
         for below in reversed(path):
-            for number in range(len(self._books.names)):
-                resident = below.residency[place(number, Tier.HOST)] == RESIDENT
-                if resident and not below.stored >> number & 1:
-                    self._add(work, below, number)
+            for component_id in range(len(self._books.names)):
+                resident = below.residency[place(component_id, Tier.HOST)] == RESIDENT
+                if resident and not below.stored >> component_id & 1:
+                    self._add(work, below, component_id)
         if not work.marks:
             return None
         self._books.keep(work.pins)
         self._under_way.add(work)
         return work
 
-    def _add(self, work: Store, node: Node, number: int) -> None:
-        at = place(number, Tier.HOST)
-        held = node.held(at)
+    def _add(self, work: Store, node: Node, component_id: int) -> None:
+        at = place(component_id, Tier.HOST)
+        held = node.slots_at(at)
         digests = self._tree.digests(node)[-len(held) :]  # of all its pages, or of the last one for a state
         if self._there:
-            left = [pair for pair in zip(digests, held, strict=True) if (number, pair[0]) not in self._there]
-            self._there.difference_update((number, digest) for digest in digests)
+            left = [
+                pair for pair in zip(digests, held, strict=True) if (component_id, pair[0]) not in self._there
+            ]
+            self._there.difference_update((component_id, digest) for digest in digests)
             digests, held = [digest for digest, _ in left], [slot for _, slot in left]
-        for pool in self._books.sharing(number):
+        for pool in self._books.sharing(component_id):
             keys, slots = work.pages.setdefault(pool, ([], []))
             keys += digests
             slots += held
-        node.stored |= 1 << number
-        work.marks.append(Mark(node, number, len(node.held(at))))
-        work.pins += [(node, at)] if number == FULL else [(node, at), (node, FULL_HOST)]
+        node.stored |= 1 << component_id
+        work.marks.append(Mark(node, component_id, len(node.slots_at(at))))
+        work.pins += [(node, at)] if component_id == FULL else [(node, at), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:
         """The nodes that a write to storage is under way for."""
@@ -249,7 +253,7 @@ class Writer:
     def under_way(self) -> set[tuple[Node, int]]:
         """Nodes and components that a write to storage is under way for."""
         marks = [mark for work in self._under_way for mark in work.marks]
-        return {(node, mark.component) for mark in marks for node in mark.nodes()}
+        return {(node, mark.component_id) for mark in marks for node in mark.nodes()}
 
     def in_flight(self, node: Node) -> bool:
         """Whether a copy or a write is in flight that brings something of the path to `node` nearer to
@@ -264,11 +268,11 @@ class Writer:
     def _is_moving(self, node: Node) -> bool:
         """Whether a component of a node that is not stored is being copied to the host, or will be, once it
         has arrived on the device."""
-        for number in range(len(self._books.names)):
-            if node.stored >> number & 1:
+        for component_id in range(len(self._books.names)):
+            if node.stored >> component_id & 1:
                 continue
-            device = node.residency[place(number, Tier.DEVICE)]
-            host = node.residency[place(number, Tier.HOST)]
+            device = node.residency[place(component_id, Tier.DEVICE)]
+            host = node.residency[place(component_id, Tier.HOST)]
             if host == SAVING or (device == LOADING and host == ABSENT):
                 return True
         return False
@@ -276,14 +280,16 @@ class Writer:
     def is_stored(self, node: Node) -> bool:
         """Whether everything that the path to `node` has in memory is in storage as well; of windows,
         what a prefix that ends there needs."""
-        needed = {aux.number: set(aux.needs(node)) for aux in self._tree.windows}
+        needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
         storing = self.storing()
         while node.parent is not None:
             held = 0
-            for number in range(len(self._books.names)):
-                slots = node.slots[place(number, Tier.DEVICE)] or node.slots[place(number, Tier.HOST)]
-                if slots and node in needed.get(number, (node,)):
-                    held |= 1 << number
+            for component_id in range(len(self._books.names)):
+                slots = (
+                    node.slots[place(component_id, Tier.DEVICE)] or node.slots[place(component_id, Tier.HOST)]
+                )
+                if slots and node in needed.get(component_id, (node,)):
+                    held |= 1 << component_id
             if held & ~node.stored or node in storing:
                 return False
             node = node.parent
@@ -303,17 +309,17 @@ class Writer:
         newest: dict[int, list[bytes]] = {}
         for end in reversed(list(ends)):
             parts = {FULL: _path(end)}
-            for aux in self._tree.components:
-                parts[aux.number] = list(aux.needs(end)) if end.parent is not None else []
-            for number, nodes in parts.items():
-                fresh = [n for n in nodes if n.stored >> number & 1 and (n, number) not in seen]
-                seen.update((node, number) for node in fresh)
-                found = newest.setdefault(number, [])
+            for component in self._tree.components:
+                parts[component.id] = list(component.needs(end)) if end.parent is not None else []
+            for component_id, nodes in parts.items():
+                fresh = [n for n in nodes if n.stored >> component_id & 1 and (n, component_id) not in seen]
+                seen.update((node, component_id) for node in fresh)
+                found = newest.setdefault(component_id, [])
                 for node in reversed(fresh):
-                    found += self._tree.digests(node)[-(1 if number in self._states else node.pages) :]
+                    found += self._tree.digests(node)[-(1 if component_id in self._states else node.pages) :]
         for digests in newest.values():
             digests.reverse()
-        return {number: digests for number, digests in newest.items() if digests}
+        return {component_id: digests for component_id, digests in newest.items() if digests}
 
     def claims(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
         """What the marks say that storage has of the path to `node`, of what is in memory.
@@ -322,46 +328,48 @@ class Writer:
             The digests of all pages of the path, and by component the numbers of the pages, or of the last
             pages before states: a range where it is all of them.
         """
-        needed = {aux.number: set(aux.needs(node)) for aux in self._tree.windows}
+        needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
         parts = _path(node)
         claims: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
-        for aux in self._tree.components:
+        for component in self._tree.components:
             pages = [
                 page
                 for part in reversed(parts)
-                if part.stored >> aux.number & 1 and part in needed.get(aux.number, (part,))
-                for page in range(part.end - (part.pages if aux.paged else 1), part.end)
+                if part.stored >> component.id & 1 and part in needed.get(component.id, (part,))
+                for page in range(part.end - (part.pages if component.paged else 1), part.end)
             ]
             if pages:
-                claims[aux.number] = pages
+                claims[component.id] = pages
         return [digest for part in reversed(parts) for digest in self._tree.digests(part)], claims
 
     def take_back(
-        self, node: Node, number: int, answers: Mapping[int, bool], *, written: Collection[Node]
+        self, node: Node, component_id: int, answers: Mapping[int, bool], *, written: Collection[Node]
     ) -> None:
         """Storage does not have all pages of a component of the path to `node` that it was said to have:
         those that it lost are written anew.
 
         Args:
             node: where the path ends.
-            number: the component.
+            component_id: the component.
             answers: by page number, ascending, whether storage has the page.
             written: nodes that were being written when storage was asked: they were on their way.
         """
         storing = self.storing().union(written)
         lost = [page for page, there in answers.items() if not there]
         for part in _path(node):
-            begin = part.end - (part.pages if number not in self._states else 1)
+            begin = part.end - (part.pages if component_id not in self._states else 1)
             if part not in storing and bisect_left(lost, begin) < bisect_left(lost, part.end):
-                part.stored &= ~(1 << number)
-                self._remember(part, number, [page for page in range(begin, part.end) if answers.get(page)])
+                part.stored &= ~(1 << component_id)
+                self._remember(
+                    part, component_id, [page for page in range(begin, part.end) if answers.get(page)]
+                )
 
-    def _remember(self, node: Node, number: int, pages: Sequence[int]) -> None:
+    def _remember(self, node: Node, component_id: int, pages: Sequence[int]) -> None:
         """Storage has these pages of a node that is to be written: they are left out then."""
         if len(self._there) + len(pages) > _MOST_REMEMBERED:
             self._there.clear()
         digests, first = self._tree.digests(node), node.end - node.pages
-        self._there.update((number, digests[page - first]) for page in pages)
+        self._there.update((component_id, digests[page - first]) for page in pages)
 
     def forget_stored(self) -> None:
         """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""
@@ -370,7 +378,7 @@ class Writer:
         for node in self._tree.nodes():
             node.stored = 0
         if self._tree.watcher is not None:
-            self._tree.watcher.cleared(Tier.STORAGE)
+            self._tree.watcher.on_clear(Tier.STORAGE)
 
     def wrote(self, work: Store, *, stored: bool, late: bool = False) -> None:
         """A write to storage was answered; what is not there may be tried again.
@@ -384,11 +392,11 @@ class Writer:
         if not stored:
             for mark in work.marks:
                 for node in mark.nodes():
-                    node.stored &= ~(1 << mark.component)
+                    node.stored &= ~(1 << mark.component_id)
         elif (watcher := self._tree.watcher) is not None and work.forgotten == self.forgotten:
             for mark in work.marks:
                 for node in reversed(mark.nodes()):
-                    watcher.stored(node, mark.component)
+                    watcher.on_store(node, mark.component_id)
         if not late:
             self.finish(work)
 

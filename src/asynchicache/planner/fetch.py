@@ -86,9 +86,9 @@ class Read:
     slots: dict[int, list[int]] = field(default_factory=dict)
     outcomes: Outcomes | None = None
 
-    def digests(self, number: int) -> list[bytes]:
+    def digests(self, component_id: int) -> list[bytes]:
         """Digests of the pages that are read for a component."""
-        spans = _spans(self.pages[number])
+        spans = _spans(self.pages[component_id])
         return [digest for first, last in spans for digest in self.query.digests[first : last + 1]]
 
 
@@ -151,9 +151,9 @@ class Reader:
         self._in_flight: list[Read] = []  # that are not committed, the first one first
         books.private.append(self._private)
 
-    def asks(self, number: int) -> bool:
+    def asks(self, component_id: int) -> bool:
         """Whether storage can serve a component: its pages need host slots to arrive in."""
-        return self._books.free[place(number, Tier.HOST)].capacity > 0
+        return self._books.free[place(component_id, Tier.HOST)].capacity > 0
 
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of the first pages of a sequence that were computed before."""
@@ -187,8 +187,10 @@ class Reader:
             rest = tokens[len(known) * size : pages * size]
             digests = known + page_digests(rest, size, known[-1] if known else seed)
         kept = self._ends(tip)
-        for aux in self._tree.windows:
-            kept += prefix_pins(aux, tip)  # a read completes them; it should not make room at their cost
+        for component in self._tree.windows:
+            kept += prefix_pins(
+                component, tip
+            )  # a read completes them; it should not make room at their cost
         _give_digests(tip, digests, here)
         local = self._local(tip, here)
         query = Query(
@@ -217,13 +219,13 @@ class Reader:
 
     def _local(self, tip: Node, here: int) -> dict[int, bytearray]:
         """By component, which pages before `here` it has on the path to `tip`."""
-        local = {aux.number: bytearray(max(here, tip.end)) for aux in self._tree.components}
+        local = {component.id: bytearray(max(here, tip.end)) for component in self._tree.components}
         for node in _path(tip) if local else ():
-            for aux in self._tree.components:
-                if aux.nearest(node) is not None:
-                    count = node.pages if aux.paged else 1
-                    local[aux.number][node.end - count : node.end] = b"\1" * count
-        return {number: flags[:here] for number, flags in local.items()}
+            for component in self._tree.components:
+                if component.nearest(node) is not None:
+                    count = node.pages if component.paged else 1
+                    local[component.id][node.end - count : node.end] = b"\1" * count
+        return {component_id: flags[:here] for component_id, flags in local.items()}
 
     @staticmethod
     def _ends(tip: Node) -> Pins:
@@ -247,9 +249,9 @@ class Reader:
             return None
         return node
 
-    def first_page(self, query: Query, number: int) -> int:
+    def first_page(self, query: Query, component_id: int) -> int:
         """The first page of a component that any prefix longer than what is here may need."""
-        pages = self._books.spec.owners[number].coverage.pages or 0
+        pages = self._books.spec.owners[component_id].coverage.pages or 0
         return max(query.base + 1 - pages, 0)
 
     # What to read
@@ -266,9 +268,14 @@ class Reader:
         others = self._others(query) if join else []
         coming = self._coming(query, others)
         sets = []
-        for number in range(self._tree.width):
-            there = _either(query.pages, present.get(number, b""), coming[number], self._here(query, number))
-            sets.append(self._restorable(number, there, query.pages))
+        for component_id in range(self._tree.width):
+            there = _either(
+                query.pages,
+                present.get(component_id, b""),
+                coming[component_id],
+                self._here(query, component_id),
+            )
+            sets.append(self._restorable(component_id, there, query.pages))
         lengths = hits.intersect(sets)
         full, limit = hits.longest(sets[FULL]), self._limit(sets)
         if hits.longest(lengths) <= query.base:
@@ -288,21 +295,21 @@ class Reader:
 
     def _coming(self, query: Query, others: Sequence[tuple[Read, int]]) -> dict[int, bytearray]:
         """By component, a byte for each page of the query that other reads are bringing."""
-        coming = {number: bytearray(query.pages) for number in range(self._tree.width)}
+        coming = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
         for read, shared in others:
-            for number, pages in read.pages.items():
+            for component_id, pages in read.pages.items():
                 for first, last in _spans(pages):
                     end = min(last + 1, shared, query.pages)
                     if first < end:
-                        coming[number][first:end] = b"\1" * (end - first)
+                        coming[component_id][first:end] = b"\1" * (end - first)
         return coming
 
     @staticmethod
-    def _here(query: Query, number: int) -> bytes | bytearray:
-        return b"\1" * query.here if number == FULL else query.local[number]
+    def _here(query: Query, component_id: int) -> bytes | bytearray:
+        return b"\1" * query.here if component_id == FULL else query.local[component_id]
 
-    def _restorable(self, number: int, there: bytes | bytearray, pages: int) -> int:
-        coverage = ALL_PAGES if number == FULL else self._books.spec.owners[number].coverage
+    def _restorable(self, component_id: int, there: bytes | bytearray, pages: int) -> int:
+        coverage = ALL_PAGES if component_id == FULL else self._books.spec.owners[component_id].coverage
         return hits.restorable(coverage, there, pages)
 
     @staticmethod
@@ -317,7 +324,7 @@ class Reader:
         """Why nothing is gained, though storage may have pages."""
         if full <= query.base or limit is None:
             return MissReason.COLD
-        paged = {aux.number: aux.paged for aux in self._tree.components}
+        paged = {component.id: component.paged for component in self._tree.components}
         return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
     def _stand_on_host(self, query: Query) -> tuple[bool, list[Copy]]:
@@ -348,11 +355,11 @@ class Reader:
         full = read.pages.get(FULL, [])
         if not self._books.make_room(FULL_HOST, len(full)):
             return full[min(self._books.free[FULL_HOST].available, len(full) - 1)]
-        for number, pages in read.pages.items():
-            if not self._books.make_room(place(number, Tier.HOST), len(pages)):
+        for component_id, pages in read.pages.items():
+            if not self._books.make_room(place(component_id, Tier.HOST), len(pages)):
                 return 0
-        for number, pages in read.pages.items():
-            read.slots[number] = self._books.free[place(number, Tier.HOST)].allocate(len(pages))
+        for component_id, pages in read.pages.items():
+            read.slots[component_id] = self._books.free[place(component_id, Tier.HOST)].allocate(len(pages))
         read.needs = [other for other, shared in others if self._brings(other, min(shared, target))]
         read.joined = bool(read.needs)
         self._reads.add(read)
@@ -368,11 +375,11 @@ class Reader:
         """By component, the pages that a prefix of `target` pages needs, and that are neither here nor
         being read."""
         wanted = {FULL: _zeros(coming[FULL], query.here, target)}
-        for aux in self._tree.components:
-            first = max(target - (self._books.spec.owners[aux.number].coverage.pages or target), 0)
-            there = _either(query.pages, coming[aux.number], query.local[aux.number])
-            wanted[aux.number] = _zeros(there, first, target)
-        return {number: pages for number, pages in wanted.items() if pages}
+        for component in self._tree.components:
+            first = max(target - (self._books.spec.owners[component.id].coverage.pages or target), 0)
+            there = _either(query.pages, coming[component.id], query.local[component.id])
+            wanted[component.id] = _zeros(there, first, target)
+        return {component_id: pages for component_id, pages in wanted.items() if pages}
 
     # What came
 
@@ -408,13 +415,15 @@ class Reader:
         match = self._tree.match(query.tokens, query.seed, limit=read.target)
         tip = self._tip(query.tokens, match.node, match.full_pages)
         kept = self._ends(tip)
-        for aux in self._tree.components:
-            first = read.target - (self._books.spec.owners[aux.number].coverage.pages or 0)
+        for component in self._tree.components:
+            first = read.target - (self._books.spec.owners[component.id].coverage.pages or 0)
             node = tip
-            while node.parent is not None and node.end > first and (aux.paged or node.end == read.target):
-                tier = aux.nearest(node)
+            while (
+                node.parent is not None and node.end > first and (component.paged or node.end == read.target)
+            ):
+                tier = component.nearest(node)
                 if tier is not None:
-                    kept += [(node, place(aux.number, tier)), (node, place(FULL, tier))]
+                    kept += [(node, place(component.id, tier)), (node, place(FULL, tier))]
                 node = node.parent
         for node, at in kept:
             self._tree.pin_for(query.pins, node, at)
@@ -462,16 +471,16 @@ class Reader:
     def _arrived(self, read: Read, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]) -> int:
         """Prefix lengths that are restorable with what arrived, and with what is here."""
         query, sets = read.query, []
-        for number in range(self._tree.width):
-            there = b"\1" * here if number == FULL else local[number]
-            came = self._came(read, number, outcomes)
-            sets.append(self._restorable(number, _either(query.pages, there, came), query.pages))
+        for component_id in range(self._tree.width):
+            there = b"\1" * here if component_id == FULL else local[component_id]
+            came = self._came(read, component_id, outcomes)
+            sets.append(self._restorable(component_id, _either(query.pages, there, came), query.pages))
         return hits.intersect(sets)
 
     @staticmethod
-    def _came(read: Read, number: int, outcomes: Outcomes) -> bytearray:
-        flags, pages = bytearray(read.query.pages), read.pages.get(number, [])
-        results = outcomes.get(number, ())
+    def _came(read: Read, component_id: int, outcomes: Outcomes) -> bytearray:
+        flags, pages = bytearray(read.query.pages), read.pages.get(component_id, [])
+        results = outcomes.get(component_id, ())
         if results.count(Outcome.HIT) < len(pages):
             pages = [page for page, one in zip(pages, results, strict=True) if one is Outcome.HIT]
         for first, last in _spans(pages):
@@ -511,72 +520,72 @@ class Reader:
         if end is None:
             return
         for window in self._tree.windows:
-            self._tree.cut_window(end, window.number)
-        for aux in self._tree.components:
-            if aux.number in read.slots:
-                read.slots[aux.number] = self._attach(read, aux, end, outcomes[aux.number])
-                self._tree.use(aux, end)
+            self._tree.cut_window(end, window.id)
+        for component in self._tree.components:
+            if component.id in read.slots:
+                read.slots[component.id] = self._attach(read, component, end, outcomes[component.id])
+                self._tree.use(component, end)
 
-    def _attach(self, read: Read, aux: Component, end: Node, results: Sequence[Outcome]) -> list[int]:
+    def _attach(self, read: Read, component: Component, end: Node, results: Sequence[Outcome]) -> list[int]:
         """Put what came for one component, and what a prefix that ends at `end` needs of it, into the
         tree; returns the slots that were not taken."""
-        needed = range(end.end - (self._books.spec.owners[aux.number].coverage.pages or 0), end.end)
+        needed = range(end.end - (self._books.spec.owners[component.id].coverage.pages or 0), end.end)
         arrived: dict[int, int] = {}
         left: list[int] = []
-        slots = read.slots[aux.number]
-        for page, slot, outcome in zip(read.pages[aux.number], slots, results, strict=True):
+        slots = read.slots[component.id]
+        for page, slot, outcome in zip(read.pages[component.id], slots, results, strict=True):
             if outcome is Outcome.HIT and page in needed:
                 arrived[page] = slot
             else:
                 left.append(slot)
         for first, last in _spans(list(arrived)):
             run = [arrived[page] for page in range(first, last + 1)]
-            left += self._take(read.query, aux, Pages(first, run))
+            left += self._take(read.query, component, Pages(first, run))
         return left
 
-    def _take(self, query: Query, aux: Component, pages: Pages) -> list[int]:
+    def _take(self, query: Query, component: Component, pages: Pages) -> list[int]:
         """Put a run of pages, or one state, into the tree; returns the slots that were not taken."""
         node = self._tree.reach(query.tokens, query.seed, pages.first + len(pages.slots))
         if node is None:
             return list(pages.slots)
-        if aux.paged:
-            refused = self._tree.take_pages(node, aux.number, Tier.HOST, pages)
+        if component.paged:
+            refused = self._tree.take_pages(node, component.id, Tier.HOST, pages)
         else:
-            taken = self._tree.take_state(node, aux.number, Tier.HOST, pages.slots[0])
+            taken = self._tree.take_state(node, component.id, Tier.HOST, pages.slots[0])
             refused = {} if taken else {pages.first: pages.slots[0]}
         if not refused and query.forgotten == self._writer.forgotten:
-            self._mark_run_stored(node, aux.number, pages.first)
+            self._mark_run_stored(node, component.id, pages.first)
         return list(refused.values())
 
-    def _mark_run_stored(self, node: Node, number: int, first: int) -> None:
+    def _mark_run_stored(self, node: Node, component_id: int, first: int) -> None:
         while node.end > first and node.parent is not None:
-            self._mark_stored(node, number)
+            self._mark_stored(node, component_id)
             node = node.parent
 
-    def _mark_stored(self, node: Node, number: int) -> None:
+    def _mark_stored(self, node: Node, component_id: int) -> None:
         """What was read need not be written again."""
-        node.stored |= 1 << number
+        node.stored |= 1 << component_id
         if self._tree.watcher is not None:
-            self._tree.watcher.stored(node, number)
+            self._tree.watcher.on_store(node, component_id)
 
     def _release(self, read: Read, late: Mapping[int, Collection[int]]) -> None:
         """Give back what is left, but for slots that a late read may still write to."""
-        for number, slots in read.slots.items():
-            gone = [slot for slot in slots if slot not in late[number]]
-            self._books.free[place(number, Tier.HOST)].release(gone)
-            read.slots[number] = [slot for slot in slots if slot in late[number]]
+        for component_id, slots in read.slots.items():
+            gone = [slot for slot in slots if slot not in late[component_id]]
+            self._books.free[place(component_id, Tier.HOST)].release(gone)
+            read.slots[component_id] = [slot for slot in slots if slot in late[component_id]]
 
     def finish(self, read: Read, *, safe: bool = True) -> None:
         """No engine writes to the read's slots any more; or, unless `safe`, that will never be known."""
-        for number, slots in read.slots.items():
-            self._books.give_back(place(number, Tier.HOST), slots, poisoned=not safe)
+        for component_id, slots in read.slots.items():
+            self._books.give_back(place(component_id, Tier.HOST), slots, poisoned=not safe)
         self._reads.discard(read)
 
     def _private(self) -> Mapping[int, list[int]]:
         owned: dict[int, list[int]] = {}
         for read in self._reads:
-            for number, slots in read.slots.items():
-                owned.setdefault(place(number, Tier.HOST), []).extend(slots)
+            for component_id, slots in read.slots.items():
+                owned.setdefault(place(component_id, Tier.HOST), []).extend(slots)
         return owned
 
 
@@ -609,9 +618,11 @@ def _known_digests(tip: Node) -> list[bytes]:
 def _late(read: Read, outcomes: Outcomes) -> dict[int, set[int]]:
     """By component, slots that an engine may still write to."""
     late: dict[int, set[int]] = {}
-    for number, slots in read.slots.items():
-        results = outcomes[number] if Outcome.TIMEOUT in outcomes[number] else ()
-        late[number] = {slot for slot, one in zip(slots, results, strict=False) if one is Outcome.TIMEOUT}
+    for component_id, slots in read.slots.items():
+        results = outcomes[component_id] if Outcome.TIMEOUT in outcomes[component_id] else ()
+        late[component_id] = {
+            slot for slot, one in zip(slots, results, strict=False) if one is Outcome.TIMEOUT
+        }
     return late
 
 

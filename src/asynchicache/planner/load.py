@@ -14,7 +14,7 @@ from asynchicache.planner.state import Books
 from asynchicache.planner.windows import WindowKeeper
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
-from asynchicache.tree.copies import Wanted
+from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, LOADING, RESIDENT, Node, Pins, place
 from asynchicache.tree.radix_tree import device_end
 from asynchicache.types import MissReason, Tier
@@ -27,7 +27,7 @@ class Loader:
         self._books = books
         self._tree = books.tree
         self._windows = windows
-        self._states = [aux.number for aux in books.tree.components if not aux.paged]
+        self._states = [component.id for component in books.tree.components if not component.paged]
 
     def start_cold(self, sequence: Sequence) -> list[Copy]:
         """Serve a request without the cache, after the device failed: one copy of nothing."""
@@ -70,7 +70,7 @@ class Loader:
         return node
 
     def _needs_no_page(self, node: Node) -> bool:
-        windows = all(aux.tier(node) is Tier.DEVICE for aux in self._tree.windows)
+        windows = all(component.tier(node) is Tier.DEVICE for component in self._tree.windows)
         return windows and self._tree.restorable(node)
 
     def _shorten(self, sequence: Sequence, node: Node) -> Node:
@@ -89,32 +89,32 @@ class Loader:
         if sequence.prefetched and sequence.reason is not MissReason.DEVICE_CAPACITY:
             return Tier.STORAGE
         pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
-        return max([pages, *(aux.tier(node) or Tier.DEVICE for aux in self._tree.components)])
+        return max([pages, *(component.tier(node) or Tier.DEVICE for component in self._tree.components)])
 
-    def _count_sources(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> None:
+    def _count_sources(self, sequence: Sequence, node: Node, wanted: list[CopyRequest]) -> None:
         """Count the pages and states of the prefix that ends at `node`, before copies move them."""
         if node.parent is None:
             return
         host: Counter[int] = Counter()
         for want in wanted:
-            host[want.component] += want.size
+            host[want.component_id] += want.size
         self._count(sequence, FULL, node.end, host[FULL])
-        for aux in self._tree.components:
-            if aux.paged:
-                pages = sum(part.pages for part in aux.needs(node))
-                self._count(sequence, aux.number, pages, host[aux.number])
+        for component in self._tree.components:
+            if component.paged:
+                pages = sum(part.pages for part in component.needs(node))
+                self._count(sequence, component.id, pages, host[component.id])
             else:
-                self._count(sequence, aux.number, 1, int(aux.nearest(node) is Tier.HOST))
+                self._count(sequence, component.id, 1, int(component.nearest(node) is Tier.HOST))
 
-    def _count(self, sequence: Sequence, number: int, slots: int, host: int) -> None:
+    def _count(self, sequence: Sequence, component_id: int, slots: int, host: int) -> None:
         """`slots` of a component, `host` of which are on the host only; the last ones of these are what the
         request's own prefetch brought."""
-        name, stored = self._books.names[number], min(host, sequence.fetched_pages)
+        name, stored = self._books.names[component_id], min(host, sequence.fetched_pages)
         sequence.sources[name, Tier.DEVICE] += slots - host
         sequence.sources[name, Tier.HOST] += host - stored
         sequence.sources[name, Tier.STORAGE] += stored
 
-    def _load_copies(self, sequence: Sequence, node: Node, wanted: list[Wanted]) -> list[Copy]:
+    def _load_copies(self, sequence: Sequence, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
         """One copy from the host, and one within the device if a state is there already.
 
         The first is made even if it is empty: it reads what the second, and other requests' loads,
@@ -123,29 +123,33 @@ class Loader:
         books = self._books
         reads = self._arriving(node)
         batch = [
-            (want, books.free[place(want.component, Tier.DEVICE)].allocate(want.size)) for want in wanted
+            (want, books.free[place(want.component_id, Tier.DEVICE)].allocate(want.size)) for want in wanted
         ]
         load = Copy(Direction.LOAD, [], books.begin(Tier.DEVICE, batch), reads=reads)
         for want, slots in batch:
             load.transfers += books.transfers(
-                want.component, want.node.held(place(want.component, Tier.HOST)), slots
+                want.component_id, want.node.slots_at(place(want.component_id, Tier.HOST)), slots
             )
-        fork = Copy(Direction.FORK, [], copies.Flight(Tier.DEVICE))
-        for number, slot in sequence.states.items() if node.parent is not None else ():
-            self._load_state(node, number, slot, load, fork)
-            reads.append((books.names[number], [slot]))
+        fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
+        for component_id, slot in sequence.states.items() if node.parent is not None else ():
+            self._load_state(node, component_id, slot, load, fork)
+            reads.append((books.names[component_id], [slot]))
         self._keep_on_device(sequence, node)
         if not fork.transfers:
             return [load.serve(sequence)]
-        books.flights.append(fork.flight)
+        books.tier_copies.append(fork.tier_copy)
         return [fork.serve(sequence), load.serve(sequence)]
 
-    def _load_state(self, node: Node, number: int, slot: int, load: Copy, fork: Copy) -> None:
+    def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
         """Add a copy of one state at `node` into the request's own slot, and keep its source."""
-        tier = Tier.DEVICE if node.residency[place(number, Tier.DEVICE)] != ABSENT else Tier.HOST
+        tier = Tier.DEVICE if node.residency[place(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
         copy = fork if tier is Tier.DEVICE else load
-        copy.transfers += self._books.transfers(number, node.held(place(number, tier)), [slot])
-        copies.keep(self._tree, copy.flight, [(node, place(number, tier)), (node, place(FULL, tier))])
+        copy.transfers += self._books.transfers(
+            component_id, node.slots_at(place(component_id, tier)), [slot]
+        )
+        copies.keep(
+            self._tree, copy.tier_copy, [(node, place(component_id, tier)), (node, place(FULL, tier))]
+        )
 
     def _keep_on_device(self, sequence: Sequence, node: Node) -> None:
         """The request reads its pages on the device from now on, so its lease keeps them there."""
@@ -158,41 +162,41 @@ class Loader:
         """What a prefix that ends at `node` has on the device, so that no room is made at its cost."""
         end = device_end(node)
         found = [(end, FULL_DEVICE)] if end.parent is not None else []
-        for aux in self._tree.windows:
-            at = place(aux.number, Tier.DEVICE)
-            found += [(part, at) for part in aux.needs(node) if part.residency[at] != ABSENT]
+        for component in self._tree.windows:
+            at = place(component.id, Tier.DEVICE)
+            found += [(part, at) for part in component.needs(node) if part.residency[at] != ABSENT]
         return found
 
     def _arriving(self, node: Node) -> list[tuple[str, list[int]]]:
         """Slots of the path that another request's load is still filling."""
         reads = []
-        for aux in self._tree.windows:
-            at = place(aux.number, Tier.DEVICE)
-            for part in aux.needs(node):
+        for component in self._tree.windows:
+            at = place(component.id, Tier.DEVICE)
+            for part in component.needs(node):
                 if part.residency[at] == LOADING:
-                    reads += [(name, part.held(at)) for name in self._books.sharing(aux.number)]
+                    reads += [(name, part.slots_at(at)) for name in self._books.sharing(component.id)]
         while node.parent is not None:
             if node.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
-                reads.append((self._books.names[FULL], node.held(FULL_DEVICE)))
+                reads.append((self._books.names[FULL], node.slots_at(FULL_DEVICE)))
             node = node.parent
         return reads
 
     def take_states(self, sequence: Sequence) -> bool:
         """Working states of the request's own, as far as it has none; False if there is no room."""
-        for number in self._states:
-            at = place(number, Tier.DEVICE)
-            if number not in sequence.states:
+        for component_id in self._states:
+            at = place(component_id, Tier.DEVICE)
+            if component_id not in sequence.states:
                 if not self._books.make_room(at, 1):
                     return False
-                sequence.states[number] = self._books.free[at].allocate(1)[0]
+                sequence.states[component_id] = self._books.free[at].allocate(1)[0]
         return True
 
 
-def by_place(wanted: Iterable[Wanted]) -> dict[int, int]:
+def by_place(wanted: Iterable[CopyRequest]) -> dict[int, int]:
     """Slots that copies to the device take, by place."""
     counts: Counter[int] = Counter()
     for want in wanted:
-        counts[place(want.component, Tier.DEVICE)] += want.size
+        counts[place(want.component_id, Tier.DEVICE)] += want.size
     return counts
 
 
@@ -200,6 +204,6 @@ def _path_slots(node: Node) -> list[int]:
     """Device slots of every page of the path to `node`, in order."""
     parts = []
     while node.parent is not None:
-        parts.append(node.held(FULL_DEVICE))
+        parts.append(node.slots_at(FULL_DEVICE))
         node = node.parent
     return [slot for part in reversed(parts) for slot in part]

@@ -60,7 +60,7 @@ class Planner:
         self._tree = self.books.tree
         self.windows = WindowKeeper(self.books)
         self.loader = Loader(self.books, self.windows)
-        self._states = [aux.number for aux in self._tree.components if not aux.paged]
+        self._states = [component.id for component in self._tree.components if not component.paged]
 
     # Requests
 
@@ -129,10 +129,10 @@ class Planner:
         sequence.lease.close()
         books.give_back(FULL_DEVICE, sequence.own_pages(), poisoned=poisoned)
         for slots in (sequence.states, sequence.snapshots):
-            for number, slot in slots.items():
-                books.give_back(place(number, Tier.DEVICE), [slot], poisoned=poisoned)
-        for number, window in sequence.windows.items():
-            books.give_back(place(number, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
+            for component_id, slot in slots.items():
+                books.give_back(place(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
+        for component_id, window in sequence.windows.items():
+            books.give_back(place(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def abandon(self) -> None:
         """The cache is closed: requests that are over, but whose copies or forwards nobody will tell of any
@@ -151,12 +151,12 @@ class Planner:
         held = sequence.limit
         if held is None:
             return MissReason.COLD
-        return MissReason.STATE if held.component in self._states else MissReason.WINDOW
+        return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
     def limiting_pool(self, sequence: Sequence) -> str:
         """The pool that keeps a hit from being longer; the first one where no other does."""
         limit = sequence.limit
-        return self.books.names[limit.component if limit is not None else FULL]
+        return self.books.names[limit.component_id if limit is not None else FULL]
 
     def cuts(self, sequence: Sequence) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
@@ -172,7 +172,7 @@ class Planner:
         held, full = sequence.limit, sequence.branching_pages
         if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
             return "", ""
-        name, size = self.books.names[held.component], self.books.page_size
+        name, size = self.books.names[held.component_id], self.books.page_size
         if held.dropped:
             return name, f"{name!r} had to make room for others: raise its device or host slots"
         return name, f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts)"
@@ -216,7 +216,9 @@ class Planner:
 
     def _need(self, sequence: Sequence, counts: Mapping[int, int]) -> None:
         if not self.loader.take_states(sequence):
-            missing = next(number for number in self._states if number not in sequence.states)
+            missing = next(
+                component_id for component_id in self._states if component_id not in sequence.states
+            )
             raise self._short(1, place(missing, Tier.DEVICE))
         short = self.books.has_room(counts)
         if short is not None:
@@ -239,19 +241,21 @@ class Planner:
             self.books.counters.states_skipped += 1
             return []
         forks: Transfers = []
-        for number, slot in sequence.snapshots.items():
-            forks += self.books.transfers(number, [sequence.states[number]], [slot])
+        for component_id, slot in sequence.snapshots.items():
+            forks += self.books.transfers(component_id, [sequence.states[component_id]], [slot])
         if not forks:
             return []
         return [Copy(Direction.FORK, forks, self.books.begin(Tier.DEVICE, [])).serve(sequence)]
 
     def _take_snapshots(self, sequence: Sequence) -> bool:
         """Slots for a snapshot of every working state, all or none."""
-        new = [number for number in sequence.states if number not in sequence.snapshots]
-        if not all(self.books.make_room(place(number, Tier.DEVICE), 1) for number in new):
+        new = [component_id for component_id in sequence.states if component_id not in sequence.snapshots]
+        if not all(self.books.make_room(place(component_id, Tier.DEVICE), 1) for component_id in new):
             return False
-        for number in new:
-            sequence.snapshots[number] = self.books.free[place(number, Tier.DEVICE)].allocate(1)[0]
+        for component_id in new:
+            sequence.snapshots[component_id] = self.books.free[place(component_id, Tier.DEVICE)].allocate(1)[
+                0
+            ]
         return True
 
     def publish(self, sequence: Sequence, length: int, *, final: bool = False) -> list[Copy]:
@@ -303,14 +307,14 @@ class Planner:
         """Hand the working states over to `node`, where it has none yet."""
         if length % self.books.page_size or node.parent is None:
             return
-        for number, slot in list(sequence.states.items()):
-            if self._tree.take_state(node, number, Tier.DEVICE, slot):
-                del sequence.states[number]
+        for component_id, slot in list(sequence.states.items()):
+            if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
+                del sequence.states[component_id]
                 # The forward that writes it may be under way, until the request gives everything back.
-                self._tree.pin_for(sequence.lease.pinned, node, place(number, Tier.DEVICE))
-                self._tree.supersede(node, number)
+                self._tree.pin_for(sequence.lease.pinned, node, place(component_id, Tier.DEVICE))
+                self._tree.supersede(node, component_id)
             else:
-                self._tree.touch(node, number)
+                self._tree.touch(node, component_id)
 
     def _publish_states(self, sequence: Sequence, node: Node, length: int) -> Copy | None:
         kept = sequence.snapshots if sequence.snapshot_tokens == length else sequence.states
@@ -318,40 +322,40 @@ class Planner:
             return None
         forks: Transfers = []
         taken = []
-        for number, source in kept.items():
-            slot = self._state_slot(node, number)
+        for component_id, source in kept.items():
+            slot = self._state_slot(node, component_id)
             if slot is not None:
-                forks += self.books.transfers(number, [source], [slot])
-                taken.append(number)
+                forks += self.books.transfers(component_id, [source], [slot])
+                taken.append(component_id)
         if not taken:
             return None
-        flight = copies.begin_arrival(self._tree, node, taken)
-        self.books.flights.append(flight)
+        tier_copy = copies.begin_arrival(self._tree, node, taken)
+        self.books.tier_copies.append(tier_copy)
         publishes = node if self.writer.due(node) else None
-        return Copy(Direction.FORK, forks, flight, publishes=publishes).serve(sequence)
+        return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(sequence)
 
-    def _state_slot(self, node: Node, number: int) -> int | None:
+    def _state_slot(self, node: Node, component_id: int) -> int | None:
         """A slot, the tree's from now on, for a state at `node`; None if it has one, or for want of room."""
-        at = place(number, Tier.DEVICE)
+        at = place(component_id, Tier.DEVICE)
         if node.residency[at] != ABSENT:
-            self._tree.touch(node, number)
+            self._tree.touch(node, component_id)
             return None
         if not self.books.make_room(at, 1):
             self.books.counters.states_skipped += 1
             return None
         slot = self.books.free[at].allocate(1)[0]
-        self._tree.take_state(node, number, Tier.DEVICE, slot, arriving=True)
-        self._tree.supersede(node, number)
+        self._tree.take_state(node, component_id, Tier.DEVICE, slot, arriving=True)
+        self._tree.supersede(node, component_id)
         return slot
 
     # How copies ended
 
     def copied(self, copy: Copy, error: BaseException | None) -> Node | None:
         """Settle a copy, or take it back; the node whose path is due for the next tier, or None."""
-        self.books.flights.remove(copy.flight)
+        self.books.tier_copies.remove(copy.tier_copy)
         if error is not None:
             self.books.condemn(copy.direction.destination, copy.transfers)
-        lost = copies.finish(self._tree, copy.flight, arrived=error is None)
+        lost = copies.finish(self._tree, copy.tier_copy, arrived=error is None)
         for at, slots in lost.items():
             self.books.free[at].quarantine(slots)
         if copy.user is not None:
@@ -365,4 +369,4 @@ class Planner:
             self.books.evict(at, free.capacity, dirty=True)
         self._tree.watcher = watcher
         if watcher is not None:
-            watcher.cleared(Tier.DEVICE, Tier.HOST)
+            watcher.on_clear(Tier.DEVICE, Tier.HOST)

@@ -54,9 +54,9 @@ class Sequence:
         borrowed: pages of the restored prefix and of what was published since.
         duplicates: own slots of published pages that the tree had already; kept until the request
             closes, because kernels that read them may be under way.
-        windows: by component number, the pages of a sliding window.
-        states: by component number, the slot of the request's own working state.
-        snapshots: by component number, a slot with the state at `snapshot_tokens`.
+        windows: by component id, the pages of a sliding window.
+        states: by component id, the slot of the request's own working state.
+        snapshots: by component id, a slot with the state at `snapshot_tokens`.
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
         stored_full_pages, stored_limit: how far full pages reach in memory and storage together, as its

@@ -14,7 +14,7 @@ from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
-from asynchicache.tree.copies import Flight, Wanted
+from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.node import FULL_DEVICE, TIERS, Pins, place
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
@@ -58,7 +58,7 @@ class Books:
         names: pool name of each component; the first covers every page.
         followers: by pool, the pools that share its slots and move along.
         free: by `place`, the allocator of that component and tier.
-        sequences, flights, pinned, private: everyone who holds pins or slots outside the tree.
+        sequences, tier_copies, pinned, private: everyone who holds pins or slots outside the tree.
         tracer: told of evictions, if there is one.
     """
 
@@ -83,7 +83,7 @@ class Books:
         self.tree = UnifiedRadixTree(
             spec.page_size,
             [pool.coverage for pool in owners[1:]],
-            windows=[number for number, pool in enumerate(owners[1:], start=1) if pool.per_token],
+            windows=[component_id for component_id, pool in enumerate(owners[1:], start=1) if pool.per_token],
             eviction=eviction_policy,
         )
         self.free = [
@@ -95,7 +95,7 @@ class Books:
         self.counters = Counters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
         self.sequences: set[Sequence] = set()
-        self.flights: list[Flight] = []
+        self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[int, list[int]]]] = []
 
@@ -108,28 +108,32 @@ class Books:
         Raises:
             ConfigError: a pool has not even room for the window of one request.
         """
-        for aux in self.tree.windows:
-            device, host = (self.free[place(aux.number, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST))
-            name, least = self.names[aux.number], aux.pages + 1
+        for component in self.tree.windows:
+            device, host = (
+                self.free[place(component.id, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST)
+            )
+            name, least = self.names[component.id], component.pages + 1
             if device < least:
                 raise ConfigError(
                     f"pool {name!r} has {device} device pages; one request needs {least}, a window of "
-                    f"{aux.pages} and the page it writes: raise the device pages of {name!r}"
+                    f"{component.pages} and the page it writes: raise the device pages of {name!r}"
                 )
-            if 0 < host < aux.pages:
+            if 0 < host < component.pages:
                 raise ConfigError(
-                    f"pool {name!r} has {host} host pages; one window needs {aux.pages}: raise the host "
-                    f"pages of {name!r}, or set them to 0 to keep it off the host"
+                    f"pool {name!r} has {host} host pages; one window needs {component.pages}: raise the "
+                    f"host pages of {name!r}, or set them to 0 to keep it off the host"
                 )
 
     def has_room(self, counts: Mapping[int, int]) -> int | None:
         """Have so many slots free at each place; the first place where that cannot be done, or None."""
         return next((at for at, count in counts.items() if not self.make_room(at, count)), None)
 
-    def watch_host(self, left: Callable[[str, Iterable[int]], object]) -> None:
-        """Have `left` told of every pool's host slots whose content nobody needs any more."""
-        for number in range(len(self.names)):
-            self.free[place(number, Tier.HOST)].left = partial(_tell_all, left, self.sharing(number))
+    def watch_host(self, on_release: Callable[[str, Iterable[int]], object]) -> None:
+        """Have `on_release` told of every pool's host slots whose content nobody needs any more."""
+        for component_id in range(len(self.names)):
+            self.free[place(component_id, Tier.HOST)].on_release = partial(
+                _tell_all, on_release, self.sharing(component_id)
+            )
 
     def make_room(self, at: int, count: int) -> bool:
         """Have `count` slots of a place free, by eviction if need be; False if that cannot be done."""
@@ -158,19 +162,19 @@ class Books:
         """Pool and tier of a place."""
         return self.names[at // TIERS], Tier(at % TIERS).name.lower()
 
-    def sharing(self, number: int) -> list[str]:
+    def sharing(self, component_id: int) -> list[str]:
         """The pools that use a component's slots."""
-        name = self.names[number]
+        name = self.names[component_id]
         return [name, *self.followers[name]]
 
-    def transfers(self, number: int, sources: list[int], destinations: list[int]) -> Transfers:
+    def transfers(self, component_id: int, sources: list[int], destinations: list[int]) -> Transfers:
         """Moves of one component, and of the pools that share its slots."""
-        return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(number)]
+        return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(component_id)]
 
-    def begin(self, tier: Tier, batch: list[tuple[Wanted, list[int]]]) -> Flight:
-        flight = copies.begin(self.tree, tier, batch)
-        self.flights.append(flight)
-        return flight
+    def begin(self, tier: Tier, batch: list[tuple[CopyRequest, list[int]]]) -> TierCopy:
+        tier_copy = copies.begin(self.tree, tier, batch)
+        self.tier_copies.append(tier_copy)
+        return tier_copy
 
     def keep(self, pins: Pins) -> None:
         self.tree.pin_all(pins)
@@ -197,8 +201,8 @@ class Books:
     def verify(self) -> list[str]:
         """Broken invariants in words; empty when all is well. Linear in the slots."""
         leases = [sequence.lease for sequence in self.sequences if not sequence.lease.closed]
-        flights = [*self.flights, *(Flight(Tier.HOST, {}, pins) for pins in self.pinned)]
-        found = problems(self.tree, leases, flights)
+        tier_copies = [*self.tier_copies, *(TierCopy(Tier.HOST, {}, pins) for pins in self.pinned)]
+        found = problems(self.tree, leases, tier_copies)
         for at, free in enumerate(self.free):
             found += free.problems()
             owned = self._owned(at)
@@ -209,16 +213,20 @@ class Books:
         return found
 
     def _owned(self, at: int) -> list[int]:
-        owned = [slot for node in self.tree.nodes() for slot in node.held(at)]
-        owned += [slot for flight in self.flights for slot in flight.orphans(at)]
+        owned = [slot for node in self.tree.nodes() for slot in node.slots_at(at)]
+        owned += [slot for tier_copy in self.tier_copies for slot in tier_copy.orphans(at)]
         if at == FULL_DEVICE:
             owned += [slot for sequence in self.sequences for slot in sequence.own_pages()]
         elif at % TIERS == Tier.DEVICE:
-            number = at // TIERS
+            component_id = at // TIERS
             for sequence in self.sequences:
-                owned += [held[number] for held in (sequence.states, sequence.snapshots) if number in held]
-                if number in sequence.windows:
-                    owned += sequence.windows[number].own
+                owned += [
+                    held[component_id]
+                    for held in (sequence.states, sequence.snapshots)
+                    if component_id in held
+                ]
+                if component_id in sequence.windows:
+                    owned += sequence.windows[component_id].own
         for slots in self.private:
             owned += slots().get(at, [])
         return owned

@@ -27,44 +27,44 @@ class WindowKeeper:
 
     def start(self, sequence: Sequence, node: Node) -> None:
         """The request goes on from `node`: its windows are the tree's until it adds pages of its own."""
-        for aux in self._tree.windows:
-            first = max(node.end - aux.pages, 0)
-            sequence.windows[aux.number] = Window(first, self._slots(aux, node, first))
+        for component in self._tree.windows:
+            first = max(node.end - component.pages, 0)
+            sequence.windows[component.id] = Window(first, self._slots(component, node, first))
 
     @staticmethod
-    def _slots(aux: WindowComponent, node: Node, first: int) -> list[int]:
-        at = place(aux.number, Tier.DEVICE)
-        parts = [part.held(at)[max(first + part.pages - part.end, 0) :] for part in aux.needs(node)]
+    def _slots(component: WindowComponent, node: Node, first: int) -> list[int]:
+        at = place(component.id, Tier.DEVICE)
+        parts = [part.slots_at(at)[max(first + part.pages - part.end, 0) :] for part in component.needs(node)]
         return [slot for part in reversed(parts) for slot in part]
 
     def extend(self, sequence: Sequence, count: int) -> dict[str, list[int]]:
         """Slots for `count` more pages of each window, which there is room for."""
         given: dict[str, list[int]] = {}
-        for number, window in sequence.windows.items():
-            slots = self._books.free[place(number, Tier.DEVICE)].allocate(count)
+        for component_id, window in sequence.windows.items():
+            slots = self._books.free[place(component_id, Tier.DEVICE)].allocate(count)
             window.slots += slots
             window.own.update(slots)
-            given |= {name: list(slots) for name in self._books.sharing(number)}
+            given |= {name: list(slots) for name in self._books.sharing(component_id)}
         return given
 
     @staticmethod
     def offered(sequence: Sequence, pages: int) -> dict[int, Pages]:
         """What a publication of `pages` pages can offer the tree: every page that the request still has."""
         offers = {}
-        for number, window in sequence.windows.items():
+        for component_id, window in sequence.windows.items():
             end = max(pages - window.first, 0)
             own = next((i for i, slot in enumerate(window.slots[:end]) if slot in window.own), end)
             if own < end:
-                offers[number] = Pages(window.first + own, window.slots[own:end])
+                offers[component_id] = Pages(window.first + own, window.slots[own:end])
         return offers
 
     def took(self, sequence: Sequence, offers: Mapping[int, Pages], result: Inserted) -> None:
         """What the tree took is not the request's own any more."""
-        for number, offer in offers.items():
-            taken = set(offer.slots).difference(result.windows[number].values())
-            sequence.windows[number].own -= taken
+        for component_id, offer in offers.items():
+            taken = set(offer.slots).difference(result.windows[component_id].values())
+            sequence.windows[component_id].own -= taken
             if taken:
-                self._tree.supersede(result.node, number)
+                self._tree.supersede(result.node, component_id)
 
     def retire(self, sequence: Sequence, length: int) -> Retired | None:
         """The request has computed `length` tokens: it lets go of what lies before the window of the last
@@ -75,16 +75,16 @@ class WindowKeeper:
         if sequence.snapshots and snapshot > sequence.borrowed:
             pages = min(pages, snapshot)
         retired = Retired()
-        for aux in self._tree.windows:
-            self._retire(sequence, aux, pages - aux.pages, retired)
+        for component in self._tree.windows:
+            self._retire(sequence, component, pages - component.pages, retired)
         if not retired.pins and not retired.slots:
             return None
         self._books.pinned.append(retired.pins)
         self._retired.add(retired)
         return retired
 
-    def _retire(self, sequence: Sequence, aux: WindowComponent, first: int, retired: Retired) -> None:
-        window = sequence.windows.get(aux.number)
+    def _retire(self, sequence: Sequence, component: WindowComponent, first: int, retired: Retired) -> None:
+        window = sequence.windows.get(component.id)
         if window is None or first <= window.first:
             return
         gone = window.slots[: first - window.first]
@@ -93,8 +93,8 @@ class WindowKeeper:
         own = window.own.intersection(gone)
         window.own -= own
         if own:
-            retired.slots[place(aux.number, Tier.DEVICE)] = sorted(own)
-        self._tree.drop_behind(sequence.lease, aux.number, first, retired.pins)
+            retired.slots[place(component.id, Tier.DEVICE)] = sorted(own)
+        self._tree.drop_behind(sequence.lease, component.id, first, retired.pins)
 
     def finish(self, retired: Retired, error: BaseException | None = None) -> None:
         """No forward reads these pages any more; `error`: the device failed and may still write to them."""

@@ -21,11 +21,11 @@ class SlotAllocator:
         quarantined: how many will never be handed out again.
     """
 
-    __slots__ = ("_condemned", "_free", "_opened", "_state", "left", "name", "quarantined")
+    __slots__ = ("_condemned", "_free", "_opened", "_state", "name", "on_release", "quarantined")
 
     def __init__(self, capacity: int, *, name: str = "pool") -> None:
         self.name = name
-        self.left: Callable[[Sequence[int]], object] | None = None
+        self.on_release: Callable[[Sequence[int]], object] | None = None
         self.quarantined = 0
         self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
         self._state = bytearray(capacity)
@@ -129,8 +129,8 @@ class SlotAllocator:
                     state[undone] = _HELD
                 raise self._not_held(slot, "given back")
             state[slot] = to
-        if self.left is not None:
-            self.left(slots)
+        if self.on_release is not None:
+            self.on_release(slots)
 
     def _not_held(self, slot: int, verb: str) -> InternalError:
         return InternalError(f"{self.name}: slot {slot} {verb} while it is not held")

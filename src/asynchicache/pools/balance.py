@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from asynchicache.pools.sizing import PAGES_PER_STATE, weight
 from asynchicache.specs import ModelSpec
 
-STARVING = 0.5
+UNDERSIZED_SHARE = 0.5
 """A pool that can serve less than this share of what attention pages can is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
-class Starving:
+class UndersizedPool:
     """A pool that is too small for the others: what they hold beyond it is no hit.
 
     Attributes:
@@ -42,9 +42,9 @@ class Starving:
         )
 
 
-def starving(
+def find_undersized_pools(
     spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages_per_state: int = PAGES_PER_STATE
-) -> list[Starving]:
+) -> list[UndersizedPool]:
     """The pools that hold the others' hits back, if prefixes are resumed every `pages_per_state` pages.
 
     A prefix is a hit where every pool has what it needs, so the pool that can serve the fewest tokens
@@ -58,7 +58,7 @@ def starving(
     """
     full, *others = (pool.name for pool in spec.owners)
     scale = _Scale(spec, slots, pages_per_state)
-    small = [name for name in others if scale.turns(name) < STARVING * scale.turns(full)]
+    small = [name for name in others if scale.turns(name) < UNDERSIZED_SHARE * scale.turns(full)]
     useless = [name for name in others if scale.most(name) > scale.most(full)]  # no page to stand on
     return [scale.report(name, full, scale.turns(full) * scale.weights[name]) for name in small] + [
         scale.report(full, name, scale.most(name)) for name in useless
@@ -79,9 +79,9 @@ class _Scale:
     def turns(self, name: str) -> float:
         return self.most(name) / self.weights[name]
 
-    def report(self, name: str, against: str, wanted: float) -> Starving:
+    def report(self, name: str, against: str, wanted: float) -> UndersizedPool:
         device, host = self.slots[against]
-        return Starving(
+        return UndersizedPool(
             name,
             int(self.turns(name) * self.turn_tokens),
             against,

@@ -16,7 +16,7 @@ End = tuple[Node, int]
 class Component(Protocol):
     """A pool beside the full one, as the tree sees it: numbers and slots, no name, no bytes."""
 
-    number: int
+    id: int
 
     paged: bool
     """Whether a node has a slot for each of its pages, which a split divides, or one at its end."""
@@ -44,12 +44,12 @@ class Component(Protocol):
 class _Places:
     """Where a component's slots stand."""
 
-    __slots__ = ("_device", "_host", "number")
+    __slots__ = ("_device", "_host", "id")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._device = place(number, Tier.DEVICE)
-        self._host = place(number, Tier.HOST)
+    def __init__(self, component_id: int) -> None:
+        self.id = component_id
+        self._device = place(component_id, Tier.DEVICE)
+        self._host = place(component_id, Tier.HOST)
 
     def nearest(self, node: Node) -> Tier | None:
         device = node.residency[self._device]
@@ -87,8 +87,8 @@ class WindowComponent(_Places):
     __slots__ = ("pages",)
     paged = True
 
-    def __init__(self, number: int, pages: int) -> None:
-        super().__init__(number)
+    def __init__(self, component_id: int, pages: int) -> None:
+        super().__init__(component_id)
         self.pages = pages
 
     def longest(self, node: Node, partial: Node | None, inside: int) -> End:
@@ -120,28 +120,30 @@ class WindowComponent(_Places):
             node = node.parent
 
 
-def component(coverage: Coverage, number: int, *, paged: bool) -> Component:
+def make_component(coverage: Coverage, component_id: int, *, paged: bool) -> Component:
     """The component for a coverage; `paged` if the pool has a slot a page, not one for a state.
 
     Raises:
         ConfigError: no component serves it.
     """
     if coverage.pages is not None and paged:
-        return WindowComponent(number, coverage.pages)
+        return WindowComponent(component_id, coverage.pages)
     if coverage.pages == 1:
-        return StateComponent(number)
-    raise ConfigError(f"component {number}: no component covers {coverage.pages} trailing pages with states")
+        return StateComponent(component_id)
+    raise ConfigError(
+        f"component {component_id}: no component covers {coverage.pages} trailing pages with states"
+    )
 
 
-def prefix_pins(aux: Component, node: Node) -> list[tuple[Node, int]]:
+def prefix_pins(component: Component, node: Node) -> list[tuple[Node, int]]:
     """What keeps a prefix that ends at `node` restorable: the slots it needs where they are nearest, and
     the full pages that they would go with."""
     found = []
-    for part in aux.needs(node):
-        tier = aux.nearest(part)
+    for part in component.needs(node):
+        tier = component.nearest(part)
         if tier is None:
             continue
-        found.append((part, place(aux.number, tier)))
+        found.append((part, place(component.id, tier)))
         if part is node or tier is Tier.HOST:  # on the device the path's own end keeps those above
             found.append((part, place(FULL, tier)))
     return found

@@ -30,21 +30,23 @@ from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
 
-class Wanted(NamedTuple):
+class CopyRequest(NamedTuple):
     """One component of one node that a copy would bring to a tier."""
 
     node: Node
-    component: int
+    component_id: int
 
     @property
     def size(self) -> int:
         """Slots that it takes."""
         slots = self.node.slots
-        return len(slots[place(self.component, Tier.DEVICE)] or slots[place(self.component, Tier.HOST)] or ())
+        return len(
+            slots[place(self.component_id, Tier.DEVICE)] or slots[place(self.component_id, Tier.HOST)] or ()
+        )
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class TierCopy:
     """One copy in flight.
 
     Attributes:
@@ -67,98 +69,102 @@ class Flight:
         return [slot for pending in self.pending.values() for slot in pending.orphans.get(at, ())]
 
 
-def missing_on_device(tree: UnifiedRadixTree, node: Node) -> list[Wanted]:
+def missing_on_device(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
     """What a prefix that ends at `node` needs on the device and has on the host only: full pages, parents
     first, and the pages of windows, neither more nor less of them. States are not the tree's to load:
     each request has its own."""
-    for aux in tree.windows:
-        tree.cut_window(node, aux.number)
+    for component in tree.windows:
+        tree.cut_window(node, component.id)
     wanted = []
     current = node
     while current.residency[FULL_DEVICE] == ABSENT and current.parent is not None:
-        wanted.append(Wanted(current, FULL))
+        wanted.append(CopyRequest(current, FULL))
         current = current.parent
     wanted.reverse()
-    for aux in tree.windows:
-        wanted += [Wanted(part, aux.number) for part in aux.needs(node) if aux.nearest(part) is Tier.HOST]
+    for component in tree.windows:
+        wanted += [
+            CopyRequest(part, component.id)
+            for part in component.needs(node)
+            if component.nearest(part) is Tier.HOST
+        ]
     return wanted
 
 
-def missing_on_host(tree: UnifiedRadixTree, node: Node) -> list[Wanted]:
+def missing_on_host(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
     """What of the path to `node` is on the device and not on the host, parents first; of windows only
     what a prefix that ends at `node` needs.
 
     Parents come along because a child on the host stands on its parent's pages there. A component
     whose device copy is itself still arriving is left for another time.
     """
-    for aux in tree.windows:
-        tree.cut_window(node, aux.number)
-    inside = {aux.number: set(aux.needs(node)) for aux in tree.windows}
+    for component in tree.windows:
+        tree.cut_window(node, component.id)
+    inside = {component.id: set(component.needs(node)) for component in tree.windows}
     path: list[Node] = []
     while node.parent is not None:
         path.append(node)
         node = node.parent
-    wanted: list[Wanted] = []
+    wanted: list[CopyRequest] = []
     for below in reversed(path):
         if below.residency[FULL_HOST] == ABSENT:
             if below.residency[FULL_DEVICE] != RESIDENT:
                 break
-            wanted.append(Wanted(below, FULL))
+            wanted.append(CopyRequest(below, FULL))
         wanted += [
-            Wanted(below, number)
-            for number in range(1, tree.width)
-            if is_unsaved(below, number) and below in inside.get(number, (below,))
+            CopyRequest(below, component_id)
+            for component_id in range(1, tree.width)
+            if is_unsaved(below, component_id) and below in inside.get(component_id, (below,))
         ]
     return wanted
 
 
-def is_unsaved(node: Node, number: int) -> bool:
+def is_unsaved(node: Node, component_id: int) -> bool:
     """Whether a component of a node is on the device only."""
-    device, host = place(number, Tier.DEVICE), place(number, Tier.HOST)
+    device, host = place(component_id, Tier.DEVICE), place(component_id, Tier.HOST)
     return node.residency[device] == RESIDENT and node.residency[host] == ABSENT
 
 
-def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[Wanted, list[int]]]) -> Flight:
+def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest, list[int]]]) -> TierCopy:
     """Give destinations their slots and keep both ends; parents must come before their children."""
-    flight = Flight(tier)
+    tier_copy = TierCopy(tier)
     state = LOADING if tier is Tier.DEVICE else SAVING
     other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
-    for (node, number), slots in copies:
-        at = place(number, tier)
+    for (node, component_id), slots in copies:
+        at = place(component_id, tier)
         tree.occupy(node, at, slots, state)
-        _pend(flight, node, at)
-        flight.pins.append((node, place(number, other)))
-        if number != FULL:
-            flight.pins += [(node, place(FULL, tier)), (node, place(FULL, other))]
-    tree.pin_all(flight.pins)
-    return flight
+        _pend(tier_copy, node, at)
+        tier_copy.pins.append((node, place(component_id, other)))
+        if component_id != FULL:
+            tier_copy.pins += [(node, place(FULL, tier)), (node, place(FULL, other))]
+    tree.pin_all(tier_copy.pins)
+    return tier_copy
 
 
-def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int]) -> Flight:
+def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int]) -> TierCopy:
     """A flight for states that `take_state(..., arriving=True)` took: a copy within the device."""
-    flight = Flight(Tier.DEVICE)
-    for number in components:
-        _pend(flight, node, place(number, Tier.DEVICE))
-        flight.pins.append((node, FULL_DEVICE))
-    tree.pin_all(flight.pins)
-    return flight
+    tier_copy = TierCopy(Tier.DEVICE)
+    for component_id in components:
+        _pend(tier_copy, node, place(component_id, Tier.DEVICE))
+        tier_copy.pins.append((node, FULL_DEVICE))
+    tree.pin_all(tier_copy.pins)
+    return tier_copy
 
 
-def keep(tree: UnifiedRadixTree, flight: Flight, pins: Pins) -> None:
+def keep(tree: UnifiedRadixTree, tier_copy: TierCopy, pins: Pins) -> None:
     """Keep further places until a flight ends: sources that it copies to slots outside the tree."""
     for node, at in pins:
-        tree.pin_for(flight.pins, node, at)
+        tree.pin_for(tier_copy.pins, node, at)
 
 
-def _pend(flight: Flight, node: Node, at: int) -> None:
-    pending = flight.pending.get(at)
+def _pend(tier_copy: TierCopy, node: Node, at: int) -> None:
+    pending = tier_copy.pending.get(at)
     if pending is None:
-        pending = flight.pending[at] = Pending(at, [])
+        pending = tier_copy.pending[at] = Pending(at, [])
     pending.nodes.append(node)
     node.pending = [*(node.pending or ()), pending]
 
 
-def finish(tree: UnifiedRadixTree, flight: Flight, *, arrived: bool) -> dict[int, list[int]]:
+def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dict[int, list[int]]:
     """End a flight.
 
     Returns:
@@ -167,17 +173,17 @@ def finish(tree: UnifiedRadixTree, flight: Flight, *, arrived: bool) -> dict[int
         taken back with them; leases on it hold nothing then.
     """
     lost: dict[int, list[int]] = {}
-    for pending in flight.pending.values():
+    for pending in tier_copy.pending.values():
         lost.update(pending.orphans)
         for node in pending.nodes:
             _unpend(node, pending)
-    for pending in flight.pending.values():
+    for pending in tier_copy.pending.values():
         for node in pending.nodes:
             if arrived:
                 tree.settle(node, pending.at)
             else:
                 _take_back(tree, node, pending.at, lost)
-    tree.unpin_all(flight.pins)
+    tree.unpin_all(tier_copy.pins)
     return lost
 
 
@@ -192,8 +198,8 @@ def _take_back(tree: UnifiedRadixTree, node: Node, at: int, lost: dict[int, list
         _drop(tree, node, at, lost)
         return
     for below in reversed(list(tree.subtree(node))):
-        for number in reversed(range(tree.width)):
-            _drop(tree, below, place(number, Tier(at)), lost)
+        for component_id in reversed(range(tree.width)):
+            _drop(tree, below, place(component_id, Tier(at)), lost)
         remove_if_dead(tree, below)
 
 

@@ -79,7 +79,7 @@ def _vacate(tree: UnifiedRadixTree, node: Node, at: int, freed: Evicted) -> None
 
 def _evict_window(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, freed: Evicted) -> None:
     """Give up a node's pages of a window: the first ones, if its last ones are a window by themselves."""
-    window = next(aux.pages for aux in tree.windows if aux.number == at // TIERS)
+    window = next(component.pages for component in tree.windows if component.id == at // TIERS)
     if wanted <= node.pages - window and not any(node.pins):
         upper = tree.split(node, wanted)
         tree.refresh(node, at)
@@ -91,15 +91,15 @@ def _evict_window(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, free
 
 def _drop_states(tree: UnifiedRadixTree, node: Node, freed: Evicted) -> None:
     """Give up the states of a node whose window is gone: nobody can resume there."""
-    for aux in tree.components:
-        for tier in () if aux.paged else (Tier.DEVICE, Tier.HOST):
-            at = place(aux.number, tier)
+    for component in tree.components:
+        for tier in () if component.paged else (Tier.DEVICE, Tier.HOST):
+            at = place(component.id, tier)
             if tree.evictable(node, at):  # not marked as dropped: it is the window that made room
                 freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
 
 
 def _evict_full(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, freed: Evicted) -> None:
-    others = [at + TIERS * number for number in range(1, tree.width)]
+    others = [at + TIERS * component_id for component_id in range(1, tree.width)]
     states = [other for other in others if other not in tree.page_places]
     if wanted < node.pages and not any(node.slots[other] for other in states):
         if _alone(node):

@@ -93,7 +93,7 @@ class Node:
         self.serial = 0
         self.born = 0
 
-    def held(self, at: int) -> list[int]:
+    def slots_at(self, at: int) -> list[int]:
         """The slots at a place that has some."""
         slots = self.slots[at]
         return slots if slots is not None else []

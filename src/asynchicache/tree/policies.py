@@ -15,28 +15,28 @@ from asynchicache.tree.node import Node
 
 Key = tuple[int, int]
 Policy = Callable[[Node, int], Key]
-"""From a node and a component number to what orders its eviction."""
+"""From a node and a component id to what orders its eviction."""
 
 _PROTECTED_HITS = 2
 _SLACK = 64
 
 
-def lru(node: Node, component: int) -> Key:
+def lru(node: Node, component_id: int) -> Key:
     """Least recently used first."""
-    return (0, node.used[component])
+    return (0, node.used[component_id])
 
 
-def lfu(node: Node, component: int) -> Key:
+def lfu(node: Node, component_id: int) -> Key:
     """Least often used first; the older of equals."""
-    return (node.hits, node.used[component])
+    return (node.hits, node.used[component_id])
 
 
-def slru(node: Node, component: int) -> Key:
+def slru(node: Node, component_id: int) -> Key:
     """Segmented LRU: nodes seen twice outlive nodes seen once (Karedla et al., 1994)."""
-    return (int(node.hits >= _PROTECTED_HITS), node.used[component])
+    return (int(node.hits >= _PROTECTED_HITS), node.used[component_id])
 
 
-def fifo(node: Node, component: int) -> Key:
+def fifo(node: Node, component_id: int) -> Key:
     """Oldest first, however often it was used."""
     return (0, node.born)
 
@@ -63,12 +63,12 @@ class EvictionQueue:
     are gone are swept out before they outnumber the others.
     """
 
-    __slots__ = ("_component", "_flag", "_heap", "_policy", "members")
+    __slots__ = ("_component_id", "_flag", "_heap", "_policy", "members")
 
-    def __init__(self, policy: Policy, component: int, number: int) -> None:
+    def __init__(self, policy: Policy, component_id: int, number: int) -> None:
         """`number` tells this queue from the tree's others: a bit in `Node.queued`."""
         self._policy = policy
-        self._component = component
+        self._component_id = component_id
         self._flag = 1 << number
         self._heap: list[tuple[Key, int, Node]] = []
         self.members: set[Node] = set()
@@ -102,7 +102,7 @@ class EvictionQueue:
             node.queued &= ~self._flag
             if node not in members:
                 continue
-            if key != self._policy(node, self._component):
+            if key != self._policy(node, self._component_id):
                 self._push(node)
                 continue
             members.discard(node)
@@ -111,7 +111,7 @@ class EvictionQueue:
 
     def key(self, node: Node) -> Key:
         """What orders `node` here now."""
-        return self._policy(node, self._component)
+        return self._policy(node, self._component_id)
 
     def entries(self) -> list[tuple[Key, int, Node]]:
         """What is in the heap, out of date or not; for `verify`."""
@@ -126,7 +126,7 @@ class EvictionQueue:
 
     def _push(self, node: Node) -> None:
         node.queued |= self._flag
-        heappush(self._heap, (self._policy(node, self._component), node.serial, node))
+        heappush(self._heap, (self._policy(node, self._component_id), node.serial, node))
 
     def __len__(self) -> int:
         return len(self.members)

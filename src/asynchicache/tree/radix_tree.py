@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from asynchicache.errors import InternalError
 from asynchicache.hashing import page_digests
 from asynchicache.leases import Lease
-from asynchicache.tree.components import Component, End, WindowComponent, component, prefix_pins
+from asynchicache.tree.components import Component, End, WindowComponent, make_component, prefix_pins
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -41,19 +41,19 @@ from asynchicache.types import TOKEN_BYTES, Coverage, Tier
 class SlotWatcher(Protocol):
     """Is told what nodes have, as it changes; it must not change the tree."""
 
-    def arrived(self, node: Node, at: int) -> None:
+    def on_arrive(self, node: Node, at: int) -> None:
         """The bytes of a place may be read from now on."""
         ...
 
-    def left(self, node: Node, at: int, pages: int) -> None:
+    def on_evict(self, node: Node, at: int, pages: int) -> None:
         """The last `pages` pages of a place are about to go, or its state."""
         ...
 
-    def stored(self, node: Node, number: int) -> None:
+    def on_store(self, node: Node, component_id: int) -> None:
         """A component is known to be in storage."""
         ...
 
-    def cleared(self, *tiers: Tier) -> None:
+    def on_clear(self, *tiers: Tier) -> None:
         """These tiers were emptied without a word a page; what the tree has in them now stays."""
         ...
 
@@ -96,7 +96,7 @@ class HeldBack(NamedTuple):
     """Why a match is shorter than its full pages: the component, and whether what is missing was there
     once and had to make room."""
 
-    component: int
+    component_id: int
     dropped: bool
 
 
@@ -126,7 +126,7 @@ class Inserted:
         node: where the inserted sequence ends.
         duplicates: offered page slots that the tree already had pages for; they stay the caller's.
         taken: how many offered page slots are the tree's own now.
-        windows: by component number and page, the offered slots that stay the caller's.
+        windows: by component id and page, the offered slots that stay the caller's.
         fresh: nodes that hold newly taken pages, parents first.
     """
 
@@ -168,14 +168,16 @@ class UnifiedRadixTree:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.components: list[Component] = [
-            component(c, n, paged=n in windows) for n, c in enumerate(coverages, start=1)
+            make_component(c, n, paged=n in windows) for n, c in enumerate(coverages, start=1)
         ]
-        self.windows = [aux for aux in self.components if isinstance(aux, WindowComponent)]
+        self.windows = [component for component in self.components if isinstance(component, WindowComponent)]
         self.width = 1 + len(self.components)
-        paged = [FULL, *(aux.number for aux in self.windows)]
-        self.page_places = tuple(place(number, tier) for number in paged for tier in (Tier.DEVICE, Tier.HOST))
+        paged = [FULL, *(component.id for component in self.windows)]
+        self.page_places = tuple(
+            place(component_id, tier) for component_id in paged for tier in (Tier.DEVICE, Tier.HOST)
+        )
         self._window_places = frozenset(self.page_places[TIERS:])
-        self._inherited = sum(1 << number for number in paged)
+        self._inherited = sum(1 << component_id for component_id in paged)
         full = policy(eviction)
         self.queues = [
             EvictionQueue(full if at < TIERS else lru, at // TIERS, at) for at in range(TIERS * self.width)
@@ -249,8 +251,8 @@ class UnifiedRadixTree:
         self._divide(upper, node)
         if node.holders:
             self._hold_both(upper, node)
-        for aux in self.windows:
-            for at in (place(aux.number, Tier.DEVICE), place(aux.number, Tier.HOST)):
+        for component in self.windows:
+            for at in (place(component.id, Tier.DEVICE), place(component.id, Tier.HOST)):
                 self.refresh(upper, at)
         return upper
 
@@ -275,9 +277,9 @@ class UnifiedRadixTree:
             for node, at in more:
                 self.pin_for(pins, node, at)
 
-    def cut_window(self, node: Node, number: int) -> None:
+    def cut_window(self, node: Node, component_id: int) -> None:
         """Have a node begin where the window of `node` does."""
-        pages = next(aux.pages for aux in self.windows if aux.number == number)
+        pages = next(component.pages for component in self.windows if component.id == component_id)
         first = max(node.end - pages, 0)
         while node.end - node.pages > first and node.parent is not None:
             node = node.parent
@@ -289,9 +291,9 @@ class UnifiedRadixTree:
 
         Like `split` and `remove` of the second half, without making it first.
         """
-        slots = node.held(at)
+        slots = node.slots_at(at)
         if self.watcher is not None:
-            self.watcher.left(node, at, pages)
+            self.watcher.on_evict(node, at, pages)
         node.pages -= pages
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
@@ -311,9 +313,9 @@ class UnifiedRadixTree:
             queue.discard(node)
         node.parent = None
         used, gone = parent.used, node.used
-        for number in range(self.width):
-            if gone[number] > used[number]:
-                used[number] = gone[number]
+        for component_id in range(self.width):
+            if gone[component_id] > used[component_id]:
+                used[component_id] = gone[component_id]
         if not parent.pages:
             self._prune(parent)
 
@@ -339,20 +341,20 @@ class UnifiedRadixTree:
             self.refresh(parent, FULL_HOST)
         self.refresh(node, at)
         if self.watcher is not None and residency == RESIDENT:
-            self.watcher.arrived(node, at)
+            self.watcher.on_arrive(node, at)
 
     def settle(self, node: Node, at: int) -> None:
         """The bytes of a place have arrived."""
         node.residency[at] = RESIDENT
         self.refresh(node, at)
         if self.watcher is not None:
-            self.watcher.arrived(node, at)
+            self.watcher.on_arrive(node, at)
 
     def vacate(self, node: Node, at: int) -> list[int]:
         """Empty a place of a node; returns its slots, which the caller owns now."""
-        slots = node.held(at)
+        slots = node.slots_at(at)
         if self.watcher is not None and node.residency[at] == RESIDENT:
-            self.watcher.left(node, at, node.pages)
+            self.watcher.on_evict(node, at, node.pages)
         self.version += 1
         node.slots[at] = None
         node.residency[at] = ABSENT
@@ -492,8 +494,8 @@ class UnifiedRadixTree:
         pages, before = full, -1
         while pages != before:  # an end that one pool moved up may not suit the others
             before = pages
-            for aux in self.components:
-                node, inside = aux.longest(node, partial, inside)
+            for component in self.components:
+                node, inside = component.longest(node, partial, inside)
             pages = node.end + inside
         return Match(node, inside, pages, full, partial if inside else None, self.version)
 
@@ -505,20 +507,22 @@ class UnifiedRadixTree:
         node, partial = (tip, None) if tip.end == match.full_pages else (tip.parent, tip)
         assert node is not None, "a root has no pages beyond the match"
         inside = match.full_pages - node.end
-        ends = [(aux, _pages(aux.longest(node, partial, inside))) for aux in self.components]
-        aux, _ = min(ends, key=itemgetter(1))
-        if self._was_dropped(aux, tip, match.pages):
-            return HeldBack(aux.number, dropped=True)
+        ends = [
+            (component, _pages(component.longest(node, partial, inside))) for component in self.components
+        ]
+        component, _ = min(ends, key=itemgetter(1))
+        if self._was_dropped(component, tip, match.pages):
+            return HeldBack(component.id, dropped=True)
         for window in self.windows:  # a state goes with its window, which is to blame then
             if self._was_dropped(window, tip, match.pages):
-                return HeldBack(window.number, dropped=True)
-        return HeldBack(aux.number, dropped=False)
+                return HeldBack(window.id, dropped=True)
+        return HeldBack(component.id, dropped=False)
 
     @staticmethod
-    def _was_dropped(aux: Component, tip: Node, pages: int) -> bool:
+    def _was_dropped(component: Component, tip: Node, pages: int) -> bool:
         current = tip
         while current.parent is not None and current.end > pages:
-            if current.dropped >> aux.number & 1:
+            if current.dropped >> component.id & 1:
                 return True
             current = current.parent
         return False
@@ -533,8 +537,8 @@ class UnifiedRadixTree:
 
     def restorable(self, node: Node) -> bool:
         """Whether every pool beside the full one lets a prefix end at `node`."""
-        for aux in self.components:  # a loop: a generator costs more than the checks
-            if aux.tier(node) is None:
+        for component in self.components:  # a loop: a generator costs more than the checks
+            if component.tier(node) is None:
                 return False
         return True
 
@@ -622,22 +626,22 @@ class UnifiedRadixTree:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
         self.touch(node, FULL)
-        for aux in self.components:
-            self.use(aux, node)
+        for component in self.components:
+            self.use(component, node)
         return self.lease(node)
 
-    def use(self, aux: Component, node: Node) -> None:
+    def use(self, component: Component, node: Node) -> None:
         """What a prefix that ends at `node` needs of a pool is used now: what lies nearer the root, where
         more sequences may need it, a little later than the rest."""
-        for part in aux.needs(node):
-            self.touch(part, aux.number)
+        for part in component.needs(node):
+            self.touch(part, component.id)
 
     def lease(self, node: Node) -> PathLease:
         """Keep the path to `node`, and what a prefix needs there of the other pools."""
         node = self.rooted(node)
         pinned = self._anchors(node)
-        for aux in self.components:
-            pinned += prefix_pins(aux, node)
+        for component in self.components:
+            pinned += prefix_pins(component, node)
         self.pin_all(pinned)
         return PathLease(self, node, pinned)
 
@@ -657,7 +661,7 @@ class UnifiedRadixTree:
         kept on the device: a forward that reads them may be under way; `drop_behind` lets go of them."""
         lease.node = node
         pinned = lease.pinned  # always this list: it is what closing the lease gives back
-        kept = {place(aux.number, Tier.DEVICE) for aux in self.windows}
+        kept = {place(component.id, Tier.DEVICE) for component in self.windows}
         old = [i for i, (_, at) in enumerate(pinned) if at not in kept]
         for held, at in self._anchors(node):
             self.pin_for(pinned, held, at)
@@ -667,15 +671,15 @@ class UnifiedRadixTree:
 
     def keep_windows(self, lease: PathLease, tier: Tier) -> None:
         """Have a lease keep, in one tier, the windows that its end needs."""
-        for aux in self.windows:
-            at = place(aux.number, tier)
-            for part in aux.needs(lease.node):
+        for component in self.windows:
+            at = place(component.id, tier)
+            for part in component.needs(lease.node):
                 if part.residency[at] != ABSENT and (part, at) not in lease.pinned:
                     self.pin_for(lease.pinned, part, at)
 
-    def drop_behind(self, lease: PathLease, number: int, page: int, pinned: Pins) -> None:
+    def drop_behind(self, lease: PathLease, component_id: int, page: int, pinned: Pins) -> None:
         """Move the windows before a page from what a lease keeps to what `pinned` does."""
-        places = (place(number, Tier.DEVICE), place(number, Tier.HOST))
+        places = (place(component_id, Tier.DEVICE), place(component_id, Tier.HOST))
         for index in reversed(range(len(lease.pinned))):
             node, at = lease.pinned[index]
             if at in places and node.end <= page:
@@ -698,7 +702,7 @@ class UnifiedRadixTree:
             lease: on the prefix that the pages follow; it must be on the device.
             tokens: the whole sequence, from its first token.
             slots: device slots of the pages after the lease's end, in order.
-            windows: by component number, device slots of the last pages, as far back as there are any.
+            windows: by component id, device slots of the last pages, as far back as there are any.
 
         Raises:
             InternalError: the lease is closed, its prefix is not on the device, or there are more
@@ -711,23 +715,25 @@ class UnifiedRadixTree:
         result = self._walk_in(lease.node, tokens, slots, FULL_DEVICE)
         node = result.node
         begun = [node.end - node.pages for node in result.fresh]
-        for number, pages in (windows or {}).items():
-            self.cut_window(node, number)  # so that what lies behind it can go by itself
-            result.windows[number] = self.take_pages(node, number, Tier.DEVICE, pages)
-            self.use(self.components[number - 1], node)
+        for component_id, pages in (windows or {}).items():
+            self.cut_window(node, component_id)  # so that what lies behind it can go by itself
+            result.windows[component_id] = self.take_pages(node, component_id, Tier.DEVICE, pages)
+            self.use(self.components[component_id - 1], node)
         result.fresh = [
             part for fresh, start in zip(result.fresh, begun, strict=True) for part in _parts(fresh, start)
         ]
         self.touch(node, FULL)
         self.repin(lease, node)
-        for number, pages in (windows or {}).items():
-            self._keep_taken(lease, number, pages.first, result.windows[number])
+        for component_id, pages in (windows or {}).items():
+            self._keep_taken(lease, component_id, pages.first, result.windows[component_id])
         return result
 
-    def _keep_taken(self, lease: PathLease, number: int, first: int, refused: Mapping[int, int]) -> None:
+    def _keep_taken(
+        self, lease: PathLease, component_id: int, first: int, refused: Mapping[int, int]
+    ) -> None:
         """Have a lease keep the pages of a window that were taken from page `first` on, those too that its
         end needs no more: the forward that wrote them, or one that reads them, may be under way."""
-        at = place(number, Tier.DEVICE)
+        at = place(component_id, Tier.DEVICE)
         node = lease.node
         while node.end > first and node.parent is not None:
             if node.end - 1 not in refused and (node, at) not in lease.pinned:
@@ -779,19 +785,21 @@ class UnifiedRadixTree:
         result.node = node
         return result
 
-    def take_state(self, node: Node, number: int, tier: Tier, slot: int, *, arriving: bool = False) -> bool:
+    def take_state(
+        self, node: Node, component_id: int, tier: Tier, slot: int, *, arriving: bool = False
+    ) -> bool:
         """Attach a state to the end of `node`; False if it has one there: the slot stays the caller's.
 
         `arriving`: it is still being copied; `copies.finish` will settle it.
         """
-        at = place(number, tier)
+        at = place(component_id, tier)
         if node.parent is None or node.residency[at] != ABSENT:
             return False
-        self.touch(node, number)
+        self.touch(node, component_id)
         self.occupy(node, at, [slot], LOADING if arriving else RESIDENT)
         return True
 
-    def take_pages(self, node: Node, number: int, tier: Tier, pages: Pages) -> dict[int, int]:
+    def take_pages(self, node: Node, component_id: int, tier: Tier, pages: Pages) -> dict[int, int]:
         """Fill the tombstones of a window with the slots of a run of pages that ends where `node` does;
         a node is cut where the run begins.
 
@@ -799,7 +807,7 @@ class UnifiedRadixTree:
             By page number, the slots that stay the caller's: the tree has those pages already, or no
             full pages of them in that tier.
         """
-        at = place(number, tier)
+        at = place(component_id, tier)
         refused: dict[int, int] = {}
         while node.end > pages.first and node.parent is not None:
             start = max(node.end - node.pages, pages.first)
@@ -813,7 +821,7 @@ class UnifiedRadixTree:
             node = node.parent
         return refused
 
-    def supersede(self, node: Node, number: int) -> None:
+    def supersede(self, node: Node, component_id: int) -> None:
         """A state or window was published at `node`: let the one before it go first, if nothing branched
         off since.
 
@@ -821,26 +829,26 @@ class UnifiedRadixTree:
         branch, and a branch point that was met has two children. Without this, a pool that holds one
         state a conversation keeps two of every second one under plain LRU.
         """
-        aux = self.components[number - 1]
+        component = self.components[component_id - 1]
         above = node.parent
-        for part in aux.needs(node):
+        for part in component.needs(node):
             above = part.parent
         while above is not None and above.parent is not None and len(above.children) == 1:
-            if self._age(above, number):
+            if self._age(above, component_id):
                 return
             above = above.parent
 
-    def _age(self, node: Node, number: int) -> bool:
+    def _age(self, node: Node, component_id: int) -> bool:
         """Put a node's slots where they go first; whether that is all: a state is one, and what lies
         before a window that has aged has aged with it."""
-        places = (place(number, Tier.DEVICE), place(number, Tier.HOST))
+        places = (place(component_id, Tier.DEVICE), place(component_id, Tier.HOST))
         if not any(node.slots[at] for at in places):
             return False
-        aged = not node.used[number]
-        node.used[number] = 0
+        aged = not node.used[component_id]
+        node.used[component_id] = 0
         for at in places:  # both: an entry may wait there for slots to come
             self.queues[at].hurry(node)
-        return aged or not self.components[number - 1].paged
+        return aged or not self.components[component_id - 1].paged
 
     def count_hit(self, node: Node) -> list[Node]:
         """One more request met the path to `node`; returns the path, parents first."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from asynchicache.hashing import page_digests
-from asynchicache.tree.copies import Flight
+from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
 from asynchicache.tree.policies import Key
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
@@ -14,7 +14,7 @@ from asynchicache.types import Tier
 
 
 def problems(
-    tree: UnifiedRadixTree, leases: Iterable[PathLease] | None = None, flights: Iterable[Flight] = ()
+    tree: UnifiedRadixTree, leases: Iterable[PathLease] | None = None, tier_copies: Iterable[TierCopy] = ()
 ) -> list[str]:
     """Every broken invariant; empty when all is well. Linear in the tree.
 
@@ -32,9 +32,9 @@ def problems(
     found.extend(_slots_disjoint(tree))
     found.extend(_candidates(tree))
     if leases is not None:
-        flights = list(flights)
-        found.extend(_pins(tree, leases, flights))
-        found.extend(_arrivals(tree, flights))
+        tier_copies = list(tier_copies)
+        found.extend(_pins(tree, leases, tier_copies))
+        found.extend(_arrivals(tree, tier_copies))
     return found
 
 
@@ -64,9 +64,9 @@ def _residency(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str
     for at in (FULL_DEVICE, FULL_HOST):
         if node.residency[at] != ABSENT and parent.residency[at] == ABSENT:
             yield f"{node!r} has full pages in {Tier(at).name} and its parent has not"
-        for number in range(1, tree.width):
-            if node.residency[place(number, Tier(at))] != ABSENT and node.residency[at] == ABSENT:
-                yield f"{node!r} has component {number} in {Tier(at).name} without full pages"
+        for component_id in range(1, tree.width):
+            if node.residency[place(component_id, Tier(at))] != ABSENT and node.residency[at] == ABSENT:
+                yield f"{node!r} has component {component_id} in {Tier(at).name} without full pages"
 
 
 def _children(node: Node) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _digests(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
 
 def _slots_disjoint(tree: UnifiedRadixTree) -> Iterator[str]:
     for at in range(TIERS * tree.width):
-        counts = Counter(slot for node in tree.nodes() for slot in node.held(at))
+        counts = Counter(slot for node in tree.nodes() for slot in node.slots_at(at))
         for slot, owners in counts.items():
             if owners > 1:
                 yield f"slot {slot} at place {at} belongs to {owners} nodes"
@@ -110,9 +110,11 @@ def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
                 yield f"{node!r} would come up too late at place {at}"
 
 
-def _pins(tree: UnifiedRadixTree, leases: Iterable[PathLease], flights: Iterable[Flight]) -> Iterator[str]:
+def _pins(
+    tree: UnifiedRadixTree, leases: Iterable[PathLease], tier_copies: Iterable[TierCopy]
+) -> Iterator[str]:
     expected: Counter[tuple[int, int]] = Counter()
-    for pins in (*(lease.pinned for lease in leases), *(flight.pins for flight in flights)):
+    for pins in (*(lease.pinned for lease in leases), *(tier_copy.pins for tier_copy in tier_copies)):
         expected.update((id(node), at) for node, at in pins)
     for node in tree.nodes():
         for at, count in enumerate(node.pins):
@@ -120,11 +122,11 @@ def _pins(tree: UnifiedRadixTree, leases: Iterable[PathLease], flights: Iterable
                 yield f"{node!r} has {count} pins at place {at}, leases hold {expected[id(node), at]}"
 
 
-def _arrivals(tree: UnifiedRadixTree, flights: Iterable[Flight]) -> Iterator[str]:
+def _arrivals(tree: UnifiedRadixTree, tier_copies: Iterable[TierCopy]) -> Iterator[str]:
     """What is on its way to a place is brought there by one copy, no more and no less."""
     brought: Counter[tuple[int, int]] = Counter()
-    for flight in flights:
-        brought.update((id(node), at) for at, pending in flight.pending.items() for node in pending.nodes)
+    for tier_copy in tier_copies:
+        brought.update((id(node), at) for at, pending in tier_copy.pending.items() for node in pending.nodes)
     for node in tree.nodes():
         for at, residency in enumerate(node.residency):
             copies = brought[id(node), at]

@@ -114,7 +114,7 @@ class Player:
         """The longest chunk of a prefill beside a window and the page that is not whole."""
         free = self._planner.books.free
         room = [
-            free[place(window.number, Tier.DEVICE)].capacity - window.pages - 1
+            free[place(window.id, Tier.DEVICE)].capacity - window.pages - 1
             for window in self._planner.books.tree.windows
         ]
         return min(max(_CHUNK_TOKENS // self._block_size, 1), *room) if room else _WHOLE
@@ -151,8 +151,8 @@ class Player:
         if sequence.held_back is not None:
             ends = np.flatnonzero(self._was_resumable[blocks[matched:reach]])
             last = matched + int(ends[-1]) + 1 if len(ends) else matched
-            yield self._miss(sequence.held_back.component, "evicted"), last - matched
-            yield self._miss(sequence.held_back.component, "not_kept"), reach - last
+            yield self._miss(sequence.held_back.component_id, "evicted"), last - matched
+            yield self._miss(sequence.held_back.component_id, "not_kept"), reach - last
 
-    def _miss(self, number: int, reason: str) -> Miss:
-        return Miss(self._planner.books.names[number], reason)
+    def _miss(self, component_id: int, reason: str) -> Miss:
+        return Miss(self._planner.books.names[component_id], reason)

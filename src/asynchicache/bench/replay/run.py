@@ -64,8 +64,8 @@ def _report(
 ) -> ReplayReport:
     tiers = (Tier.DEVICE, Tier.HOST)
     evicted = {
-        name: {tier.name.lower(): books.counters.evicted[place(number, tier)] for tier in tiers}
-        for number, name in enumerate(books.names)
+        name: {tier.name.lower(): books.counters.evicted[place(component_id, tier)] for tier in tiers}
+        for component_id, name in enumerate(books.names)
     }
     return ReplayReport(
         requests=tally.requests,
@@ -90,5 +90,7 @@ def _report(
 
 def _states_kept(books: Books) -> int:
     """Nodes that have a state, in whatever tier."""
-    states = [aux for aux in books.tree.components if not books.spec.owners[aux.number].per_token]
-    return sum(aux.tier(node) is not None for node in books.tree.nodes() for aux in states)
+    states = [
+        component for component in books.tree.components if not books.spec.owners[component.id].per_token
+    ]
+    return sum(component.tier(node) is not None for node in books.tree.nodes() for component in states)

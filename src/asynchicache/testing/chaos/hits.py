@@ -187,7 +187,7 @@ class HitOracle:
     def _begin(self, case: HitCase) -> None:
         case.began = self._clock()
         digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
-        case.digests = {digest: number for number, digest in enumerate(digests)}
+        case.digests = {digest: page for page, digest in enumerate(digests)}
         case.memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         case.stored = self._in_storage(digests)
         either = list(map(_either, case.memory, case.stored))
@@ -207,11 +207,11 @@ class HitOracle:
 
     def _holds(self, pool: str) -> set[bytes]:
         """The pages of a pool that are in memory."""
-        number = next(n for n in range(self._tree.width) if pool in self._books.sharing(n))
+        component_id = next(n for n in range(self._tree.width) if pool in self._books.sharing(n))
         found: set[bytes] = set()
         for node in self._tree.nodes():
-            if is_held(node, number):
-                first, end = span(self._tree, node, number)
+            if is_held(node, component_id):
+                first, end = span(self._tree, node, component_id)
                 found.update(self._tree.digests(node)[first - end :])
         return found
 
@@ -222,11 +222,11 @@ class HitOracle:
 
     def _in_storage(self, digests: Sequence[bytes]) -> Pages:
         """What the store has, as far as there is memory for it to come to."""
-        numbers = range(self._tree.width)
-        found = nothing(len(numbers), len(digests))
-        for number in numbers if self._asks else ():
-            if self._books.free[place(number, Tier.HOST)].capacity:
-                found[number] = self._storage.has(self._books.sharing(number), digests)
+        component_ids = range(self._tree.width)
+        found = nothing(len(component_ids), len(digests))
+        for component_id in component_ids if self._asks else ():
+            if self._books.free[place(component_id, Tier.HOST)].capacity:
+                found[component_id] = self._storage.has(self._books.sharing(component_id), digests)
         return found
 
     def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
@@ -291,13 +291,13 @@ class HitOracle:
         full = [self._keys(FULL, digest) for digest in digests]
         held = in_memory(self._tree, tokens, seed, pages)
         ends = []
-        for number in range(1, self._tree.width) if longest(self._coverages, held) == pages else ():
-            first = max(pages - (self._coverages[number].pages or 0), 0)
-            ends += [key for digest in digests[first:] for key in self._keys(number, digest)]
+        for component_id in range(1, self._tree.width) if longest(self._coverages, held) == pages else ():
+            first = max(pages - (self._coverages[component_id].pages or 0), 0)
+            ends += [key for digest in digests[first:] for key in self._keys(component_id, digest)]
         return StoredPath(digests, full, ends)
 
-    def _keys(self, number: int, digest: bytes) -> list[ObjectKey]:
-        keys = [self._storage.key(pool, digest) for pool in self._books.sharing(number)]
+    def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
+        keys = [self._storage.key(pool, digest) for pool in self._books.sharing(component_id)]
         return [key for key in keys if key is not None]
 
     def _check_reason(self, request: Request, case: HitCase) -> None:
@@ -332,9 +332,9 @@ class HitOracle:
 
     def _vacate(self, vacate: Callable[[Node, int], list[int]], node: Node, at: int) -> list[int]:
         slots = vacate(node, at)
-        number = at // TIERS
-        if not is_held(node, number):
-            self._left(node, number, *span(self._tree, node, number))
+        component_id = at // TIERS
+        if not is_held(node, component_id):
+            self._left(node, component_id, *span(self._tree, node, component_id))
         return slots
 
     def _trim(
@@ -343,10 +343,10 @@ class HitOracle:
         self._left(node, FULL, node.end - pages, node.end)
         return trim(node, pages, at)
 
-    def _left(self, node: Node, number: int, first: int, end: int) -> None:
+    def _left(self, node: Node, component_id: int, first: int, end: int) -> None:
         """Pages of a component are in no tier of the tree any more: nobody who waits need find them."""
         for digest in self._tree.digests(node)[first - node.end :] if first < end else ():
-            for pool in self._books.sharing(number):
+            for pool in self._books.sharing(component_id):
                 self.costs.lost(digest, pool)
         if not self._waiting:
             return
@@ -359,7 +359,7 @@ class HitOracle:
                 if common > first:
                     case.disturbed = True
                     for there in (case.memory, case.stored):
-                        there[number][first:common] = bytes(common - first)
+                        there[component_id][first:common] = bytes(common - first)
 
     def _forgotten(self, digest: bytes, pool: str) -> None:
         """The store has a page no more."""
@@ -368,9 +368,9 @@ class HitOracle:
         for case in self._waiting:
             if (page := case.digests.get(digest)) is not None:
                 case.disturbed = True
-                for number in range(self._tree.width):
-                    if pool in self._books.sharing(number):
-                        case.stored[number][page] = 0
+                for component_id in range(self._tree.width):
+                    if pool in self._books.sharing(component_id):
+                        case.stored[component_id][page] = 0
 
     def _violated(self, words: str) -> None:
         self._ledger.violations.append(words)

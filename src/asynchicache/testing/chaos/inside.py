@@ -34,7 +34,9 @@ class CacheInternals:
         self._scheduler = rooms.engine._scheduler  # noqa: SLF001
         self._poisons = True
         self._owners = {
-            pool: number for number in range(len(self.books.names)) for pool in self.books.sharing(number)
+            pool: component_id
+            for component_id in range(len(self.books.names))
+            for pool in self.books.sharing(component_id)
         }
         self._tensors: dict[tuple[str, Tier], list[npt.NDArray[np.uint8]]] = {}
         for pool, memory in rooms.memories.items():
@@ -60,7 +62,7 @@ class CacheInternals:
         """From now on, overwrite what slots hold as soon as they are given back: whoever still reads
         them is seen."""
         for at, free in enumerate(self.books.free):
-            free.left = partial(self._left, free.left, at)
+            free.on_release = partial(self._left, free.on_release, at)
 
     @contextmanager
     def watching_failed_copies(self) -> Iterator[None]:
@@ -107,6 +109,6 @@ class CacheInternals:
         books = self.books
         return [
             ("requests", list(books.sequences)),
-            ("copies in flight", books.flights),
+            ("copies in flight", books.tier_copies),
             ("lists of pins", books.pinned),
         ]

@@ -39,11 +39,11 @@ def in_memory(tree: UnifiedRadixTree, tokens: array[int], seed: bytes, pages: in
     """What the tree has of the first `pages` pages of a sequence."""
     found = nothing(tree.width, pages)
     for node, first, count in _along(tree, memoryview(tokens).cast("B"), seed, pages):
-        for number in range(tree.width):
-            if is_held(node, number):
-                start, stop = span(tree, node, number)
+        for component_id in range(tree.width):
+            if is_held(node, component_id):
+                start, stop = span(tree, node, component_id)
                 stop = min(stop, first + count)
-                found[number][start:stop] = b"\1" * max(stop - start, 0)
+                found[component_id][start:stop] = b"\1" * max(stop - start, 0)
     return found
 
 
@@ -72,29 +72,29 @@ def shared_pages(node: Node, view: memoryview, at: int, pages: int, size: int) -
     return next(n for n in range(most) if part[n * size : n * size + size] != key[n * size : n * size + size])
 
 
-def is_held(node: Node, number: int) -> bool:
+def is_held(node: Node, component_id: int) -> bool:
     """Whether a request could be given the node's slots of a component, from either tier."""
-    device, host = (node.residency[place(number, tier)] for tier in (Tier.DEVICE, Tier.HOST))
-    if number == FULL:
+    device, host = (node.residency[place(component_id, tier)] for tier in (Tier.DEVICE, Tier.HOST))
+    if component_id == FULL:
         return device != ABSENT or host == RESIDENT
     return device in (RESIDENT, LOADING) or host == RESIDENT
 
 
-def span(tree: UnifiedRadixTree, node: Node, number: int) -> tuple[int, int]:
+def span(tree: UnifiedRadixTree, node: Node, component_id: int) -> tuple[int, int]:
     """The pages that a node's slots of a component stand for: all of its own, or, for a state, its last."""
-    paged = place(number, Tier.DEVICE) in tree.page_places
+    paged = place(component_id, Tier.DEVICE) in tree.page_places
     return node.end - (node.pages if paged else 1), node.end
 
 
 def reclaimable(tree: UnifiedRadixTree, at: int) -> int:
     """How many slots of a place may be given up by and by, if whatever nobody keeps goes."""
     if at not in (FULL_DEVICE, FULL_HOST):
-        return sum(len(node.held(at)) for node in tree.nodes() if _is_free(node, at))
+        return sum(len(node.slots_at(at)) for node in tree.nodes() if _is_free(node, at))
     going: set[int] = set()
     for node in reversed(list(tree.nodes())):  # children first
         if _is_free(node, at) and _stands_alone(node, at, going):
             going.add(id(node))
-    return sum(len(node.held(at)) for node in tree.nodes() if id(node) in going)
+    return sum(len(node.slots_at(at)) for node in tree.nodes() if id(node) in going)
 
 
 def _is_free(node: Node, at: int) -> bool:
