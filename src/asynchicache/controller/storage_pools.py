@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from operator import and_
 from typing import NamedTuple, Self
@@ -189,19 +189,14 @@ class StoredPools:
     async def _exists_in_all(self, component_id: int, digests: Sequence[bytes], fresh: bool) -> Presence:
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
         for name in self._books.sharing(component_id):
-            answer = await self._exists(name, digests, fresh)
+            pool = self._pools.get(name)
+            answer = Batch([Outcome.FAILED] * len(digests))
+            with suppress(ClosedError):  # it was detached meanwhile
+                if pool is not None:
+                    answer = await pool.guard.exists(_keys(pool, digests), fresh=fresh)
             flags = bytes(map(and_, flags, answer.present))
             reason = next((_REASONS[outcome] for outcome in _REASONS if outcome in answer.outcomes), reason)
         return Presence(flags, reason)
-
-    async def _exists(self, name: str, digests: Sequence[bytes], fresh: bool) -> Batch:
-        pool = self._pools.get(name)
-        try:
-            if pool is not None:
-                return await pool.guard.exists(_keys(pool, digests), fresh=fresh)
-        except ClosedError:  # it was detached meanwhile
-            pass
-        return Batch([Outcome.FAILED] * len(digests))
 
     @property
     def touchable(self) -> bool:
@@ -227,73 +222,60 @@ class StoredPools:
             await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def put(self, work: Store) -> list[Batch]:
-        return await _gather(self._put(name, *pages) for name, pages in work.pages.items())
-
-    async def _put(self, name: str, digests: Sequence[bytes], slots: Sequence[int]) -> Batch:
-        pool = self._pools.get(name)
-        if pool is not None and not pool.writes:
-            return Batch([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
-        try:
-            if pool is not None:
-                return await _in_slices(
-                    lambda some, places: pool.guard.put(_keys(pool, some), places), digests, slots
-                )
-        except ClosedError:
-            pass
-        return Batch([Outcome.REJECTED] * len(slots))
+        calls = [self._move(name, *pages, put=True) for name, pages in work.pages.items()]
+        return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
     async def get(self, read: Read) -> tuple[Outcomes, list[Batch]]:
         """What became of each page, and the batches that may still write to their slots."""
-        calls = [
+        pools = [
             (component_id, name) for component_id in read.slots for name in self._books.sharing(component_id)
         ]
-        batches = await _gather(
-            self._get(name, read.digests(component_id), read.slots[component_id])
-            for component_id, name in calls
-        )
+        calls = [
+            self._move(name, read.digests(component_id), read.slots[component_id], put=False)
+            for component_id, name in pools
+        ]
+        batches = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         results = [
-            (component_id, batch.outcomes) for (component_id, _), batch in zip(calls, batches, strict=True)
+            (component_id, batch.outcomes) for (component_id, _), batch in zip(pools, batches, strict=True)
         ]
         outcomes = {
             component_id: _worst([r for n, r in results if n == component_id]) for component_id in read.slots
         }
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
-    async def _get(self, name: str, digests: Sequence[bytes], slots: Sequence[int]) -> Batch:
+    async def _move(self, name: str, digests: Sequence[bytes], slots: Sequence[int], *, put: bool) -> Batch:
+        """Put or get the pages of one pool: in one call, or in some one after the other, with turns of the
+        loop between them.
+
+        Not side by side: a part that waits for its turn behind the others would be taken for late.
+        """
         pool = self._pools.get(name)
+        refused = Outcome.REJECTED if put else Outcome.FAILED
+        if pool is None:
+            return Batch([refused] * len(slots))
+        if put and not pool.writes:
+            return Batch([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
+        call = pool.guard.put if put else pool.guard.get
         try:
-            if pool is not None:
-                return await _in_slices(
-                    lambda some, places: pool.guard.get(_keys(pool, some), places), digests, slots
-                )
-        except ClosedError:
-            pass
-        return Batch([Outcome.FAILED] * len(slots))
+            if len(digests) <= SLICE_PAGES:
+                return await call(_keys(pool, digests), slots)
+            batches = []
+            for start in range(0, len(digests), SLICE_PAGES):
+                end = start + SLICE_PAGES
+                batches.append(await call(_keys(pool, digests[start:end]), slots[start:end]))
+                await asyncio.sleep(0)
+        except ClosedError:  # it was detached meanwhile
+            return Batch([refused] * len(slots))
+        return _as_one(batches)
 
 
 def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
     return list(map(pool.binding.key, digests))
 
 
-async def _in_slices(
-    call: Callable[[Sequence[bytes], Sequence[int]], Awaitable[Batch]],
-    digests: Sequence[bytes],
-    slots: Sequence[int] = (),
-) -> Batch:
-    """One call for all pages, or some one after the other, with turns of the loop between them.
-
-    Not side by side: a part that waits for its turn behind the others would be taken for late.
-    """
-    if len(digests) <= SLICE_PAGES:
-        return await call(digests, slots)
-    outcomes: list[Outcome] = []
-    late: list[asyncio.Future[None]] = []
-    for start in range(0, len(digests), SLICE_PAGES):
-        batch = await call(digests[start : start + SLICE_PAGES], slots[start : start + SLICE_PAGES])
-        outcomes += batch.outcomes
-        if batch.lingering is not None:
-            late.append(batch.lingering)
-        await asyncio.sleep(0)
+def _as_one(batches: Sequence[Batch]) -> Batch:
+    outcomes = [outcome for batch in batches for outcome in batch.outcomes]
+    late = [batch.lingering for batch in batches if batch.lingering is not None]
     return Batch(outcomes, asyncio.ensure_future(_all_ended(late)) if late else None)
 
 
@@ -315,13 +297,6 @@ def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:
         next((bad for bad in _WORST if bad in outcomes), Outcome.HIT)
         for outcomes in zip(*results, strict=True)
     ]
-
-
-async def _gather(calls: Iterable[Coroutine[object, object, Batch]]) -> list[Batch]:
-    calls = list(calls)
-    if len(calls) == 1:  # no task for the usual case
-        return [await calls[0]]
-    return list(await asyncio.gather(*calls))
 
 
 async def linger(batches: Iterable[Batch]) -> bool:

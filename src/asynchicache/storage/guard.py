@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # The five kinds of call that an engine takes: how to ask, what may be answered.
 
-Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[Sequence[Outcome]]]
+Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[object]]
 
 
 class Verb(NamedTuple):
@@ -44,18 +44,22 @@ class Verb(NamedTuple):
     Attributes:
         name: the engine's method.
         ask: calls it; the slots are ignored where it takes none.
+        read: makes outcomes of what it returned for so many pages.
         answers: outcomes that mean something.
         refused: the outcome of pages for which the engine was not asked.
         moves: whether pages move between slots and storage.
+        learns: its outcomes say which pages are there.
         repeatable: asking again after a failure can do no harm.
         vital: its failures open the breaker. Else it is only tried while the breaker is closed.
     """
 
     name: str
     ask: Ask
+    read: Callable[[Any, int], list[Outcome]]
     answers: tuple[Outcome, ...]
     refused: Outcome
     moves: bool
+    learns: bool = True
     repeatable: bool = True
     vital: bool = True
 
@@ -76,9 +80,13 @@ class Verb(NamedTuple):
             raise StorageError(f"{strange} is no answer to {self.name}")
 
 
-async def _exists(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
+def _outcomes(answer: Iterable[Outcome], _: int) -> list[Outcome]:
+    return list(answer)
+
+
+def _read_bits(answer: bytes | bytearray, _: int) -> list[Outcome]:
     hit, miss = Outcome.HIT, Outcome.MISS  # to look a member up costs more than all else a key does here
-    return [hit if there else miss for there in _bits(await engine.exists(keys))]
+    return [hit if there else miss for there in _bits(answer)]
 
 
 def _bits(answers: bytes | bytearray) -> bytes | bytearray:
@@ -93,16 +101,18 @@ def _bits(answers: bytes | bytearray) -> bytes | bytearray:
     return answers
 
 
-async def _touch(engine: PoolEngine, keys: Sequence[ObjectKey], _: Sequence[int]) -> list[Outcome]:
-    if isinstance(engine, TouchableEngine):
-        await engine.touch(keys)
-    return [Outcome.HIT] * len(keys)
-
-
-EXISTS = Verb("exists", _exists, (Outcome.HIT, Outcome.MISS, Outcome.FAILED), Outcome.FAILED, moves=False)
+EXISTS = Verb(
+    "exists",
+    lambda engine, keys, _: engine.exists(keys),
+    _read_bits,
+    (Outcome.HIT, Outcome.MISS, Outcome.FAILED),
+    Outcome.FAILED,
+    moves=False,
+)
 GET = Verb(
     "get",
     lambda engine, keys, slots: engine.get(keys, slots),
+    _outcomes,
     (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED),
     Outcome.FAILED,
     moves=True,
@@ -110,6 +120,7 @@ GET = Verb(
 PUT = Verb(
     "put",
     lambda engine, keys, slots: engine.put(keys, slots),
+    _outcomes,
     (Outcome.STORED, Outcome.EXISTS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.REJECTED,
     moves=True,
@@ -118,16 +129,20 @@ PUT = Verb(
 DELETE = Verb(
     "delete",
     lambda engine, keys, _: engine.delete(keys),
+    _outcomes,
     (Outcome.HIT, Outcome.MISS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.FAILED,
     moves=False,
+    learns=False,
 )
 TOUCH = Verb(
     "touch",
-    _touch,
+    lambda engine, keys, _: cast("TouchableEngine", engine).touch(keys),
+    lambda _, pages: [Outcome.HIT] * pages,
     (Outcome.HIT, Outcome.FAILED),
     Outcome.FAILED,
     moves=False,
+    learns=False,
     repeatable=False,  # the next use says it again
     vital=False,  # an engine that cannot be told of uses can be read and written all the same
 )
@@ -141,6 +156,18 @@ def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
     if Outcome.FAILED not in outcomes:  # in C; nearly always so
         return []
     return [index for index, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]
+
+
+def _merged(
+    outcomes: list[Outcome] | None, asked: Sequence[int], fresh: list[Outcome], pages: int
+) -> list[Outcome]:
+    """What is known of all pages after some were asked for, with their `fresh` outcomes."""
+    if len(asked) == pages:
+        return fresh
+    merged = outcomes or [Outcome.FAILED] * pages
+    for index, outcome in zip(asked, fresh, strict=True):
+        merged[index] = outcome
+    return merged
 
 
 # What of a read is checked by the core, and what an engine is believed.
@@ -264,11 +291,11 @@ class GuardedPool:
             ClosedError: the pool is closed; as all calls.
         """
         if not self._known:
-            return await self._learn(EXISTS, keys, ())
+            return await self._call(EXISTS, keys, ())
         self._admit(keys)
         known = [self._known.recall(key, damaged_only=fresh) for key in keys]
         asked = [key for key, outcome in zip(keys, known, strict=True) if outcome is None]
-        answer = iter((await self._learn(EXISTS, asked, ())).outcomes)
+        answer = iter((await self._call(EXISTS, asked, ())).outcomes)
         return Batch([next(answer) if outcome is None else outcome for outcome in known])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
@@ -277,7 +304,7 @@ class GuardedPool:
         Raises:
             UsageError: a key is of another pool, or there are not as many slots as keys.
         """
-        return await self._learn(GET, keys, self._paired(keys, slots))
+        return await self._call(GET, keys, self._paired(keys, slots))
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
         """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
@@ -291,7 +318,7 @@ class GuardedPool:
         damaged = self._known.damaged(keys)
         if damaged and Outcome.TIMEOUT in (await self._call(DELETE, damaged, ())).outcomes:
             return Batch([Outcome.REJECTED] * len(keys))  # it might delete what is stored after it
-        batch = await self._learn(PUT, keys, slots)
+        batch = await self._call(PUT, keys, slots)
         for index, outcome in enumerate(batch.outcomes) if damaged else ():
             if outcome is Outcome.EXISTS and keys[index] in damaged:
                 batch.outcomes[index] = Outcome.REJECTED  # it could not be deleted: what is there is wrong
@@ -341,11 +368,6 @@ class GuardedPool:
             raise StorageError(f"pool {self._binding.pool!r}: {gone!r} is no answer to clear, but a count is")
         self._known.clear()
         return gone
-
-    async def _learn(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
-        batch = await self._call(verb, keys, slots)
-        self._known.learn(keys, batch)
-        return batch
 
     def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
         """Done once no call of the engine can touch `slots` any more; None if none can now.
@@ -415,20 +437,27 @@ class GuardedPool:
         raise UsageError(f"{stranger.text()} is no page of pool {pool!r}, shard {shard!r}")
 
     async def _call(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+        """Calls of the engine, as many as it takes, and what became of all pages."""
         self._admit(keys)
         step = self._step(verb)
         cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
-        if self._capabilities.immediate:
-            return Batch(await self._in_place(verb, keys, slots, cuts))
+        immediate = self._capabilities.immediate
         # Nobody waits for puts, and what bounds them is the bytes that are under way.
         patience = Patience(None if verb is PUT else self._limits.deadline)
-        if len(cuts) <= 1:
-            outcomes = await self._batch(verb, keys, slots, patience) if cuts else []
-        elif verb is TOUCH:  # in order, which is all that they say
-            outcomes = [one for cut in cuts for one in await self._batch(verb, keys[cut], (), patience)]
+        outcomes: list[Outcome] = []
+        if len(cuts) > 1 and not immediate and verb is not TOUCH:  # whose order is all that it says
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._batch(verb, keys[c], slots[c], patience)) for c in cuts]
+            outcomes = [outcome for task in tasks for outcome in task.result()]
         else:
-            outcomes = await self._side_by_side(verb, keys, slots, cuts, patience)
-        return Batch(outcomes, self.lingering(slots))
+            for cut in cuts:
+                if outcomes and immediate:
+                    await asyncio.sleep(0)  # other tasks' turn: the engine copies on the loop
+                outcomes += await self._batch(verb, keys[cut], slots[cut], patience)
+        batch = Batch(outcomes, self.lingering(slots))
+        if verb.learns:
+            self._known.learn(keys, batch)
+        return batch
 
     def _step(self, verb: Verb) -> int:
         """Most keys of one call of the engine."""
@@ -437,32 +466,15 @@ class GuardedPool:
         pages = self._limits.batch_bytes // self._binding.slot_bytes
         return max(1, min(self._capabilities.batch_pages, pages))
 
-    async def _in_place(
-        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], cuts: list[slice]
-    ) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for cut in cuts:
-            if outcomes:
-                await asyncio.sleep(0)  # other tasks' turn: the engine copies on the loop
-            outcomes += await self._batch_in_place(verb, keys[cut], slots[cut])
-        return outcomes
-
-    async def _side_by_side(
-        self,
-        verb: Verb,
-        keys: Sequence[ObjectKey],
-        slots: Sequence[int],
-        cuts: list[slice],
-        patience: Patience,
-    ) -> list[Outcome]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._batch(verb, keys[cut], slots[cut], patience)) for cut in cuts]
-        return [outcome for task in tasks for outcome in task.result()]
-
     async def _batch(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], patience: Patience
     ) -> list[Outcome]:
-        """One call of the engine, in its turn, in a task of its own, answered by its deadline."""
+        """One call of the engine: in its turn, in a task of its own, answered by its deadline."""
+        if self._capabilities.immediate:  # it never suspends: no turn, no task, no deadline
+            if not self._allows(verb):
+                return self._refuse(verb, len(keys), verb.refused)
+            started = self._port.now()
+            return self._judge(verb, len(keys), await self._attempt(verb, keys, slots), started)
         try:
             # A touch does not wait with the puts: it is to come before them.
             taken = await self._turns.take(patience, put=verb is PUT)
@@ -476,15 +488,6 @@ class GuardedPool:
         if not call.late:
             patience.renew()
         return outcomes
-
-    async def _batch_in_place(
-        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
-    ) -> list[Outcome]:
-        if not self._allows(verb):
-            return self._refuse(verb, len(keys), verb.refused)
-        started = self._port.now()
-        answer = await self._attempt(verb, keys, slots)
-        return self._judge(verb, len(keys), answer, started)
 
     def _refuses(self) -> bool:
         """An engine that has as many late calls as it may have at once hangs in all of them."""
@@ -568,37 +571,36 @@ class GuardedPool:
     async def _attempt(
         self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome] | None:
-        """The engine's answer, checked, with failures asked for again where that is safe."""
+        """The engine's answer, checked, with failures asked for again where that is safe; None if it raised,
+        or answered nonsense."""
         until = self._port.now() + self._limits.deadline
-        outcomes = await self._ask(verb, keys, slots)
-        for _ in range(self._limits.retries if verb.repeatable else 0):
-            wrong = failed(outcomes, len(keys))
-            if not wrong or not self._patient or self._port.now() >= until:
-                break
-            again = await self._ask(verb, [keys[i] for i in wrong], [slots[i] for i in wrong if slots])
-            if again is None:
-                break
-            outcomes = outcomes or [Outcome.FAILED] * len(keys)
-            for index, outcome in zip(wrong, again, strict=True):
-                outcomes[index] = outcome
+        outcomes: list[Outcome] | None = None
+        asked: Sequence[int] = range(len(keys))
+        some, places = keys, slots
+        for retry in range(1 + (self._limits.retries if verb.repeatable else 0)):
+            if retry:
+                asked = failed(outcomes, len(keys))
+                if not asked or not self._patient or self._port.now() >= until:
+                    break
+                some, places = [keys[i] for i in asked], [slots[i] for i in asked if slots]
+            try:
+                call = verb.ask(self._engine, some, places)
+                answer = at_once(call) if self._capabilities.immediate else await call
+                fresh = verb.read(answer, len(some))
+                verb.check(fresh, len(some))
+                if verb is GET:
+                    fresh = await self._checks.check(some, places, fresh)
+            except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
+                self._blame(verb, len(some), error)
+                if retry:
+                    break
+                continue
+            outcomes = _merged(outcomes, asked, fresh, len(keys))
         return outcomes
 
     @property
     def _patient(self) -> bool:
         return not self._closed and self._breaker.state is BreakerState.CLOSED
-
-    async def _ask(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome] | None:
-        """The engine's answer, checked; None if it raised, or answered nonsense."""
-        try:
-            ask = verb.ask(self._engine, keys, slots)
-            outcomes = list(at_once(ask) if self._capabilities.immediate else await ask)
-            verb.check(outcomes, len(keys))
-            if verb is GET:
-                return await self._checks.check(keys, slots, outcomes)
-        except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
-            self._blame(verb, len(keys), error)
-            return None
-        return outcomes
 
     def _blame(self, verb: Verb, pages: int, error: BaseException) -> None:
         tally = self._tallies[verb.name]
