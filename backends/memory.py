@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asynchicache.backends.opened import OpenEngines
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.options import Options
 from asynchicache.errors import ClosedError
 from asynchicache.hashing import ObjectKey

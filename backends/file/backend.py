@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.file.budget import FIXED_BYTES, Budget
+from asynchicache.backends.file.dependencies import Standing
 from asynchicache.backends.file.engine import FileEngine, Turns
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.shape import SegmentShape
-from asynchicache.backends.file.standing import Standing
 from asynchicache.backends.file.store import PageStore
-from asynchicache.backends.opened import OpenEngines
 from asynchicache.backends.options import Options
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import Port

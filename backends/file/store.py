@@ -14,11 +14,11 @@ from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Commits
+from asynchicache.backends.file.dependencies import Standing
 from asynchicache.backends.file.index import PageIndex, Stored
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.recovery import PageReader, recover
 from asynchicache.backends.file.segments import Segments
-from asynchicache.backends.file.standing import Standing
 from asynchicache.backends.file.writer import GroupWriter, Load
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.hf3fs.datafile import DataFile, DataPath
 from asynchicache.backends.hf3fs.engine import Hf3fsEngine
 from asynchicache.backends.hf3fs.folder import claim_folder
@@ -18,7 +19,6 @@ from asynchicache.backends.hf3fs.metadata.client import MetadataClient, Namespac
 from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
-from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.mooncake.engine import MooncakeEngine
 from asynchicache.backends.mooncake.joining import join
+from asynchicache.backends.mooncake.large_calls import LARGE_BYTES
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredSlots
 from asynchicache.backends.mooncake.store import Client, Store
-from asynchicache.backends.mooncake.turns import LARGE_BYTES
-from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding

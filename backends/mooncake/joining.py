@@ -13,7 +13,7 @@ from asynchicache.backends.mooncake.store import Store, reach
 from asynchicache.errors import StorageError
 
 _COMPLAINTS = 3
-_SCRIPT = Path(__file__).with_name("rehearsal.py")
+_SCRIPT = Path(__file__).with_name("trial_join.py")
 
 
 class NewStore(Store, Protocol):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asynchicache.backends.mooncake.codes import Code, master_is_away, name_of
-from asynchicache.backends.mooncake.turns import Turns
+from asynchicache.backends.mooncake.large_calls import Turns
 from asynchicache.errors import StorageError
 
 logger = logging.getLogger(__name__)

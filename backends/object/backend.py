@@ -10,10 +10,10 @@ from functools import partial
 
 import obstore
 
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.object.engine import ObjectEngine, page_path
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
-from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port

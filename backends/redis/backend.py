@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from asynchicache.backends.opened import OpenEngines
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.redis.connection import RedisConnection
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import pytest
 
+from asynchicache.backends.engine_registry import OpenEngines
 from asynchicache.backends.file import engine as engine_module
 from asynchicache.backends.file import open_backend
 from asynchicache.backends.file import store as store_module
 from asynchicache.backends.file.recovery import PageReader, Recovered
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.store import PageStore
-from asynchicache.backends.opened import OpenEngines
 from asynchicache.errors import StorageLockedError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort

@@ -15,8 +15,8 @@ import pytest
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
 from asynchicache.backends.mooncake import store as store_module
 from asynchicache.backends.mooncake import turns as turns_module
+from asynchicache.backends.mooncake.large_calls import LARGE_BYTES, Turns
 from asynchicache.backends.mooncake.store import Client
-from asynchicache.backends.mooncake.turns import LARGE_BYTES, Turns
 
 HALF = LARGE_BYTES // 2
 FOREVER = 60.0  # seconds; nothing that works waits so long
