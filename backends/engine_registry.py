@@ -11,7 +11,7 @@ from asynchicache.errors import ClosedError, StorageError
 from asynchicache.storage.protocol import PoolBinding
 
 
-class Closable(Protocol):
+class ClosableEngine(Protocol):
     """What is asked of an engine here."""
 
     @property
@@ -20,11 +20,11 @@ class Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-E = TypeVar("E", bound=Closable)
+E = TypeVar("E", bound=ClosableEngine)
 
 
 @dataclass(slots=True, eq=False)
-class _Opened(Generic[E]):
+class _RegisteredEngine(Generic[E]):
     """
     Attributes:
         task: opens the engine.
@@ -68,11 +68,11 @@ class _Opened(Generic[E]):
         return not self.task.cancelled() and self.task.exception() is None
 
 
-class OpenEngines(Generic[E]):
+class EngineRegistry(Generic[E]):
     """Opens engines, and keeps them by pool, shard and fingerprint."""
 
     def __init__(self) -> None:
-        self._opened: dict[tuple[str, str, bytes], _Opened[E]] = {}
+        self._opened: dict[tuple[str, str, bytes], _RegisteredEngine[E]] = {}
         self._closed = False
 
     async def open(self, binding: PoolBinding, make: Callable[[], Awaitable[E]]) -> E:
@@ -88,13 +88,13 @@ class OpenEngines(Generic[E]):
         identity = (binding.pool, binding.shard, binding.fingerprint)
         opened = await self._settled(identity)
         if opened is None or not opened.usable():
-            opened = self._opened[identity] = _Opened(binding, asyncio.ensure_future(_run(make)))
+            opened = self._opened[identity] = _RegisteredEngine(binding, asyncio.ensure_future(_run(make)))
         elif opened.binding is not binding:
             where = f"pool {binding.pool!r}, shard {binding.shard!r}"
             raise StorageError(f"{where} is open already, with other slots; close that engine first")
         return await opened.engine()
 
-    async def _settled(self, identity: tuple[str, str, bytes]) -> _Opened[E] | None:
+    async def _settled(self, identity: tuple[str, str, bytes]) -> _RegisteredEngine[E] | None:
         """What is known of a pool, once nothing of it is about to be closed."""
         opened = self._opened.get(identity)
         while opened is not None and not opened.usable() and not opened.begin_closing().done():

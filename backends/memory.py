@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.options import Options
 from asynchicache.errors import ClosedError
 from asynchicache.hashing import ObjectKey
@@ -22,12 +22,12 @@ _BATCH_BYTES = 4 << 20  # copying them holds the loop for a few milliseconds at 
 _BATCH_PAGES = 128
 
 
-class _Stored(NamedTuple):
+class _MemoryPage(NamedTuple):
     header: bytes
     page: bytes
 
 
-class _Family(NamedTuple):
+class _PoolIdentity(NamedTuple):
     """One pool of one model on one shard."""
 
     fingerprint: bytes
@@ -49,9 +49,9 @@ class MemoryStore:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.evicted = 0
-        self._pages: OrderedDict[ObjectKey, _Stored] = OrderedDict()
+        self._pages: OrderedDict[ObjectKey, _MemoryPage] = OrderedDict()
         self._bytes = 0
-        self._standing: dict[_Family, str | None] = {}
+        self._standing: dict[_PoolIdentity, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -69,14 +69,14 @@ class MemoryStore:
         return self._bytes
 
     def know(self, binding: PoolBinding) -> None:
-        """A pool's pages may be here; `binding.stands_on` says without which others they are useless."""
-        self._standing[_Family(binding.fingerprint, binding.pool, binding.shard)] = binding.stands_on
+        """A pool's pages may be here; `binding.depends_on` says without which others they are useless."""
+        self._standing[_PoolIdentity(binding.fingerprint, binding.pool, binding.shard)] = binding.depends_on
 
     def present(self, keys: Sequence[ObjectKey]) -> bytearray:
         """One byte a key, 1 where it is held."""
         return bytearray(map(self._pages.__contains__, keys))
 
-    def read(self, key: ObjectKey) -> _Stored | None:
+    def read(self, key: ObjectKey) -> _MemoryPage | None:
         """The page; its use does not count yet."""
         return self._pages.get(key)
 
@@ -88,7 +88,7 @@ class MemoryStore:
 
     def useful(self, key: ObjectKey) -> bool:
         """Whether what a page stands on is held, or it stands on nothing that is known of."""
-        ground = self._standing.get(_Family(key.fingerprint, key.pool, key.shard))
+        ground = self._standing.get(_PoolIdentity(key.fingerprint, key.pool, key.shard))
         known = [family for family in self._standing if family.pool == ground]
         return not known or any(family.key(key.digest) in self._pages for family in known)
 
@@ -120,7 +120,7 @@ class MemoryStore:
         """Hold a page that is not held yet; False if it is larger than all there may be."""
         if not self.make_room(len(page)):
             return False
-        self._pages[key] = _Stored(header, page)
+        self._pages[key] = _MemoryPage(header, page)
         self._bytes += len(page)
         return True
 
@@ -256,7 +256,7 @@ class MemoryBackend:
     def __init__(self, store: MemoryStore, *, checksum: bool = True) -> None:
         self.store = store
         self._checksum = checksum
-        self._engines: OpenEngines[MemoryEngine] = OpenEngines()
+        self._engines: EngineRegistry[MemoryEngine] = EngineRegistry()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> MemoryEngine:

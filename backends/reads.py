@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 _MOST_IDLE = 3  # reads in a row that bring nothing, before the end of the file
 
 
-def read_on(
+def read_fully(
     read: Callable[[Sequence[memoryview], int], int],
     views: Sequence[memoryview],
     offset: int,

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.file.budget import FIXED_BYTES, Budget
-from asynchicache.backends.file.dependencies import Standing
-from asynchicache.backends.file.engine import FileEngine, Turns
+from asynchicache.backends.file.dependencies import PoolDependencies
+from asynchicache.backends.file.engine import FileEngine, WriteLimits
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.shape import SegmentShape
-from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.options import Options
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.ports import Port
@@ -95,10 +95,10 @@ class FileBackend:
         self._folder = StoreFolder(options.path, read_only=options.read_only)
         self._budget = Budget(options.folder_limit)
         for pool in self._folder.pools():
-            self._budget.found(pool)
-        self._standing = Standing()
-        self._turns = Turns.of(os.cpu_count() or 1)
-        self._engines: OpenEngines[FileEngine] = OpenEngines()
+            self._budget.add_closed(pool)
+        self._dependencies = PoolDependencies()
+        self._write_limits = WriteLimits.of(os.cpu_count() or 1)
+        self._engines: EngineRegistry[FileEngine] = EngineRegistry()
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
 
@@ -151,8 +151,8 @@ class FileBackend:
         self._check_room(manifest)
         await self._port.run_blocking(partial(self._folder.make, path))
         await settle(path, manifest, read_only=self._options.read_only)
-        store = await self._port.run_blocking(partial(self._store, path, manifest, binding.stands_on))
-        return FileEngine(binding, self._port, self._folder, store, self._turns)
+        store = await self._port.run_blocking(partial(self._store, path, manifest, binding.depends_on))
+        return FileEngine(binding, self._port, self._folder, store, self._write_limits)
 
     def _check_room(self, manifest: Manifest) -> None:
         """A pool that can never store a page is a mistake, and not a full store."""
@@ -167,15 +167,15 @@ class FileBackend:
                 f"one needs {least}"
             )
 
-    def _store(self, path: Path, manifest: Manifest, stands_on: str | None) -> PageStore:
+    def _store(self, path: Path, manifest: Manifest, depends_on: str | None) -> PoolStore:
         options = self._options
         try:
-            return PageStore(
+            return PoolStore(
                 path,
                 manifest,
                 self._budget,
-                standing=self._standing,
-                stands_on=stands_on,
+                dependencies=self._dependencies,
+                depends_on=depends_on,
                 limit=options.limit_of(manifest.pool),
                 read_only=options.read_only,
                 direct=options.direct,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from asynchicache.backends.file.folder import check_file
-from asynchicache.backends.reads import read_on
+from asynchicache.backends.reads import read_fully
 from asynchicache.errors import StorageError
 from asynchicache.layouts import ALIGNMENT
 
@@ -52,7 +52,7 @@ class BlockFile:
     def read(self, views: Sequence[memoryview], offset: int) -> int:
         """Fill `views` from `offset` on; how many bytes there were, fewer only at the file's end."""
         block = ALIGNMENT if self.direct else 1
-        return read_on(partial(self._direct_or_not, os.preadv), views, offset, lambda: self.size, block)
+        return read_fully(partial(self._direct_or_not, os.preadv), views, offset, lambda: self.size, block)
 
     def write(self, views: Sequence[memoryview], offset: int) -> int:
         """Write `views` to `offset` and on; how many bytes were written. Durable after `sync`."""

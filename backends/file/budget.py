@@ -18,7 +18,7 @@ FIXED_BYTES = 4 * ALIGNMENT
 """Counted for what is small: FORMAT, and the pools' manifests."""
 
 
-class Holder(Protocol):
+class BudgetedPool(Protocol):
     """A pool that has files in the folder."""
 
     @property
@@ -26,12 +26,12 @@ class Holder(Protocol):
         """Bytes of its files."""
         ...
 
-    def give_back(self, nbytes: int) -> int:
+    def shrink(self, nbytes: int) -> int:
         """Forget pages and cut files by about so many bytes; how many it were, 0 if it is busy."""
         ...
 
 
-class DormantPool:
+class ClosedPool:
     """A pool that is in the folder but not open: of other weights, most likely.
 
     Args:
@@ -45,7 +45,7 @@ class DormantPool:
     def nbytes(self) -> int:
         return sum(_size(path) for path in self._folder.glob("*") if path.is_file())
 
-    def give_back(self, nbytes: int) -> int:
+    def shrink(self, nbytes: int) -> int:
         """Removes whole files of pages, the last ones first: to cut them would take a look at each page."""
         freed = 0
         for path in reversed(pages_files(self._folder)):
@@ -79,15 +79,15 @@ class Budget:
         self.freed = 0
         """Bytes that pools have given back: where it has grown, a full disk may have room."""
         self._limit = limit
-        self._open: list[Holder] = []
-        self._dormant: dict[Path, DormantPool] = {}
+        self._open: list[BudgetedPool] = []
+        self._closed: dict[Path, ClosedPool] = {}
         self._opening: set[Path] = set()
-        self._kept: set[Path] = set()  # by the system, which does not let us remove their files
+        self._undeletable: set[Path] = set()  # by the system, which does not let us remove their files
 
-    def found(self, folder: Path) -> None:
+    def add_closed(self, folder: Path) -> None:
         """There is a pool that nobody has opened."""
         with self.lock:
-            self._dormant[folder] = DormantPool(folder)
+            self._closed[folder] = ClosedPool(folder)
 
     @contextmanager
     def opening(self, folder: Path) -> Iterator[None]:
@@ -100,7 +100,7 @@ class Budget:
             with self.lock:
                 self._opening.remove(folder)
 
-    def fit(self, holder: Holder) -> None:
+    def shrink_to_limit(self, pool: BudgetedPool) -> None:
         """Where there is more than the limit, as it was lowered: pools that are not open give way, then
         `holder`, which is being opened.
 
@@ -113,24 +113,24 @@ class Budget:
             free = self._free(self._limit)
             if free >= -FIXED_BYTES:  # what is small is there, and counted twice
                 return
-            free += self._from_the_dormant(-free)
+            free += self._reclaim_from_closed(-free)
             if free < 0:
-                self.freed += holder.give_back(-free)
+                self.freed += pool.shrink(-free)
 
-    def join(self, folder: Path, holder: Holder) -> None:
+    def pool_opened(self, folder: Path, pool: BudgetedPool) -> None:
         """A pool was opened."""
         with self.lock:
-            self._dormant.pop(folder, None)
-            self._open.append(holder)
+            self._closed.pop(folder, None)
+            self._open.append(pool)
 
-    def leave(self, folder: Path, holder: Holder) -> None:
+    def pool_closed(self, folder: Path, pool: BudgetedPool) -> None:
         """A pool was closed; twice is harmless."""
         with self.lock:
-            if holder in self._open:
-                self._open.remove(holder)
-                self._dormant[folder] = DormantPool(folder)
+            if pool in self._open:
+                self._open.remove(pool)
+                self._closed[folder] = ClosedPool(folder)
 
-    def room(self, holder: Holder, wanted: int, least: int) -> int | None:
+    def grant(self, pool: BudgetedPool, wanted: int, least: int) -> int | None:
         """How many bytes `holder`'s files may grow; None for no limit. `lock` is held.
 
         Args:
@@ -144,43 +144,43 @@ class Budget:
         if self._limit is None:
             return None
         free = self._free(self._limit)
-        free += self._from_the_dormant(wanted - free)
+        free += self._reclaim_from_closed(wanted - free)
         if free < wanted:
-            share = max(self._limit // max(1, len(self._open)), 0 if holder.nbytes else least)
-            allowed = min(wanted, share - holder.nbytes)
+            share = max(self._limit // max(1, len(self._open)), 0 if pool.nbytes else least)
+            allowed = min(wanted, share - pool.nbytes)
             if allowed >= least:
-                free += self._from_the_richest(holder, share, allowed - free, least - free)
+                free += self._reclaim_from_largest(pool, share, allowed - free, least - free)
         return max(free, 0)
 
     def _free(self, limit: int) -> int:
         """Bytes that no pool has; below 0 where they have too many."""
-        return limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._dormant.values()])
+        return limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._closed.values()])
 
-    def _from_the_dormant(self, missing: int) -> int:
+    def _reclaim_from_closed(self, missing: int) -> int:
         """How many bytes pools gave back that are not open."""
         freed = 0
-        for folder, dormant in self._dormant.items():
-            if freed < missing and folder not in self._opening | self._kept:
-                freed += self._take_back(folder, dormant, missing - freed)
+        for folder, closed in self._closed.items():
+            if freed < missing and folder not in self._opening | self._undeletable:
+                freed += self._shrink_closed(folder, closed, missing - freed)
         return freed
 
-    def _take_back(self, folder: Path, dormant: DormantPool, nbytes: int) -> int:
+    def _shrink_closed(self, folder: Path, closed: ClosedPool, nbytes: int) -> int:
         """About so many bytes of a pool that is not open; 0 if its files are another user's, say."""
         try:
-            freed = dormant.give_back(nbytes)
+            freed = closed.shrink(nbytes)
         except OSError as error:
             logger.warning("%s takes room and cannot be removed: %s", folder, error)
-            self._kept.add(folder)
+            self._undeletable.add(folder)
             return 0
         self.freed += freed
         return freed
 
-    def _from_the_richest(self, holder: Holder, share: int, missing: int, least: int) -> int:
-        others = [other for other in self._open if other is not holder]
+    def _reclaim_from_largest(self, pool: BudgetedPool, share: int, missing: int, least: int) -> int:
+        others = [other for other in self._open if other is not pool]
         if not others:
             return 0
-        richest = max(others, key=lambda other: other.nbytes)
-        taken = min(missing, richest.nbytes - share)
-        freed = richest.give_back(taken) if taken >= max(least, 1) else 0
+        largest = max(others, key=lambda other: other.nbytes)
+        taken = min(missing, largest.nbytes - share)
+        freed = largest.shrink(taken) if taken >= max(least, 1) else 0
         self.freed += freed
         return freed

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.file.store import PoolStore
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
 
-class Claim(NamedTuple):
+class SlotClaim(NamedTuple):
     """What one hop of a put is to write.
 
     Attributes:
@@ -36,7 +36,7 @@ class PathCall:
         hops: parts of the call; each ends with `end`.
     """
 
-    def __init__(self, store: PageStore, digests: Sequence[bytes], hops: int) -> None:
+    def __init__(self, store: PoolStore, digests: Sequence[bytes], hops: int) -> None:
         self.own = frozenset(digests)
         """Pages that make no room for each other."""
         self._store = store
@@ -47,14 +47,14 @@ class PathCall:
         self._refused: set[int] = set()
         self._refusal = Outcome.REJECTED
 
-    def claim(self, places: range) -> Claim:
+    def claim(self, places: range) -> SlotClaim:
         """Slots for those of the pages at `places` that are not there. Whichever hop comes first takes them
         for the whole call: if there are too few, it is the end of the path that gets none."""
         with self._lock:
             if self._slots is None:
                 self._slots = self._take()
             slots = {place: self._slots.pop(place) for place in places if place in self._slots}
-            return Claim(slots, [place for place in places if place in self._refused], self._refusal)
+            return SlotClaim(slots, [place for place in places if place in self._refused], self._refusal)
 
     def end(self) -> None:
         """A hop has ended. With the last one the call's pages count as used, the first most recently."""

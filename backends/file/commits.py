@@ -9,15 +9,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asynchicache.backends.file import entries
-from asynchicache.backends.file.entries import Block
-from asynchicache.backends.file.index import Stored
+from asynchicache.backends.file.entries import (
+    EntryBlock,
+    empty_entries,
+    entry_blocks,
+    pack_entries,
+    write_blocks,
+)
+from asynchicache.backends.file.index import StoredPage
 from asynchicache.backends.file.segments import Segments
 
 logger = logging.getLogger(__name__)
 
 
-class Naming(NamedTuple):
+class CommitStamp(NamedTuple):
     """Pages that are on their way.
 
     Attributes:
@@ -28,7 +33,7 @@ class Naming(NamedTuple):
 
     first: int
     mark: int
-    leaving: Sequence[int]
+    erased: Sequence[int]
 
 
 class Commits:
@@ -44,39 +49,39 @@ class Commits:
         stamp: of the next page; stamps only go up. All that is stored has lower ones, and is durable.
     """
 
-    def __init__(self, segments: Segments, stamp: int) -> None:
+    def __init__(self, segments: Segments, next_stamp: int) -> None:
         self.broken = False
         """The disk has refused a commit; nothing is written any more until the pool is reopened."""
         self._segments = segments
-        self._stamp = stamp
+        self._next_stamp = next_stamp
         self._pending: set[int] = set()  # the first stamps of commits that have not ended well
         self._lock = threading.Lock()
 
-    def name(self, count: int, leaving: Sequence[int] = ()) -> Naming:
+    def reserve(self, count: int, erased: Sequence[int] = ()) -> CommitStamp:
         """Stamps for so many pages that are about to be written; `leaving` will hold nothing.
 
         One that is neither committed nor withdrawn stops the mark: what is named after it will be read after
         a crash.
         """
         with self._lock:
-            first, self._stamp = self._stamp, self._stamp + count
+            first, self._next_stamp = self._next_stamp, self._next_stamp + count
             self._pending.add(first)
-            return Naming(first, min(self._pending), leaving)
+            return CommitStamp(first, min(self._pending), erased)
 
-    def withdraw(self, naming: Naming) -> None:
+    def withdraw(self, stamp: CommitStamp) -> None:
         """No entry names any of its pages, and none will."""
         with self._lock:
-            self._pending.discard(naming.first)
+            self._pending.discard(stamp.first)
 
-    def entries(self, naming: Naming, pages: Iterable[Stored]) -> dict[int, bytes]:
+    def entries(self, stamp: CommitStamp, pages: Iterable[StoredPage]) -> dict[int, bytes]:
         """Entries as they are stored, by slot, for all pages that `naming` is for."""
-        return entries.packed(pages, naming.first, naming.mark, self._segments.identity)
+        return pack_entries(pages, stamp.first, stamp.mark, self._segments.identity)
 
-    def blocks(self, naming: Naming, stored: Mapping[int, bytes]) -> list[Block]:
+    def blocks(self, stamp: CommitStamp, stored: Mapping[int, bytes]) -> list[EntryBlock]:
         """What `commit` writes if `stored` are the entries, by slot, of the pages that were written."""
-        return self._blocks({**stored, **entries.empty(naming.leaving)})
+        return self._blocks({**stored, **empty_entries(stamp.erased)})
 
-    def commit(self, namings: Sequence[Naming], blocks: Sequence[Block]) -> None:
+    def commit(self, stamps: Sequence[CommitStamp], blocks: Sequence[EntryBlock]) -> None:
         """Return when pages, which were written, and their entries are durable.
 
         Args:
@@ -88,7 +93,7 @@ class Commits:
         """
         self._commit(blocks, partial(self._segments.sync, [block.slot for block in blocks]))
         with self._lock:
-            self._pending.difference_update(naming.first for naming in namings)
+            self._pending.difference_update(stamp.first for stamp in stamps)
 
     def erase(self, slots: Sequence[int]) -> None:
         """Return when these slots hold nothing, durably.
@@ -97,9 +102,9 @@ class Commits:
             OSError: they may hold what they held, and no later commit will be durable.
         """
         with self._segments.barrier(slots) as sync:
-            self._commit(self._blocks(entries.empty(slots)), sync)
+            self._commit(self._blocks(empty_entries(slots)), sync)
 
-    def vouch(self, pages: Sequence[Stored]) -> None:
+    def mark_durable(self, pages: Sequence[StoredPage]) -> None:
         """Name pages anew, the least recently used first, and say that all are durable.
 
         Nobody else commits meanwhile, and every page that has an entry is durable.
@@ -107,21 +112,21 @@ class Commits:
         Raises:
             OSError: the entries may not be.
         """
-        first, self._stamp = self._stamp, self._stamp + len(pages)
+        first, self._next_stamp = self._next_stamp, self._next_stamp + len(pages)
         with self._segments.barrier(page.slot for page in pages) as sync:
-            named = entries.packed(pages, first, self._stamp, self._segments.identity)
-            entries.put(self._segments, self._blocks(named))
+            packed = pack_entries(pages, first, self._next_stamp, self._segments.identity)
+            write_blocks(self._segments, self._blocks(packed))
             sync()
 
-    def _blocks(self, stored: Mapping[int, bytes]) -> list[Block]:
-        return entries.blocks(stored, self._segments.shape.slots)
+    def _blocks(self, stored: Mapping[int, bytes]) -> list[EntryBlock]:
+        return entry_blocks(stored, self._segments.shape.slots)
 
-    def _commit(self, blocks: Sequence[Block], sync: Callable[[], None]) -> None:
+    def _commit(self, blocks: Sequence[EntryBlock], sync: Callable[[], None]) -> None:
         if not blocks:
             return
         self._check()
         try:
-            entries.put(self._segments, blocks)
+            write_blocks(self._segments, blocks)
             sync()
         except BaseException:
             # The kernel reports lost writes once; the next fdatasync may succeed without them.

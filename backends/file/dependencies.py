@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Member(Protocol):
+class DependentPool(Protocol):
     """An open pool."""
 
     @property
     def pool(self) -> str: ...
 
     @property
-    def stands_on(self) -> str | None:
+    def depends_on(self) -> str | None:
         """The pool whose page of the same digest each of its pages needs."""
         ...
 
@@ -29,7 +29,7 @@ class Member(Protocol):
         ...
 
 
-class Standing:
+class PoolDependencies:
     """The open pools of a folder. Methods may be called from any thread, but not with a pool's lock held.
 
     Pools are known by their names. Where several of one name are open, of two models say, a page is useless
@@ -38,29 +38,31 @@ class Standing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._members: tuple[Member, ...] = ()
+        self._members: tuple[DependentPool, ...] = ()
 
-    def join(self, member: Member) -> None:
+    def join(self, member: DependentPool) -> None:
         """A pool was opened; what nothing can be restored from, in it and in those that stand on it, goes
         first."""
         with self._lock:
             self._members = (*self._members, member)
-        for above in self._members:
-            if above is member or above.stands_on == member.pool:
-                above.demote([digest for digest in above.digests() if not self.useful(above, digest)])
+        for dependent in self._members:
+            if dependent is member or dependent.depends_on == member.pool:
+                dependent.demote(
+                    [digest for digest in dependent.digests() if not self.useful(dependent, digest)]
+                )
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: DependentPool) -> None:
         """A pool was closed; twice is harmless."""
         with self._lock:
             self._members = tuple(one for one in self._members if one is not member)
 
-    def lost(self, member: Member, digests: Sequence[bytes]) -> None:
+    def pages_removed(self, member: DependentPool, digests: Sequence[bytes]) -> None:
         """Pages have left a pool, for whatever reason."""
-        for above in self._members if digests else ():
-            if above.stands_on == member.pool:
-                above.demote([digest for digest in digests if not self.useful(above, digest)])
+        for dependent in self._members if digests else ():
+            if dependent.depends_on == member.pool:
+                dependent.demote([digest for digest in digests if not self.useful(dependent, digest)])
 
-    def useful(self, member: Member, digest: bytes) -> bool:
+    def useful(self, member: DependentPool, digest: bytes) -> bool:
         """Whether what a page stands on is there, or is of no pool that is open."""
-        grounds = [one for one in self._members if one.pool == member.stands_on]
-        return not grounds or any(one.has(digest) for one in grounds)
+        needed = [one for one in self._members if one.pool == member.depends_on]
+        return not needed or any(one.has(digest) for one in needed)

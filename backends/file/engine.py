@@ -13,10 +13,10 @@ from typing import NamedTuple, Self, TypeVar
 from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.file.calls import PathCall
 from asynchicache.backends.file.folder import StoreFolder
-from asynchicache.backends.file.index import Stored
-from asynchicache.backends.file.runs import Move, Run, neighbours
-from asynchicache.backends.file.store import PageStore
-from asynchicache.backends.file.writer import Load
+from asynchicache.backends.file.index import StoredPage
+from asynchicache.backends.file.runs import PageMove, SlotRun, contiguous_moves
+from asynchicache.backends.file.store import PoolStore
+from asynchicache.backends.file.writer import WriteBatch
 from asynchicache.errors import ClosedError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
@@ -42,7 +42,7 @@ _MOST_SEALS = 4
 Mover = Callable[[int, Sequence[memoryview]], int]
 
 
-class Turns(NamedTuple):
+class WriteLimits(NamedTuple):
     """How much the calls of all pools of one backend do at once.
 
     Attributes:
@@ -64,21 +64,21 @@ class Turns(NamedTuple):
         )
 
 
-class _Batch(NamedTuple):
+class _PageBatch(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
 
-    def digest(self, move: Move) -> bytes:
+    def digest(self, move: PageMove) -> bytes:
         return self.keys[move.place].digest
 
-    def end(self, moves: Sequence[Move], outcome: Outcome) -> None:
+    def end(self, moves: Sequence[PageMove], outcome: Outcome) -> None:
         for move in moves:
             self.outcomes[move.place] = outcome
 
 
 class FileEngine:
-    """One pool in one `PageStore`.
+    """One pool in one `PoolStore`.
 
     A put is acknowledged, and visible, after `fdatasync` has returned for its pages and the entries that
     name them.
@@ -94,7 +94,7 @@ class FileEngine:
     capabilities = Capabilities(durable=True, checks=True, batch_keys=4096, concurrency=5)
 
     def __init__(
-        self, binding: PoolBinding, port: Port, folder: StoreFolder, store: PageStore, turns: Turns
+        self, binding: PoolBinding, port: Port, folder: StoreFolder, store: PoolStore, limits: WriteLimits
     ) -> None:
         self.closed = False
         self.corrupt = 0
@@ -103,8 +103,8 @@ class FileEngine:
         self._port = port
         self._folder = folder
         self._store = store
-        self._turns = turns
-        self._hops: set[asyncio.Task[object]] = set()
+        self._limits = limits
+        self._running: set[asyncio.Task[object]] = set()
         self._closing: asyncio.Future[None] | None = None
 
     @property
@@ -121,14 +121,14 @@ class FileEngine:
         self._check_open()
         cuts = self._reads(len(keys))
         call = self._path_call(keys, cuts)
-        return await _all([self._hop(partial(self._get, call, keys[cut], slots[cut])) for cut in cuts])
+        return await _all([self._in_thread(partial(self._get, call, keys[cut], slots[cut])) for cut in cuts])
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
         cuts = self._cuts(len(keys), _HOP_BYTES)
         call = self._path_call(keys, cuts)
         hops = [partial(self._put, call, cut.start, keys[cut], slots[cut]) for cut in cuts]
-        outcomes = await _all([self._hop(hop, writes=True) for hop in hops])
+        outcomes = await _all([self._in_thread(hop, writes=True) for hop in hops])
         if len(call.own) < len(keys):
             _repeat(keys, outcomes)
         return outcomes
@@ -139,7 +139,7 @@ class FileEngine:
         self._store.touch([key.digest for key in keys])  # memory only: a thread would come behind the puts
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        return await self._hop(partial(self._delete, keys))
+        return await self._in_thread(partial(self._delete, keys))
 
     async def clear(self) -> int:
         """Forget every page of this pool, and of no other; how many there were.
@@ -151,7 +151,7 @@ class FileEngine:
         self._check_open()
         if self._store.read_only:
             raise UsageError(f"pool {self._binding.pool!r} is open for reading only; it cannot be cleared")
-        return await self._hop(self._store.clear)
+        return await self._in_thread(self._store.clear)
 
     async def aclose(self) -> None:
         """Twice is harmless, and waits too. A cancelled caller does not hinder it. A process that was forked
@@ -164,8 +164,8 @@ class FileEngine:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        while self._hops:
-            await asyncio.wait(self._hops)
+        while self._running:
+            await asyncio.wait(self._running)
         await off_the_loop(self._port, self._store.close, self._store.close)  # better on it than never
 
     def _check_open(self) -> None:
@@ -176,7 +176,7 @@ class FileEngine:
     def _reads(self, count: int) -> list[slice]:
         """The hops of a read."""
         cuts = self._cuts(count, _HOP_BYTES)
-        return cuts if len(self._hops) + len(cuts) >= _BUSY_HOPS else self._cuts(count, _FINE_BYTES)
+        return cuts if len(self._running) + len(cuts) >= _BUSY_HOPS else self._cuts(count, _FINE_BYTES)
 
     def _cuts(self, count: int, nbytes: int) -> list[slice]:
         """Parts of `nbytes` that move side by side: while one waits for the disk, another is checked."""
@@ -186,22 +186,22 @@ class FileEngine:
     def _path_call(self, keys: Sequence[ObjectKey], cuts: Sequence[slice]) -> PathCall:
         return PathCall(self._store, [key.digest for key in keys], len(cuts))
 
-    def _hop(self, work: Callable[[], T], *, writes: bool = False) -> asyncio.Future[T]:
+    def _in_thread(self, work: Callable[[], T], *, writes: bool = False) -> asyncio.Future[T]:
         """Run `work` in a thread, to its end; `aclose` waits for it, whatever its caller does."""
         self._check_open()
-        task = asyncio.create_task(self._in_turn(work) if writes else self._port.run_blocking(work))
-        self._hops.add(task)
-        task.add_done_callback(self._hops.discard)
+        task = asyncio.create_task(self._in_write_turn(work) if writes else self._port.run_blocking(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         return asyncio.shield(task)
 
-    async def _in_turn(self, work: Callable[[], T]) -> T:
-        async with self._turns.puts:
+    async def _in_write_turn(self, work: Callable[[], T]) -> T:
+        async with self._limits.puts:
             return await self._port.run_blocking(work)
 
     def _get(self, call: PathCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch = _Batch(keys, slots, [Outcome.MISS] * len(keys))
+        batch = _PageBatch(keys, slots, [Outcome.MISS] * len(keys))
         found = {place: page for place, page in enumerate(self._store.pin(k.digest for k in keys)) if page}
-        moves = sorted(Move(page.slot, place) for place, page in found.items())
+        moves = sorted(PageMove(page.slot, place) for place, page in found.items())
         try:
             for run in self._runs(moves, batch):
                 for _, place in self._move(self._store.segments.read, batch, run):
@@ -213,7 +213,7 @@ class FileEngine:
             call.end()
         return batch.outcomes
 
-    def _drop(self, damaged: Sequence[Move], batch: _Batch) -> None:
+    def _drop(self, damaged: Sequence[PageMove], batch: _PageBatch) -> None:
         if not damaged:
             return
         dropped = self._store.drop([(batch.digest(move), move.slot) for move in damaged])
@@ -237,38 +237,40 @@ class FileEngine:
 
     def _begin(
         self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
-    ) -> tuple[_Batch, list[Move]]:
+    ) -> tuple[_PageBatch, list[PageMove]]:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
-            return _Batch(keys, slots, [Outcome.REJECTED] * len(keys)), []
+            return _PageBatch(keys, slots, [Outcome.REJECTED] * len(keys)), []
         claim = call.claim(range(start, start + len(keys)))
-        batch = _Batch(keys, slots, [Outcome.EXISTS] * len(keys))
+        batch = _PageBatch(keys, slots, [Outcome.EXISTS] * len(keys))
         for place in claim.refused:
             batch.outcomes[place - start] = claim.refusal
-        return batch, [Move(slot, place - start) for place, slot in claim.slots.items()]
+        return batch, [PageMove(slot, place - start) for place, slot in claim.slots.items()]
 
-    def _write(self, moves: Sequence[Move], batch: _Batch, own: Collection[bytes]) -> None:
+    def _write(self, moves: Sequence[PageMove], batch: _PageBatch, own: Collection[bytes]) -> None:
         """Write and seal pages, and make them visible."""
         batch.end(moves, Outcome.FAILED)  # until they are stored, or it is known why not
-        load = Load(partial(self._move, self._store.segments.write, batch), partial(self._seal, moves, batch))
+        write = WriteBatch(
+            partial(self._move, self._store.segments.write, batch), partial(self._seal, moves, batch)
+        )
         try:
-            load.runs += self._runs(moves, batch)
-            first = self._store.write(load, own)
+            write.runs += self._runs(moves, batch)
+            first = self._store.write(write, own)
         except OSError as error:
             logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)
         else:
-            for move, new in zip(load.written, first, strict=True):
+            for move, new in zip(write.written, first, strict=True):
                 batch.outcomes[move.place] = Outcome.STORED if new else Outcome.EXISTS
         finally:
-            kept = {move.slot for move in load.written} if load.named else set()
+            kept = {move.slot for move in write.written} if write.may_be_named else set()
             self._store.release(move.slot for move in moves if move.slot not in kept)
 
-    def _seal(self, moves: Sequence[Move], batch: _Batch) -> dict[int, Stored]:
-        with self._turns.seals:
+    def _seal(self, moves: Sequence[PageMove], batch: _PageBatch) -> dict[int, StoredPage]:
+        with self._limits.seals:
             return {slot: self._stored(slot, batch.slots[place], batch.keys[place]) for slot, place in moves}
 
-    def _stored(self, slot: int, memory: int, key: ObjectKey) -> Stored:
-        return Stored(key.digest, slot, self._binding.seal(memory, key))
+    def _stored(self, slot: int, memory: int, key: ObjectKey) -> StoredPage:
+        return StoredPage(key.digest, slot, self._binding.seal(memory, key))
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         if self._store.read_only or self._store.broken:
@@ -280,18 +282,18 @@ class FileEngine:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if was else Outcome.MISS for was in there]
 
-    def _runs(self, moves: Sequence[Move], batch: _Batch) -> Iterator[Run]:
+    def _runs(self, moves: Sequence[PageMove], batch: _PageBatch) -> Iterator[SlotRun]:
         """Neighbours, with where their bytes are in memory."""
-        for run in neighbours(moves, self._store.segments.most_slots):
-            yield Run(run, [self._binding.page(batch.slots[move.place]) for move in run])
+        for run in contiguous_moves(moves, self._store.segments.most_slots):
+            yield SlotRun(run, [self._binding.page(batch.slots[move.place]) for move in run])
 
-    def _move(self, mover: Mover, batch: _Batch, run: Run) -> list[Move]:
+    def _move(self, mover: Mover, batch: _PageBatch, run: SlotRun) -> list[PageMove]:
         """Move a run in as few calls as it takes.
 
         Returns:
             The pages that were moved whole; the others have their outcome.
         """
-        moved: list[Move] = []
+        moved: list[PageMove] = []
         while run.moves:
             done, outcome = self._try(mover, run)
             if not done and len(run.moves) > 1:  # which page is it?
@@ -302,7 +304,7 @@ class FileEngine:
             run = run.cut(max(done, 1), len(run.moves))
         return moved
 
-    def _try(self, mover: Mover, run: Run) -> tuple[int, Outcome]:
+    def _try(self, mover: Mover, run: SlotRun) -> tuple[int, Outcome]:
         try:
             return mover(run.slot, run.views), Outcome.HIT
         except OSError as error:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from asynchicache.backends.file.index import Stored
+from asynchicache.backends.file.index import StoredPage
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.shape import ENTRY_BYTES
 
@@ -21,7 +21,7 @@ _ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; then the
 _MOST_STAMP = 1 << 62  # more than any disk will ever see
 
 
-class Entry(NamedTuple):
+class SlotEntry(NamedTuple):
     """A slot and its page; entries sort by use, the least recent first.
 
     Attributes:
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     checksum: bytes
 
 
-class Entries(NamedTuple):
+class LoadedEntries(NamedTuple):
     """What the entries of a pool say.
 
     Attributes:
@@ -49,26 +49,26 @@ class Entries(NamedTuple):
         stamp: of the next page: above all that are in use, and not below `trusted`.
     """
 
-    pages: list[Entry]
+    pages: list[SlotEntry]
     damaged: list[int]
     trusted: int
     stamp: int
 
 
-class Block(NamedTuple):
+class EntryBlock(NamedTuple):
     """Entries of neighbouring slots of one file, as they are stored; `slot` is the first."""
 
     slot: int
     data: bytes
 
 
-def load(segments: Segments) -> Entries:
+def load_entries(segments: Segments) -> LoadedEntries:
     """Read all entries, and no page.
 
     Raises:
         OSError: they cannot be read.
     """
-    pages: list[Entry] = []
+    pages: list[SlotEntry] = []
     damaged: list[int] = []
     for number, data in enumerate(segments.read_entries()):
         for place in _used(data):
@@ -82,34 +82,34 @@ def load(segments: Segments) -> Entries:
     pages.sort()
     trusted = max((entry.mark for entry in pages), default=0)
     following = pages[-1].stamp + 1 if pages else 0
-    return Entries(pages, damaged, trusted, max(following, trusted))
+    return LoadedEntries(pages, damaged, trusted, max(following, trusted))
 
 
-def packed(pages: Iterable[Stored], stamp: int, mark: int, identity: bytes) -> dict[int, bytes]:
+def pack_entries(pages: Iterable[StoredPage], stamp: int, mark: int, identity: bytes) -> dict[int, bytes]:
     """Entries as they are stored, by slot; their stamps go up from `stamp`."""
     return {
-        slot: _packed(Entry(used, slot, digest, mark, checksum), identity)
+        slot: _pack(SlotEntry(used, slot, digest, mark, checksum), identity)
         for used, (digest, slot, checksum) in enumerate(pages, stamp)
     }
 
 
-def empty(slots: Iterable[int]) -> dict[int, bytes]:
+def empty_entries(slots: Iterable[int]) -> dict[int, bytes]:
     """What the entries of slots that hold nothing are."""
     return dict.fromkeys(slots, bytes(ENTRY_BYTES))
 
 
-def blocks(stored: Mapping[int, bytes], file_slots: int) -> list[Block]:
+def entry_blocks(stored: Mapping[int, bytes], file_slots: int) -> list[EntryBlock]:
     """Entries by slot, those of neighbours together."""
-    return list(_gathered((Block(slot, data) for slot, data in stored.items()), file_slots))
+    return list(_contiguous((EntryBlock(slot, data) for slot, data in stored.items()), file_slots))
 
 
-def put(segments: Segments, blocks: Iterable[Block]) -> None:
+def write_blocks(segments: Segments, blocks: Iterable[EntryBlock]) -> None:
     """Write entries, neighbours in one call; durable after a `Segments.barrier`.
 
     Raises:
         OSError: some may not be written.
     """
-    for block in _gathered(blocks, segments.shape.slots):
+    for block in _contiguous(blocks, segments.shape.slots):
         segments.write_entries(block.slot, block.data)
 
 
@@ -120,21 +120,21 @@ def _used(data: memoryview) -> list[int]:
     return places
 
 
-def _parse(slot: int, raw: bytes, identity: bytes) -> Entry | None:
+def _parse(slot: int, raw: bytes, identity: bytes) -> SlotEntry | None:
     digest, stamp, mark, checksum = _ENTRY.unpack_from(raw)
-    entry = Entry(stamp, slot, digest, mark, checksum)
-    return entry if _packed(entry, identity) == raw and max(stamp, mark) < _MOST_STAMP else None
+    entry = SlotEntry(stamp, slot, digest, mark, checksum)
+    return entry if _pack(entry, identity) == raw and max(stamp, mark) < _MOST_STAMP else None
 
 
-def _packed(entry: Entry, identity: bytes) -> bytes:
+def _pack(entry: SlotEntry, identity: bytes) -> bytes:
     """An entry as it is stored; slot and pool are part of its checksum, so that it holds nowhere else."""
     fixed = _ENTRY.pack(entry.digest, entry.stamp, entry.mark, entry.checksum)
     return fixed + xxh3_64_digest(fixed + identity, entry.slot)
 
 
-def _gathered(blocks: Iterable[Block], file_slots: int) -> Iterator[Block]:
+def _contiguous(blocks: Iterable[EntryBlock], file_slots: int) -> Iterator[EntryBlock]:
     """Blocks in ascending order, cut where one does not follow, and where a file ends."""
-    run: list[Block] = []
+    run: list[EntryBlock] = []
     following = 0
     for block in sorted(blocks):
         if run and (block.slot != following or following % file_slots == 0):
@@ -146,5 +146,5 @@ def _gathered(blocks: Iterable[Block], file_slots: int) -> Iterator[Block]:
         yield _as_one(run)
 
 
-def _as_one(run: Sequence[Block]) -> Block:
-    return run[0] if len(run) == 1 else Block(run[0].slot, b"".join(block.data for block in run))
+def _as_one(run: Sequence[EntryBlock]) -> EntryBlock:
+    return run[0] if len(run) == 1 else EntryBlock(run[0].slot, b"".join(block.data for block in run))

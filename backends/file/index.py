@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 
-class Stored(NamedTuple):
+class StoredPage(NamedTuple):
     """A page in the store.
 
     Attributes:
@@ -35,14 +35,14 @@ class PageIndex:
     def __init__(self) -> None:
         self.slots = 0
         self.evicted = 0
-        self.used = False
+        self.order_changed = False
         """Whether the order of use has changed since `load`."""
         self._pages: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, least recently used first
         self._checksums = array("Q")  # by slot
         self._free: list[int] = []  # a heap
         self._readers: Counter[int] = Counter()
-        self._leaving: set[int] = set()  # given up while it is read; free once nobody reads it
-        self._departed: list[bytes] = []
+        self._free_when_read: set[int] = set()  # given up while it is read; free once nobody reads it
+        self._removed: list[bytes] = []
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._pages
@@ -62,7 +62,7 @@ class PageIndex:
         self._checksums.extend([0] * count)
         self.slots += count
 
-    def load(self, pages: Iterable[Stored], slots: int) -> None:
+    def load(self, pages: Iterable[StoredPage], slots: int) -> None:
         """Start with what `slots` slots hold, the least recently used first."""
         self._checksums = array("Q", [0]) * slots
         for digest, slot, checksum in pages:
@@ -77,7 +77,7 @@ class PageIndex:
         if digest not in self._pages:
             return False
         self._pages.move_to_end(digest)
-        self.used = True
+        self.order_changed = True
         return True
 
     def demote(self, digests: Sequence[bytes]) -> None:
@@ -85,21 +85,21 @@ class PageIndex:
         for digest in reversed(digests):
             if digest in self._pages:
                 self._pages.move_to_end(digest, last=False)
-                self.used = True
+                self.order_changed = True
 
-    def departed(self) -> list[bytes]:
+    def take_removed(self) -> list[bytes]:
         """Digests of pages that were evicted, or forgotten, since this was asked last."""
-        departed, self._departed = self._departed, []
-        return departed
+        removed, self._removed = self._removed, []
+        return removed
 
-    def pin(self, digest: bytes) -> Stored | None:
+    def pin(self, digest: bytes) -> StoredPage | None:
         """A page, whose slot is not evicted until `unpin`; None if it is not there."""
         slot = self._pages.get(digest)
         if slot is None:
             return None
         self._pages.move_to_end(digest)
         self._readers[slot] += 1
-        self.used = True
+        self.order_changed = True
         return self._stored(digest, slot)
 
     def unpin(self, slot: int) -> None:
@@ -107,8 +107,8 @@ class PageIndex:
         self._readers[slot] -= 1
         if self._readers[slot] == 0:
             del self._readers[slot]
-            if slot in self._leaving:
-                self._leaving.remove(slot)
+            if slot in self._free_when_read:
+                self._free_when_read.remove(slot)
                 heapq.heappush(self._free, slot)
 
     def take(self, count: int) -> list[int]:
@@ -132,7 +132,7 @@ class PageIndex:
         self.evicted += len(victims)
         return [slot for _, slot in victims]
 
-    def cut(self, slots: int) -> bool:
+    def truncate(self, slots: int) -> bool:
         """Forget the pages in the slots from number `slots` on, which are no more.
 
         Returns:
@@ -156,23 +156,23 @@ class PageIndex:
         self._drop(list(self._pages))
         return slots
 
-    def in_order(self) -> list[Stored]:
+    def in_order(self) -> list[StoredPage]:
         """All pages, the least recently used first."""
         return [self._stored(digest, slot) for digest, slot in self._pages.items()]
 
-    def hold(self, page: Stored) -> bool:
+    def add(self, page: StoredPage) -> bool:
         """A taken slot holds a page from now on; False if another slot does already."""
         if page.digest in self._pages:
             return False
         self._pages[page.digest] = page.slot
         self._checksums[page.slot] = int.from_bytes(page.checksum)
-        self.used = True
+        self.order_changed = True
         return True
 
     def release(self, slot: int) -> None:
         """A taken slot, or one that lost its page, is free, once nobody reads it."""
         if slot in self._readers:
-            self._leaving.add(slot)
+            self._free_when_read.add(slot)
         else:
             heapq.heappush(self._free, slot)
 
@@ -197,7 +197,7 @@ class PageIndex:
     def _drop(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
             del self._pages[digest]
-            self._departed.append(digest)
+            self._removed.append(digest)
 
-    def _stored(self, digest: bytes, slot: int) -> Stored:
-        return Stored(digest, slot, self._checksums[slot].to_bytes(8))
+    def _stored(self, digest: bytes, slot: int) -> StoredPage:
+        return StoredPage(digest, slot, self._checksums[slot].to_bytes(8))

@@ -7,9 +7,8 @@ import mmap
 from functools import cached_property
 from typing import NamedTuple
 
-from asynchicache.backends.file import entries
-from asynchicache.backends.file.entries import Entry
-from asynchicache.backends.file.index import Stored
+from asynchicache.backends.file.entries import SlotEntry, load_entries
+from asynchicache.backends.file.index import StoredPage
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.segments import Segments
 from asynchicache.storage.binding import page_checksum
@@ -29,7 +28,7 @@ class PageReader:
         self._segments = segments
         self._manifest = manifest
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: SlotEntry) -> bool:
         """Whether the page lies whole in its slot, and can be read."""
         if not self._segments.holds(entry.slot):
             return False
@@ -44,7 +43,7 @@ class PageReader:
         return memoryview(mmap.mmap(-1, self._manifest.slot_bytes))
 
 
-class Recovered(NamedTuple):
+class RecoveredPages(NamedTuple):
     """What is there.
 
     Attributes:
@@ -55,20 +54,20 @@ class Recovered(NamedTuple):
         stamp: of the next page.
     """
 
-    pages: list[Stored]
-    checked: list[Stored]
+    pages: list[StoredPage]
+    checked: list[StoredPage]
     stale: list[int]
     unfinished: int
     stamp: int
 
 
-def recover(segments: Segments, reader: PageReader) -> Recovered:
+def recover(segments: Segments, reader: PageReader) -> RecoveredPages:
     """Read all entries, and pages that may not have been durable when the last writer ended.
 
     Raises:
         OSError: the entries cannot be read.
     """
-    found = entries.load(segments)
+    found = load_entries(segments)
     doubtful = {entry.slot for entry in found.pages if entry.stamp >= found.trusted}
     torn = {entry.slot for entry in found.pages if entry.slot in doubtful and not reader.holds(entry)}
     if torn:
@@ -79,8 +78,8 @@ def recover(segments: Segments, reader: PageReader) -> Recovered:
     held = {entry.slot for entry in pages}
     stale = [slot for slot in [*found.damaged, *(e.slot for e in found.pages)] if slot not in held]
     checked = [entry for entry in pages if entry.slot in doubtful]
-    return Recovered(_stored(pages), _stored(checked), stale, len(torn), found.stamp)
+    return RecoveredPages(_stored(pages), _stored(checked), stale, len(torn), found.stamp)
 
 
-def _stored(found: list[Entry]) -> list[Stored]:
-    return [Stored(entry.digest, entry.slot, entry.checksum) for entry in found]
+def _stored(found: list[SlotEntry]) -> list[StoredPage]:
+    return [StoredPage(entry.digest, entry.slot, entry.checksum) for entry in found]

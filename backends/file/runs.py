@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
-class Move(NamedTuple):
+class PageMove(NamedTuple):
     """A page on its way: the store's slot, and the page's place in its batch."""
 
     slot: int
     place: int
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Pages that lie behind each other in the store; one at least.
 
     Attributes:
@@ -21,7 +21,7 @@ class Run(NamedTuple):
         views: where they are in memory.
     """
 
-    moves: Sequence[Move]
+    moves: Sequence[PageMove]
     views: list[memoryview]
 
     @property
@@ -29,14 +29,14 @@ class Run(NamedTuple):
         """Of the first page."""
         return self.moves[0].slot
 
-    def cut(self, start: int, end: int) -> Run:
+    def cut(self, start: int, end: int) -> SlotRun:
         """The pages from number `start` to before number `end`."""
-        return Run(self.moves[start:end], self.views[start:end])
+        return SlotRun(self.moves[start:end], self.views[start:end])
 
 
-def neighbours(moves: Iterable[Move], most: int) -> Iterator[list[Move]]:
+def contiguous_moves(moves: Iterable[PageMove], most: int) -> Iterator[list[PageMove]]:
     """Moves in ascending order of store slots, cut where a slot does not follow, and after `most`."""
-    run: list[Move] = []
+    run: list[PageMove] = []
     for move in moves:
         if run and (move.slot != run[-1].slot + 1 or len(run) == most):
             yield run
@@ -46,9 +46,9 @@ def neighbours(moves: Iterable[Move], most: int) -> Iterator[list[Move]]:
         yield run
 
 
-def joined(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
+def merge_runs(runs: Iterable[SlotRun], most: int) -> Iterator[list[SlotRun]]:
     """Runs in ascending order, those together that lie behind each other, up to `most` pages of them."""
-    group: list[Run] = []
+    group: list[SlotRun] = []
     for run in sorted(runs, key=_slot):
         pages = sum(len(one.moves) for one in group) + len(run.moves)
         if group and (run.slot != group[-1].moves[-1].slot + 1 or pages > most):
@@ -59,5 +59,5 @@ def joined(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
         yield group
 
 
-def _slot(run: Run) -> int:
+def _slot(run: SlotRun) -> int:
     return run.slot

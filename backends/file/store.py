@@ -14,12 +14,12 @@ from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Commits
-from asynchicache.backends.file.dependencies import Standing
-from asynchicache.backends.file.index import PageIndex, Stored
+from asynchicache.backends.file.dependencies import PoolDependencies
+from asynchicache.backends.file.index import PageIndex, StoredPage
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.recovery import PageReader, recover
 from asynchicache.backends.file.segments import Segments
-from asynchicache.backends.file.writer import GroupWriter, Load
+from asynchicache.backends.file.writer import GroupWriter, WriteBatch
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _AHEAD = 64  # a full store keeps one slot of so many free for the next call, an
 _LEAST_AHEAD = 1024  # slots below which each one counts, and none is kept free
 
 
-class PageStore:
+class PoolStore:
     """The pages of one folder of a pool.
 
     A slot is free, holds a page, or is taken by a call; it is free only when its entry on disk is
@@ -38,7 +38,7 @@ class PageStore:
         manifest: whose pages they are, and their sizes.
         budget: what the folder of all pools may take.
         standing: which of the folder's pools stand on which; by default this one on none, and none on it.
-        stands_on: the pool without whose page of the same digest a page here is useless; None for none.
+        depends_on: the pool without whose page of the same digest a page here is useless; None for none.
         limit: most bytes of this pool's files; None for no limit of its own.
         read_only: nothing is written.
         direct: go around the kernel's cache where the file system lets us.
@@ -55,21 +55,21 @@ class PageStore:
         manifest: Manifest,
         budget: Budget,
         *,
-        standing: Standing | None = None,
-        stands_on: str | None = None,
+        dependencies: PoolDependencies | None = None,
+        depends_on: str | None = None,
         limit: int | None = None,
         read_only: bool = False,
         direct: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = manifest.pool
-        self.stands_on = stands_on
+        self.depends_on = depends_on
         self.read_only = read_only
         self.unfinished = 0
         """Pages of the last writes before a crash that were found in part, and forgotten."""
         self._folder = folder
         self._budget = budget
-        self._standing = standing or Standing()
+        self._dependencies = dependencies or PoolDependencies()
         self._limit = limit
         self._full = False
         self._freed = budget.freed
@@ -82,12 +82,12 @@ class PageStore:
             try:
                 self._load(PageReader(self.segments, manifest))
                 if not read_only:
-                    budget.fit(self)
+                    budget.shrink_to_limit(self)
             except OSError:
                 self.segments.close()
                 raise
-            budget.join(folder, self)
-        self._standing.join(self)
+            budget.pool_opened(folder, self)
+        self._dependencies.join(self)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ class PageStore:
 
     # Reading.
 
-    def pin(self, digests: Iterable[bytes]) -> list[Stored | None]:
+    def pin(self, digests: Iterable[bytes]) -> list[StoredPage | None]:
         """Pages, which stay until `unpin`; None where one is not there."""
         with self._lock:
             return [self.index.pin(digest) for digest in digests]
@@ -119,18 +119,18 @@ class PageStore:
         """Forget damaged pages; for each, whether the slot still held it."""
         with self._lock:
             dropped = [self.index.forget(digest, slot) for digest, slot in pages]
-            gone = self.index.departed()
-        self._standing.lost(self, gone)
+            removed = self.index.take_removed()
+        self._dependencies.pages_removed(self, removed)
         if not self.read_only:
             slots = [slot for (_, slot), there in zip(pages, dropped, strict=True) if there]
-            self._give_up(slots)
+            self._try_to_free(slots)
         return dropped
 
     # The order of use.
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Count pages as used now, the last one most recently; not those that lack what they stand on."""
-        self.use([digest for digest in digests if self._standing.useful(self, digest)])
+        self.use([digest for digest in digests if self._dependencies.useful(self, digest)])
 
     def use(self, digests: Iterable[bytes]) -> None:
         """Count pages as used now, the last one most recently; those that are not there are skipped."""
@@ -175,14 +175,14 @@ class PageStore:
             self._grow(short)
         with self._lock:
             evicted = self.index.evict(count - self.index.free, keep)
-            gone = self.index.departed()
+            removed = self.index.take_removed()
             self._full = bool(evicted) or (self._full and short <= 0)
             taken = sorted(evicted + self.index.take(count - len(evicted)))
-        self._standing.lost(self, gone)
+        self._dependencies.pages_removed(self, removed)
         self._commits.erase(evicted)
         return taken
 
-    def write(self, load: Load, keep: Collection[bytes] = frozenset()) -> list[bool]:
+    def write(self, batch: WriteBatch, keep: Collection[bytes] = frozenset()) -> list[bool]:
         """Write pages to taken slots, durably, and make them visible; for each page that was written whether
         no other call came first.
 
@@ -195,28 +195,28 @@ class PageStore:
         Raises:
             OSError: they may not be durable.
         """
-        count = sum(len(run.moves) for run in load.runs)
+        count = sum(len(run.moves) for run in batch.runs)
         with self._lock:
             spare = self._full and self.index.slots >= _LEAST_AHEAD
             ahead = min(count, self.index.slots // _AHEAD) if spare else 0
-            leaving = self.index.evict(ahead - self.index.free, keep)
-            gone = self.index.departed()
-        self._standing.lost(self, gone)
-        load.naming = self._commits.name(count, leaving)
+            erased = self.index.evict(ahead - self.index.free, keep)
+            removed = self.index.take_removed()
+        self._dependencies.pages_removed(self, removed)
+        batch.stamp = self._commits.reserve(count, erased)
         try:
-            self._writer.write(load)
-            self.release(leaving)
+            self._writer.write(batch)
+            self.release(erased)
         except BaseException:
-            if not load.named:
-                self._commits.withdraw(load.naming)
-            self._give_up(leaving)
+            if not batch.may_be_named:
+                self._commits.withdraw(batch.stamp)
+            self._try_to_free(erased)
             raise
-        return self._publish(load.stored)
+        return self._publish(batch.stored)
 
-    def _publish(self, pages: Sequence[Stored]) -> list[bool]:
+    def _publish(self, pages: Sequence[StoredPage]) -> list[bool]:
         with self._lock:
-            held = [self.index.hold(page) for page in pages]
-        self._give_up([page.slot for page, first in zip(pages, held, strict=True) if not first])
+            held = [self.index.add(page) for page in pages]
+        self._try_to_free([page.slot for page, first in zip(pages, held, strict=True) if not first])
         return held
 
     def release(self, slots: Iterable[int]) -> None:
@@ -233,9 +233,9 @@ class PageStore:
         """
         with self._lock:
             slots = [self.index.remove(digest) for digest in digests]
-            gone = self.index.departed()
-        self._standing.lost(self, gone)
-        self._empty([slot for slot in slots if slot is not None])
+            removed = self.index.take_removed()
+        self._dependencies.pages_removed(self, removed)
+        self._erase_and_free([slot for slot in slots if slot is not None])
         return [slot is not None for slot in slots]
 
     def clear(self) -> int:
@@ -246,20 +246,20 @@ class PageStore:
         """
         with self._lock:
             slots = self.index.clear()
-            gone = self.index.departed()
-        self._standing.lost(self, gone)
-        self._empty(slots)
+            removed = self.index.take_removed()
+        self._dependencies.pages_removed(self, removed)
+        self._erase_and_free(slots)
         return len(slots)
 
-    def give_back(self, nbytes: int) -> int:
+    def shrink(self, nbytes: int) -> int:
         """Forget the pages at the end of the pool, and cut its files; how many bytes that made free."""
         slots = max(0, self.segments.slots - -(-nbytes // self.segments.shape.slot_bytes))
         before, last = self.nbytes, self.segments.slots
         with self._lock:
-            if self.broken or not self.index.cut(slots):
+            if self.broken or not self.index.truncate(slots):
                 return 0
-            gone = self.index.departed()
-        self._standing.lost(self, gone)
+            removed = self.index.take_removed()
+        self._dependencies.pages_removed(self, removed)
         try:
             self._commits.erase(range(slots, last))
             self._shrink(slots)
@@ -269,13 +269,13 @@ class PageStore:
 
     def close(self) -> None:
         """Write the order of use, and close the files; twice is harmless."""
-        self._budget.leave(self._folder, self)
-        self._standing.leave(self)
+        self._budget.pool_closed(self._folder, self)
+        self._dependencies.leave(self)
         self._writer.close()
         try:
-            if self.index.used and not (self.read_only or self.broken):
-                self.index.used = False
-                self._commits.vouch(self.index.in_order())
+            if self.index.order_changed and not (self.read_only or self.broken):
+                self.index.order_changed = False
+                self._commits.mark_durable(self.index.in_order())
         except OSError as error:
             logger.warning("%s: the order of use is lost: %s", self._folder, error)
         finally:
@@ -290,11 +290,11 @@ class PageStore:
         self._writer = GroupWriter(self.segments, self._commits)
         if not self.read_only:
             self._commits.erase(found.stale)
-            self._commits.vouch(found.checked)
+            self._commits.mark_durable(found.checked)
             self.segments.mend()
         self.index.load(found.pages, self.segments.slots)
         if not self.read_only and self._limit is not None and self.nbytes > self._limit:
-            self.give_back(self.nbytes - self._limit)
+            self.shrink(self.nbytes - self._limit)
 
     def _shrink(self, slots: int) -> None:
         """Cut the files behind these slots; those that cannot be cut off are free: nothing is in them.
@@ -310,7 +310,7 @@ class PageStore:
 
     def _grow(self, wanted: int) -> None:
         with self._budget.lock:
-            self._note_freed()
+            self._ask_again_if_freed()
             if self.segments.refused:  # or others would give way for nothing
                 return
             allowed = self._allowed(wanted)
@@ -318,7 +318,7 @@ class PageStore:
             with self._lock:
                 self.index.grow(gained)
 
-    def _note_freed(self) -> None:
+    def _ask_again_if_freed(self) -> None:
         """A pool has given back something since this one looked: the disk is asked at once."""
         if self._freed != self._budget.freed:
             self._freed = self._budget.freed
@@ -328,7 +328,7 @@ class PageStore:
         """Slots that the pool may have more."""
         slots, shape = self.segments.slots, self.segments.shape
         taken = shape.pool_bytes(slots)
-        room = self._budget.room(
+        room = self._budget.grant(
             self, shape.pool_bytes(slots + wanted) - taken, shape.pool_bytes(slots + 1) - taken
         )
         if self._limit is not None:
@@ -336,13 +336,13 @@ class PageStore:
             room = own if room is None else min(room, own)
         return sys.maxsize if room is None else max(0, shape.pool_slots(taken + room) - slots)
 
-    def _empty(self, slots: Sequence[int]) -> None:
+    def _erase_and_free(self, slots: Sequence[int]) -> None:
         self._commits.erase(slots)
         self.release(slots)
 
-    def _give_up(self, slots: Sequence[int]) -> None:
+    def _try_to_free(self, slots: Sequence[int]) -> None:
         """Free slots whose pages nobody can use; they are lost until it is reopened if the disk refuses."""
         try:
-            self._empty(slots)
+            self._erase_and_free(slots)
         except OSError as error:
             logger.warning("%s: %d slots are lost for now: %s", self._folder, len(slots), error)

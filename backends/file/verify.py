@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from asynchicache.backends.file import entries
+from asynchicache.backends.file.entries import empty_entries, entry_blocks, load_entries, write_blocks
 from asynchicache.backends.file.folder import MANIFEST, StoreFolder
 from asynchicache.backends.file.manifest import Manifest, read
 from asynchicache.backends.file.recovery import PageReader
@@ -124,7 +124,7 @@ def _check_pages(manifest: Manifest, segments: Segments, report: StoreReport, *,
     Raises:
         OSError: entries cannot be read, or written.
     """
-    found = entries.load(segments)
+    found = load_entries(segments)
     reader = PageReader(segments, manifest)
     lost = list(found.damaged)
     problems = [f"the name of slot {slot} is damaged" for slot in found.damaged]
@@ -145,6 +145,6 @@ def _check_pages(manifest: Manifest, segments: Segments, report: StoreReport, *,
     report.problems += [f"{manifest.pool}: {problem}" for problem in problems]
     if repair:
         with segments.barrier(lost) as sync:
-            entries.put(segments, entries.blocks(entries.empty(lost), segments.shape.slots))
+            write_blocks(segments, entry_blocks(empty_entries(lost), segments.shape.slots))
             sync()
         report.repaired += len(problems)

@@ -14,21 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from asynchicache.backends.file.commits import Commits, Naming
-from asynchicache.backends.file.entries import Block
-from asynchicache.backends.file.index import Stored
-from asynchicache.backends.file.runs import Move, Run, joined
+from asynchicache.backends.file.commits import Commits, CommitStamp
+from asynchicache.backends.file.entries import EntryBlock
+from asynchicache.backends.file.index import StoredPage
+from asynchicache.backends.file.runs import PageMove, SlotRun, merge_runs
 from asynchicache.backends.file.segments import Segments
 from asynchicache.ports import ThreadWorker
 
-_UNNAMED = Naming(0, 0, ())
+_NO_STAMP = CommitStamp(0, 0, ())
 
-Seal = Callable[[], Mapping[int, Stored]]
+Seal = Callable[[], Mapping[int, StoredPage]]
 """Computes the checksums of a call's pages; by the slots where they will lie."""
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class WriteBatch:
     """What one call writes.
 
     Attributes:
@@ -46,25 +46,25 @@ class Load:
         ended: set once they are, or cannot be.
     """
 
-    move: Callable[[Run], list[Move]]
+    move: Callable[[SlotRun], list[PageMove]]
     seal: Seal
-    runs: list[Run] = field(default_factory=list)
-    written: list[Move] = field(default_factory=list)
-    pages: Mapping[int, Stored] = field(default_factory=dict)
+    runs: list[SlotRun] = field(default_factory=list)
+    written: list[PageMove] = field(default_factory=list)
+    pages: Mapping[int, StoredPage] = field(default_factory=dict)
     entries: Mapping[int, bytes] = field(default_factory=dict)
-    blocks: Sequence[Block] = ()
-    naming: Naming = _UNNAMED
-    named: bool = False
+    blocks: Sequence[EntryBlock] = ()
+    stamp: CommitStamp = _NO_STAMP
+    may_be_named: bool = False
     error: BaseException | None = None
     sealed: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[StoredPage]:
         """Pages that were written whole, in that order."""
         return [self.pages[move.slot] for move in self.written]
 
-    def write(self, run: Run) -> None:
+    def write(self, run: SlotRun) -> None:
         """Write a run, as much of it as goes."""
         self.written.extend(self.move(run))
 
@@ -82,9 +82,9 @@ class GroupWriter:
         self._commits = commits
         self._worker = ThreadWorker("asynchicache-file")
         self._lock = threading.Lock()
-        self._queue: list[Load] = []
+        self._queue: list[WriteBatch] = []
 
-    def write(self, load: Load) -> None:
+    def write(self, batch: WriteBatch) -> None:
         """Write the runs of `load`; returns when all that is written of it is durable, and named.
 
         Short ones are written on this thread, so that those of several calls are under way at once; pages
@@ -93,72 +93,72 @@ class GroupWriter:
         Raises:
             OSError: it may not be. Whatever `seal` raises, and starting the thread, is raised, too.
         """
-        runs, load.runs = load.runs, []
+        runs, batch.runs = batch.runs, []
         for run in runs:
             if self._segments.is_long(len(run.moves)):
-                load.runs.append(run)
+                batch.runs.append(run)
             else:
-                load.write(run)
+                batch.write(run)
         with self._lock:  # which the thread waits for; a call that it could not be told of is not written
-            self._worker.submit(self._serve)
-            self._queue.append(load)
+            self._worker.submit(self._write_queued)
+            self._queue.append(batch)
         try:
-            load.pages = load.seal()
-            by_use = list(load.pages.values())[::-1]  # the first of a path counts as the last used
-            load.entries = self._commits.entries(load.naming, by_use)
-            load.blocks = self._commits.blocks(load.naming, load.entries)
+            batch.pages = batch.seal()
+            by_use = list(batch.pages.values())[::-1]  # the first of a path counts as the last used
+            batch.entries = self._commits.entries(batch.stamp, by_use)
+            batch.blocks = self._commits.blocks(batch.stamp, batch.entries)
         except BaseException as error:  # noqa: BLE001 - raised below: its pages are being written
-            load.error = error
+            batch.error = error
         finally:
-            load.sealed.set()
-            load.ended.wait()
-        if load.error is not None:
-            raise load.error
+            batch.sealed.set()
+            batch.ended.wait()
+        if batch.error is not None:
+            raise batch.error
 
     def close(self) -> None:
         """Nobody may write any more; twice is harmless."""
         self._worker.close()
 
-    def _serve(self) -> None:
-        loads = self._taken()
+    def _write_queued(self) -> None:
+        batches = self._next_batches()
         try:
-            self._carry_out(loads)
+            self._write_and_commit(batches)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: their callers raise it
-            for load in loads:
-                load.error = load.error or error
-        for load in loads:
-            load.ended.set()
+            for batch in batches:
+                batch.error = batch.error or error
+        for batch in batches:
+            batch.ended.set()
 
-    def _taken(self) -> list[Load]:
+    def _next_batches(self) -> list[WriteBatch]:
         """What is written next: the first in the queue, and as many more as fit."""
         with self._lock:
-            pages = accumulate(sum(len(run.moves) for run in load.runs) for load in self._queue)
+            pages = accumulate(sum(len(run.moves) for run in batch.runs) for batch in self._queue)
             count = max(1, sum(total <= self._segments.most_slots for total in pages))
-            loads, self._queue = self._queue[:count], self._queue[count:]
-            return loads
+            batches, self._queue = self._queue[:count], self._queue[count:]
+            return batches
 
-    def _carry_out(self, loads: Sequence[Load]) -> None:
-        owners = {id(run): load for load in loads for run in load.runs}
-        for group in joined((run for load in loads for run in load.runs), self._segments.most_slots):
-            whole = len(group) > 1 and self._at_once(group)
+    def _write_and_commit(self, batches: Sequence[WriteBatch]) -> None:
+        owners = {id(run): batch for batch in batches for run in batch.runs}
+        for group in merge_runs((run for batch in batches for run in batch.runs), self._segments.most_slots):
+            whole = len(group) > 1 and self._write_together(group)
             for run in group:
                 _write(owners[id(run)], run, whole=whole)
-        for load in loads:
-            load.sealed.wait()
-        sealed = [load for load in loads if load.error is None]
-        blocks = [block for load in sealed for block in self._blocks(load)]
-        for load in sealed:
-            load.named = True
-        self._commits.commit([load.naming for load in sealed], blocks)
+        for batch in batches:
+            batch.sealed.wait()
+        sealed = [batch for batch in batches if batch.error is None]
+        blocks = [block for batch in sealed for block in self._blocks(batch)]
+        for batch in sealed:
+            batch.may_be_named = True
+        self._commits.commit([batch.stamp for batch in sealed], blocks)
 
-    def _blocks(self, load: Load) -> Sequence[Block]:
-        if len(load.written) == len(load.entries):
-            return load.blocks
+    def _blocks(self, batch: WriteBatch) -> Sequence[EntryBlock]:
+        if len(batch.written) == len(batch.entries):
+            return batch.blocks
         return self._commits.blocks(
-            load.naming, {move.slot: load.entries[move.slot] for move in load.written}
+            batch.stamp, {move.slot: batch.entries[move.slot] for move in batch.written}
         )
 
-    def _at_once(self, group: Sequence[Run]) -> bool:
+    def _write_together(self, group: Sequence[SlotRun]) -> bool:
         """Whether runs of several calls were written in one; if not, each of them goes by itself."""
         views = [view for run in group for view in run.views]
         try:
@@ -167,11 +167,11 @@ class GroupWriter:
             return False
 
 
-def _write(load: Load, run: Run, *, whole: bool) -> None:
+def _write(batch: WriteBatch, run: SlotRun, *, whole: bool) -> None:
     try:
         if whole:
-            load.written.extend(run.moves)
+            batch.written.extend(run.moves)
         else:
-            load.write(run)
+            batch.write(run)
     except Exception as error:  # noqa: BLE001 - the boundary of the thread: its caller raises it
-        load.error = error
+        batch.error = error

@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.hf3fs.datafile import DataFile, DataPath
 from asynchicache.backends.hf3fs.engine import Hf3fsEngine
 from asynchicache.backends.hf3fs.folder import claim_folder
-from asynchicache.backends.hf3fs.metadata.client import MetadataClient, Namespace
+from asynchicache.backends.hf3fs.metadata.client import MetadataClient, MetadataNamespace
 from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
@@ -48,7 +48,7 @@ class Hf3fsBackend:
         self._port = port
         self._usrbio = load_usrbio() if options.io is Io.USRBIO else None
         self._client = MetadataClient(options.metadata, port, seconds=options.metadata_seconds)
-        self._engines: OpenEngines[Hf3fsEngine] = OpenEngines()
+        self._engines: EngineRegistry[Hf3fsEngine] = EngineRegistry()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> Hf3fsEngine:
@@ -87,7 +87,7 @@ class Hf3fsBackend:
         return Hf3fsEngine(
             binding,
             self._port,
-            Namespace(self._client, opened, name, frame_bytes),
+            MetadataNamespace(self._client, opened, name, frame_bytes),
             data,
             writes=options.replicated_writer or bool(binding.shard),
             concurrency=options.workers,

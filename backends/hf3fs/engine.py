@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.hf3fs.datafile import DataPath, Frame
-from asynchicache.backends.hf3fs.metadata.client import Namespace
-from asynchicache.backends.hf3fs.metadata.messages import Claim, Place
+from asynchicache.backends.hf3fs.metadata.client import MetadataNamespace
+from asynchicache.backends.hf3fs.metadata.messages import Claim, SlotVersion
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
@@ -43,7 +43,7 @@ class Hf3fsEngine:
         self,
         binding: PoolBinding,
         port: Port,
-        namespace: Namespace,
+        namespace: MetadataNamespace,
         data: DataPath,
         *,
         writes: bool,
@@ -158,7 +158,7 @@ class Hf3fsEngine:
         return outcome
 
     async def _drop_unfit(
-        self, keys: Sequence[ObjectKey], places: dict[int, Place], outcomes: list[Outcome]
+        self, keys: Sequence[ObjectKey], places: dict[int, SlotVersion], outcomes: list[Outcome]
     ) -> None:
         """Forget pages that are damaged or not there. If the service has them elsewhere by now, they
         were evicted while they were read: nothing is damaged."""
@@ -187,14 +187,14 @@ class Hf3fsEngine:
         await self._settle(keys, places, outcomes)
         return [Outcome.FAILED if outcome is Outcome.TIMEOUT else outcome for outcome in outcomes]
 
-    async def _reserve(self, keys: Sequence[ObjectKey], outcomes: list[Outcome]) -> dict[int, Place]:
+    async def _reserve(self, keys: Sequence[ObjectKey], outcomes: list[Outcome]) -> dict[int, SlotVersion]:
         """Where to write which of the keys; those for which there is no room are REJECTED."""
         first: dict[ObjectKey, int] = {}
         for place, key in enumerate(keys):
             first.setdefault(key, place)  # of a key that is given twice the second exists
         # No token from the port: of two ranks with one seed, each would get the other's slots.
         reserved = await self._namespace.reserve(uuid4().hex, _names(list(first)))
-        places: dict[int, Place] = {}
+        places: dict[int, SlotVersion] = {}
         for place, existed, at in zip(first.values(), reserved.existed, reserved.places, strict=True):
             if at is not None:
                 places[place] = at
@@ -211,7 +211,7 @@ class Hf3fsEngine:
         return self._data.write([frame for frame, _ in fresh])
 
     async def _settle(
-        self, keys: Sequence[ObjectKey], places: dict[int, Place], outcomes: list[Outcome]
+        self, keys: Sequence[ObjectKey], places: dict[int, SlotVersion], outcomes: list[Outcome]
     ) -> None:
         """Show what was written, and give back what was not: those slots only, and none into which a
         write may still come. Those stay reserved until the lease ends."""
@@ -234,7 +234,7 @@ class Hf3fsEngine:
             )
             return ["lost"] * len(claims)
 
-    async def _release(self, places: Sequence[Place]) -> None:
+    async def _release(self, places: Sequence[SlotVersion]) -> None:
         try:
             await self._namespace.release(places)
         except StorageError as error:
@@ -263,5 +263,5 @@ def _names(keys: Sequence[ObjectKey]) -> list[str]:
     return [key.digest.hex() for key in keys]
 
 
-def _claim(key: ObjectKey, at: Place) -> Claim:
+def _claim(key: ObjectKey, at: SlotVersion) -> Claim:
     return Claim(key.digest.hex(), at.slot, at.generation)

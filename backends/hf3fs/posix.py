@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asynchicache.backends.hf3fs.datafile import DataFile, Frame
-from asynchicache.backends.reads import read_on
+from asynchicache.backends.reads import read_fully
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
@@ -83,7 +83,7 @@ class PosixPath:
     def _preadv(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
         """How many bytes there were; fewer than the views have only where the file ends."""
         block = ALIGNMENT if self._file.direct else 1
-        return read_on(
+        return read_fully(
             partial(os.preadv, descriptor), views, offset, lambda: os.fstat(descriptor).st_size, block
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 
-class Piece(NamedTuple):
+class RingIo(NamedTuple):
     """One I/O: `size` bytes between `start` of the shared memory and `offset` of the file."""
 
     start: int
@@ -76,7 +76,7 @@ class RingWorker:
         self,
         reading: bool,
         descriptor: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[RingIo],
         now: Callable[[], float],
         seconds: float,
     ) -> dict[int, int]:
@@ -127,7 +127,7 @@ class RingWorker:
         if self._owned:
             self._shared.close()
 
-    def _prepare(self, reading: bool, descriptor: int, queue: deque[Piece], results: dict[int, int]) -> None:
+    def _prepare(self, reading: bool, descriptor: int, queue: deque[RingIo], results: dict[int, int]) -> None:
         """Queue as many as the ring takes. What is refused gets its result at once."""
         while queue and len(self._waiting) < self._entries:
             piece = queue[0]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from asynchicache.backends.hf3fs.datafile import DataFile, Frame
 from asynchicache.backends.hf3fs.options import Hf3fsOptions
-from asynchicache.backends.hf3fs.rings import Piece, RingWorker
+from asynchicache.backends.hf3fs.rings import RingIo, RingWorker
 from asynchicache.errors import StorageError
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
@@ -180,7 +180,7 @@ class UsrbioPath:
 
     def _copied(self, worker: RingWorker, reading: bool, frames: Sequence[Frame]) -> list[Outcome]:
         size = self._file.frame_bytes
-        pieces = [Piece(at * size, size, self._file.offset(frame.slot)) for at, frame in enumerate(frames)]
+        pieces = [RingIo(at * size, size, self._file.offset(frame.slot)) for at, frame in enumerate(frames)]
         if not reading:  # now: an I/O may run as soon as it is prepared
             for piece, frame in zip(pieces, frames, strict=True):
                 self._copy_in(worker, piece.start, frame)
@@ -198,8 +198,8 @@ class UsrbioPath:
         pairs = []
         for frame in frames:
             offset = self._file.offset(frame.slot)
-            header = Piece(shared.header_offset(frame.memory), header_bytes, offset)
-            page = Piece(shared.page_offset(frame.memory), page_bytes, offset + header_bytes)
+            header = RingIo(shared.header_offset(frame.memory), header_bytes, offset)
+            page = RingIo(shared.page_offset(frame.memory), page_bytes, offset + header_bytes)
             pairs.append((header, page))
         results = self._run(worker, reading, [piece for pair in pairs for piece in pair])
         return [
@@ -207,7 +207,7 @@ class UsrbioPath:
             for pair in pairs
         ]
 
-    def _run(self, worker: RingWorker, reading: bool, pieces: Sequence[Piece]) -> dict[int, int]:
+    def _run(self, worker: RingWorker, reading: bool, pieces: Sequence[RingIo]) -> dict[int, int]:
         """Results by the pieces' starts; those that are missing are still under way."""
         results = worker.run(reading, self._file.fileno, pieces, self._now, self._options.io_seconds)
         while self._shared is not None and worker.under_way and not self._stopped.is_set():

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.mooncake.engine import MooncakeEngine
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.large_calls import LARGE_BYTES
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredSlots
-from asynchicache.backends.mooncake.store import Client, Store
+from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
 from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -36,12 +36,12 @@ class MooncakeBackend:
 
     name = "mooncake"
 
-    def __init__(self, options: MooncakeOptions, store: Store | None = None) -> None:
+    def __init__(self, options: MooncakeOptions, store: MooncakeStore | None = None) -> None:
         self._options = options
         self._given = store
         self._threads = ThreadPoolExecutor(options.threads, "asynchicache-mooncake")
-        self._joining: asyncio.Task[Client] | None = None
-        self._engines: OpenEngines[MooncakeEngine] = OpenEngines()
+        self._joining: asyncio.Task[MooncakeClient] | None = None
+        self._engines: EngineRegistry[MooncakeEngine] = EngineRegistry()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> MooncakeEngine:
@@ -87,17 +87,17 @@ class MooncakeBackend:
             binding, client, slots, self._threads, concurrency=options.threads, namespace=options.namespace
         )
 
-    async def _join(self) -> Client:
+    async def _join(self) -> MooncakeClient:
         """The cluster, joined once; tried again by the next pool if that fails."""
         if self._joining is None or (self._joining.done() and self._joining.exception() is not None):
             self._joining = asyncio.create_task(self._client())
         return await asyncio.shield(self._joining)
 
-    async def _client(self) -> Client:
+    async def _client(self) -> MooncakeClient:
         options = self._options
         store = self._given if self._given is not None else await self._run(partial(join, options))
         large = LARGE_BYTES if options.protocol == "tcp" else math.inf
-        return Client(store, options.master_address, options.replicas, large)
+        return MooncakeClient(store, options.master_address, options.replicas, large)
 
     async def _leave(self) -> None:
         """Close the store, unless it is the caller's; no call runs any more."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from asynchicache.types import Outcome
 
 
-class Code(IntEnum):
+class MooncakeCode(IntEnum):
     """Return codes that a call for one key may end with, and that mean something of their own."""
 
     OK = 0
@@ -34,25 +34,25 @@ class Code(IntEnum):
 
 _GET: dict[int, Outcome] = {
     # Keys, pointers and sizes are always valid here, so the object is of another size than a page.
-    Code.INVALID_PARAMS: Outcome.CORRUPT,
-    Code.REPLICA_IS_NOT_READY: Outcome.MISS,
-    Code.OBJECT_NOT_FOUND: Outcome.MISS,
-    Code.LEASE_EXPIRED: Outcome.MISS,
-    Code.REPLICA_NOT_FOUND: Outcome.MISS,
-    Code.REPLICA_IS_GONE: Outcome.MISS,
-    Code.CHECKSUM_MISMATCH: Outcome.CORRUPT,
+    MooncakeCode.INVALID_PARAMS: Outcome.CORRUPT,
+    MooncakeCode.REPLICA_IS_NOT_READY: Outcome.MISS,
+    MooncakeCode.OBJECT_NOT_FOUND: Outcome.MISS,
+    MooncakeCode.LEASE_EXPIRED: Outcome.MISS,
+    MooncakeCode.REPLICA_NOT_FOUND: Outcome.MISS,
+    MooncakeCode.REPLICA_IS_GONE: Outcome.MISS,
+    MooncakeCode.CHECKSUM_MISMATCH: Outcome.CORRUPT,
 }
 _PUT: dict[int, Outcome] = {
-    Code.OK: Outcome.STORED,  # or it was there already: Mooncake does not tell, and keeps the first
-    Code.OBJECT_ALREADY_EXISTS: Outcome.EXISTS,
-    Code.NO_AVAILABLE_HANDLE: Outcome.REJECTED,
-    Code.QUOTA_EXCEEDED: Outcome.REJECTED,
+    MooncakeCode.OK: Outcome.STORED,  # or it was there already: Mooncake does not tell, and keeps the first
+    MooncakeCode.OBJECT_ALREADY_EXISTS: Outcome.EXISTS,
+    MooncakeCode.NO_AVAILABLE_HANDLE: Outcome.REJECTED,
+    MooncakeCode.QUOTA_EXCEEDED: Outcome.REJECTED,
 }
 _DELETE: dict[int, Outcome] = {
-    Code.OK: Outcome.HIT,
-    Code.OBJECT_NOT_FOUND: Outcome.MISS,
+    MooncakeCode.OK: Outcome.HIT,
+    MooncakeCode.OBJECT_NOT_FOUND: Outcome.MISS,
 }
-_AWAY = frozenset({Code.RPC_FAIL, Code.RPC_TIMEOUT})
+_AWAY = frozenset({MooncakeCode.RPC_FAIL, MooncakeCode.RPC_TIMEOUT})
 
 
 def get_outcome(code: int, nbytes: int) -> Outcome:
@@ -84,4 +84,4 @@ def master_is_away(codes: Iterable[int]) -> bool:
 
 def name_of(code: int) -> str:
     """The code's name, or the number of one that is not known here."""
-    return Code(code).name if code in Code.__members__.values() else str(code)
+    return MooncakeCode(code).name if code in MooncakeCode.__members__.values() else str(code)

@@ -10,10 +10,16 @@ from concurrent import futures
 from functools import partial
 from typing import Any, TypeVar
 
-from asynchicache.backends.mooncake.codes import Code, delete_outcome, get_outcome, name_of, put_outcome
+from asynchicache.backends.mooncake.codes import (
+    MooncakeCode,
+    delete_outcome,
+    get_outcome,
+    name_of,
+    put_outcome,
+)
 from asynchicache.backends.mooncake.slots import RegisteredSlots
-from asynchicache.backends.mooncake.store import Client
-from asynchicache.backends.mooncake.writes import WritesUnderWay
+from asynchicache.backends.mooncake.store import MooncakeClient
+from asynchicache.backends.mooncake.writes import WritesInFlight
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -43,7 +49,7 @@ class MooncakeEngine:
     def __init__(
         self,
         binding: PoolBinding,
-        client: Client,
+        client: MooncakeClient,
         slots: RegisteredSlots,
         threads: futures.Executor,
         *,
@@ -56,7 +62,7 @@ class MooncakeEngine:
         self._slots = slots
         self._threads = threads
         self._namespace = namespace
-        self._writes = WritesUnderWay()
+        self._writes = WritesInFlight()
         self._running: set[futures.Future[Any]] = set()
         self._closing: futures.Future[None] | None = None
 
@@ -162,7 +168,7 @@ class MooncakeEngine:
 
     def _write(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[int]:
         """Write claimed keys, and settle them."""
-        codes = [int(Code.TRANSFER_FAIL)] * len(keys)
+        codes = [int(MooncakeCode.TRANSFER_FAIL)] * len(keys)
         try:
             buffers = self._slots.buffers(slots)
             for key, slot in zip(keys, slots, strict=True):

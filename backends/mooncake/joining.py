@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from asynchicache.backends.mooncake.options import MooncakeOptions
-from asynchicache.backends.mooncake.store import Store, reach
+from asynchicache.backends.mooncake.store import MooncakeStore, reach
 from asynchicache.errors import StorageError
 
-_COMPLAINTS = 3
+_MOST_ERRORS = 3
 _SCRIPT = Path(__file__).with_name("trial_join.py")
 
 
-class NewStore(Store, Protocol):
+class UnjoinedStore(MooncakeStore, Protocol):
     """A store that is not set up yet."""
 
     def setup(self, config: dict[str, str]) -> int: ...
 
 
-def join(options: MooncakeOptions) -> Store:
+def join(options: MooncakeOptions) -> MooncakeStore:
     """A store that has joined the cluster; blocks.
 
     Setting up holds the GIL, for 20 to 140 ms if all is well and for minutes if it is not. So it is
@@ -34,7 +34,7 @@ def join(options: MooncakeOptions) -> Store:
     store = new_store()
     if options.master_address is not None:
         check_port(options.master_address)
-    rehearse(options)
+    try_to_join(options)
     code = store.setup(options.setup())
     if code != 0:
         raise StorageError(
@@ -43,7 +43,7 @@ def join(options: MooncakeOptions) -> Store:
     return store
 
 
-def new_store() -> NewStore:
+def new_store() -> UnjoinedStore:
     """
     Raises:
         StorageError: Mooncake, or a library that it needs, is not installed.
@@ -56,7 +56,7 @@ def new_store() -> NewStore:
             "libraries, asynchicache[mooncake-cuda], and the system's libibverbs1, libnuma1 and libcurl4: "
             f"{error}"
         ) from error
-    return cast("NewStore", MooncakeDistributedStore())
+    return cast("UnjoinedStore", MooncakeDistributedStore())
 
 
 def check_port(address: tuple[str, int]) -> None:
@@ -73,7 +73,7 @@ def check_port(address: tuple[str, int]) -> None:
         ) from error
 
 
-def rehearse(options: MooncakeOptions) -> None:
+def try_to_join(options: MooncakeOptions) -> None:
     """Join as a client that lends nothing, and leave, in another process.
 
     Raises:
@@ -94,5 +94,5 @@ def rehearse(options: MooncakeOptions) -> None:
 
 def _cannot_join(options: MooncakeOptions, reason: str, log: bytes | None) -> str:
     lines = (log or b"").decode(errors="replace").splitlines()
-    complaints = [line for line in lines if line.startswith("E")][:_COMPLAINTS] or lines[-_COMPLAINTS:]
-    return f"cannot join the cluster of {options.master} with {options.setup()}: {reason} {complaints}"
+    errors = [line for line in lines if line.startswith("E")][:_MOST_ERRORS] or lines[-_MOST_ERRORS:]
+    return f"cannot join the cluster of {options.master} with {options.setup()}: {reason} {errors}"

@@ -12,28 +12,28 @@ LARGE_BYTES = 8 << 20
 measured over loopback, calls of 1 MiB are slower in turns, and calls of 16 MiB up to a quarter faster."""
 
 _AT_ONCE = 2  # one moves bytes while another asks the master
-_PATIENCE = 0.1  # seconds; a call that hangs, or crosses a slow network, holds others up no longer
+_MAX_WAIT_SECONDS = 0.1  # seconds; a call that hangs, or crosses a slow network, holds others up no longer
 
 
-class Turns:
+class LargeCallLimit:
     """Who is next, among calls in one direction. A turn is for speed only: who waited too long goes without.
 
     Args:
         large_bytes: bytes of a call that waits its turn.
-        patience: seconds that it waits at most.
+        max_wait: seconds that it waits at most.
     """
 
-    def __init__(self, large_bytes: float = LARGE_BYTES, patience: float = _PATIENCE) -> None:
+    def __init__(self, large_bytes: float = LARGE_BYTES, max_wait: float = _MAX_WAIT_SECONDS) -> None:
         self._free = threading.BoundedSemaphore(_AT_ONCE)
         self._large_bytes = large_bytes
-        self._patience = patience
+        self._patience = max_wait
 
     @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
+    def limited(self, nbytes: int) -> Iterator[None]:
         """For the time of a call that moves `nbytes`; blocks until its turn has come, if it is large."""
-        mine = nbytes >= self._large_bytes and self._free.acquire(timeout=self._patience)
+        acquired = nbytes >= self._large_bytes and self._free.acquire(timeout=self._patience)
         try:
             yield
         finally:
-            if mine:
+            if acquired:
                 self._free.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from asynchicache.backends.mooncake.store import Store
+from asynchicache.backends.mooncake.store import MooncakeStore
 from asynchicache.errors import StorageError, UsageError
 from asynchicache.storage.protocol import PoolBinding
 
@@ -28,7 +28,7 @@ class RegisteredSlots:
         StorageError: Mooncake refuses to register the memory.
     """
 
-    def __init__(self, store: Store, binding: PoolBinding) -> None:
+    def __init__(self, store: MooncakeStore, binding: PoolBinding) -> None:
         headers, pages = binding.regions()
         self._regions = (headers, pages)  # keeps the memory while Mooncake may write to it
         self._store = store

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from asynchicache.backends.mooncake.codes import Code, master_is_away, name_of
-from asynchicache.backends.mooncake.large_calls import Turns
+from asynchicache.backends.mooncake.codes import MooncakeCode, master_is_away, name_of
+from asynchicache.backends.mooncake.large_calls import LargeCallLimit
 from asynchicache.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _PROBE_SECONDS = 1.0
 
 
-class Store(Protocol):
+class MooncakeStore(Protocol):
     """What is used of `mooncake.store.MooncakeDistributedStore`; one code a key.
 
     Every call may block, and releases the GIL. A call after `close`, or during it, ends the process.
@@ -45,7 +45,7 @@ class Store(Protocol):
     def close(self) -> int: ...
 
 
-class Client:
+class MooncakeClient:
     """A store that is set up. Its methods block; call them from any thread.
 
     They raise StorageError where Mooncake answers with more or fewer codes than there are keys.
@@ -61,13 +61,17 @@ class Client:
     """
 
     def __init__(
-        self, store: Store, master: tuple[str, int] | None, replicas: int, large_bytes: float = math.inf
+        self,
+        store: MooncakeStore,
+        master: tuple[str, int] | None,
+        replicas: int,
+        large_bytes: float = math.inf,
     ) -> None:
         self.store = store
         self._master = master
         self._config = _replicate_config(replicas)
-        self._reads, self._writes = Turns(large_bytes), Turns(large_bytes)
-        self._away = False
+        self._reads, self._writes = LargeCallLimit(large_bytes), LargeCallLimit(large_bytes)
+        self._master_away = False
 
     def exists(self, keys: list[str]) -> list[int]:
         """1, 0 or a negative code for each key."""
@@ -75,13 +79,13 @@ class Client:
 
     def get(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
         """The bytes that were read into each key's buffers, or a negative code."""
-        with self._reads.taken(_total(sizes)):
+        with self._reads.limited(_total(sizes)):
             return self._ask(keys, partial(self.store.batch_get_into_multi_buffers, keys, pointers, sizes))
 
     def put(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
         """0, or a negative code, for each key, whose object is what its buffers hold in a row."""
         put = self.store.batch_put_from_multi_buffers
-        with self._writes.taken(_total(sizes)):
+        with self._writes.limited(_total(sizes)):
             return self._ask(keys, partial(put, keys, pointers, sizes, self._config))
 
     def remove(self, keys: list[str]) -> list[int]:
@@ -105,18 +109,18 @@ class Client:
         self.store.close()
 
     def _ask(self, keys: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
-        if self._away and self._master is not None and not _answers(self._master):
-            return [Code.RPC_FAIL] * len(keys)
+        if self._master_away and self._master is not None and not _answers(self._master):
+            return [MooncakeCode.RPC_FAIL] * len(keys)
         codes = call()
-        self._note(master_is_away(codes))
+        self._note_master(master_is_away(codes))
         if len(codes) != len(keys):  # which code is whose?
             raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
         return codes
 
-    def _note(self, away: bool) -> None:
-        if away != self._away:
+    def _note_master(self, away: bool) -> None:
+        if away != self._master_away:
             logger.warning("Mooncake's master %s", "does not answer" if away else "answers again")
-        self._away = away
+        self._master_away = away
 
 
 def _total(sizes: list[list[int]]) -> int:

@@ -1,4 +1,4 @@
-"""Joins a cluster and leaves: a script for a process of its own, run by `joining.rehearse`.
+"""Joins a cluster and leaves: a script for a process of its own, run by `joining.try_to_join`.
 
 `MooncakeDistributedStore.setup` holds the GIL, and tries for a minute and a half, or many, before it
 fails. Here it keeps nobody waiting, and can be killed. The script imports nothing of this package.

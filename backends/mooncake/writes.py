@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from asynchicache.hashing import ObjectKey
 
 
-class WritesUnderWay:
+class WritesInFlight:
     """Claims of keys, from any thread; who claims a key settles it, whatever happens."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import obstore
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.object.engine import ObjectEngine, page_path
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
@@ -47,7 +47,7 @@ class ObjectBackend:
         self._port = port
         self._store = make_store(options)
         self._turns = asyncio.Semaphore(options.requests)
-        self._engines: OpenEngines[ObjectEngine] = OpenEngines()
+        self._engines: EngineRegistry[ObjectEngine] = EngineRegistry()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> ObjectEngine:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.redis.connection import RedisConnection
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
@@ -40,7 +40,7 @@ class RedisBackend:
         self._pool = ConnectionPool(options, port)
         self._turn = asyncio.Lock()
         self._marker = f"{options.namespace}:FORMAT".encode()
-        self._engines: OpenEngines[RedisEngine] = OpenEngines()
+        self._engines: EngineRegistry[RedisEngine] = EngineRegistry()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> RedisEngine:

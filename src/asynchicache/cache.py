@@ -417,7 +417,7 @@ async def _attachment(
     slots for its pages to arrive in."""
     config.check_storage()
     bindings = [
-        SlotBinding(memory.host, *_identity(spec, name, config), stands_on=spec.stands_on(name))
+        SlotBinding(memory.host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
         for name, memory in memories.items()
         if memory.host.slots
     ]

@@ -20,7 +20,7 @@ from asynchicache.layouts import HostLayout
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
-from asynchicache.storage.deadlines import named
+from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.transfer.paths import CopyPath
@@ -306,7 +306,7 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
     factory = load_factory(name, backends[name])
-    with named(f"opening storage {name!r}"):
+    with as_storage_error(f"opening storage {name!r}"):
         backend = factory(options, port)
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"storage {name!r}: {backends[name]} gave {backend!r}, which is no StorageBackend")
@@ -324,7 +324,7 @@ def load_factory(name: str, value: str) -> OpenBackend:
         ConfigError: a package is missing, or there is no such function in it.
         StorageError: the package is broken.
     """
-    with named(f"importing storage {name!r}"):
+    with as_storage_error(f"importing storage {name!r}"):
         try:
             found = resolve_name(value)
         except ImportError as error:

@@ -8,7 +8,7 @@ import pytest
 
 from asynchicache.backends.mooncake import MooncakeOptions
 from asynchicache.backends.mooncake.joining import join
-from asynchicache.backends.mooncake.store import Store
+from asynchicache.backends.mooncake.store import MooncakeStore
 from storage.mooncake_cluster import Cluster, cluster, own_network
 
 
@@ -20,7 +20,7 @@ def mooncake() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def mooncake_store(mooncake: Cluster) -> Iterator[Store]:
+def mooncake_store(mooncake: Cluster) -> Iterator[MooncakeStore]:
     """One client of that cluster for many tests: leaving takes it a second."""
     store = join(MooncakeOptions.of(mooncake.options()))
     yield store

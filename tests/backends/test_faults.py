@@ -16,7 +16,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
-from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
@@ -32,11 +32,11 @@ class Scene:
         self.bench = bench
         self.guard = guard
 
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         self.bench.fill(keys, slots)
         return await self.guard.put(keys, slots)
 
-    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """As `PoolUnderTest.get`, but through the guard, which waits for what lingers."""
         self.bench.poison(slots)
         batch = await self.guard.get(keys, slots)

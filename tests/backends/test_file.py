@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.file.runs import Move, Run, joined, neighbours
+from asynchicache.backends.file.runs import PageMove, SlotRun, contiguous_moves, merge_runs
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.types import Outcome
 from storage.file_stores import (
@@ -535,14 +535,22 @@ async def test_options_are_checked(options: dict[str, object], words: str) -> No
 
 
 def test_runs_are_cut_at_gaps_and_after_the_most() -> None:
-    moves = [Move(slot, place) for place, slot in enumerate([2, 3, 4, 5, 7, 7, 8])]
+    moves = [PageMove(slot, place) for place, slot in enumerate([2, 3, 4, 5, 7, 7, 8])]
 
-    assert [[move.slot for move in run] for run in neighbours(moves, 3)] == [[2, 3, 4], [5], [7], [7, 8]]
-    assert list(neighbours([], 3)) == []
+    assert [[move.slot for move in run] for run in contiguous_moves(moves, 3)] == [
+        [2, 3, 4],
+        [5],
+        [7],
+        [7, 8],
+    ]
+    assert list(contiguous_moves([], 3)) == []
 
 
 def test_runs_of_several_calls_are_joined_up_to_the_most() -> None:
-    runs = [Run([Move(slot, 0) for slot in slots], []) for slots in ((7, 8), (2, 3), (4, 5, 6), (11,), (9,))]
-    assert [[run.slot for run in group] for group in joined(runs, 6)] == [[2, 4], [7, 9], [11]]
-    assert [[run.slot for run in group] for group in joined(runs, 1)] == [[2], [4], [7], [9], [11]]
-    assert list(joined([], 6)) == []
+    runs = [
+        SlotRun([PageMove(slot, 0) for slot in slots], [])
+        for slots in ((7, 8), (2, 3), (4, 5, 6), (11,), (9,))
+    ]
+    assert [[run.slot for run in group] for group in merge_runs(runs, 6)] == [[2, 4], [7, 9], [11]]
+    assert [[run.slot for run in group] for group in merge_runs(runs, 1)] == [[2], [4], [7], [9], [11]]
+    assert list(merge_runs([], 6)) == []

@@ -16,7 +16,7 @@ class _Held:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    def give_back(self, nbytes: int) -> int:
+    def shrink(self, nbytes: int) -> int:
         self.nbytes -= nbytes
         return nbytes
 
@@ -24,24 +24,24 @@ class _Held:
 def test_nobody_loses_pages_for_a_pool_that_would_have_no_page_by_it() -> None:
     budget, rich, poor = Budget(FIXED_BYTES + 100), _Held(100), _Held(1)
     for holder in (rich, poor, _Held(0)):
-        budget.join(Path(str(id(holder))), holder)
+        budget.pool_opened(Path(str(id(holder))), holder)
     share = (FIXED_BYTES + 100) // 3
 
-    assert budget.room(poor, 2 * share, 2 * share) == 0
+    assert budget.grant(poor, 2 * share, 2 * share) == 0
     assert rich.nbytes == 100
 
 
 def test_a_page_larger_than_an_equal_share_has_its_room_once() -> None:
     budget, rich, poor = Budget(FIXED_BYTES + 12_000), _Held(12_000), _Held(0)
     for number in range(4):
-        budget.join(Path(str(number)), _Held(0))
-    budget.join(Path("rich"), rich)
-    budget.join(Path("poor"), poor)
+        budget.pool_opened(Path(str(number)), _Held(0))
+    budget.pool_opened(Path("rich"), rich)
+    budget.pool_opened(Path("poor"), poor)
 
-    assert budget.room(poor, 4 * 5000, 5000) == 5000
+    assert budget.grant(poor, 4 * 5000, 5000) == 5000
     assert rich.nbytes == 7000
     poor.nbytes = 5000
-    assert budget.room(poor, 5000, 5000) == 0
+    assert budget.grant(poor, 5000, 5000) == 0
 
 
 @pytest.mark.asyncio

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from asynchicache.backends.file.index import PageIndex, Stored
+from asynchicache.backends.file.index import PageIndex, StoredPage
 
 DIGESTS = st.integers(0, 3).map(lambda number: bytes([number]) * 32)
 
@@ -47,11 +47,11 @@ class IndexMachine(RuleBasedStateMachine):
             for digest in self.index.digests()
             if self.pages[digest] not in self.reading and digest not in keep
         ]
-        self.index.departed()
+        self.index.take_removed()
         slots = self.index.evict(count, keep)
 
         assert slots == [self.pages[digest] for digest in idle[: max(0, count)]]
-        assert self.index.departed() == idle[: max(0, count)]
+        assert self.index.take_removed() == idle[: max(0, count)]
         self.pages = {digest: slot for digest, slot in self.pages.items() if slot not in slots}
         self.writing |= set(slots)
         return multiple(*slots)
@@ -66,19 +66,19 @@ class IndexMachine(RuleBasedStateMachine):
         return multiple(*slots)
 
     @rule(count=st.integers(1, 3))
-    def cut(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         slots = max(0, self.index.slots - count)
         busy = any(slot >= slots for slot in self.writing | set(self.reading))
 
-        assert self.index.cut(slots) == (not busy)
+        assert self.index.truncate(slots) == (not busy)
         if not busy:
             self.pages = {digest: slot for digest, slot in self.pages.items() if slot < slots}
 
     @rule(slot=consumes(taken), digest=DIGESTS)
-    def hold(self, slot: int, digest: bytes) -> None:
+    def add(self, slot: int, digest: bytes) -> None:
         self.stored += 1
-        page = Stored(digest, slot, self.stored.to_bytes(8))
-        held = self.index.hold(page)
+        page = StoredPage(digest, slot, self.stored.to_bytes(8))
+        held = self.index.add(page)
         assert held == (digest not in self.pages)
         if held:
             self.pages[digest] = slot
@@ -147,8 +147,8 @@ class IndexMachine(RuleBasedStateMachine):
 TestIndex = IndexMachine.TestCase
 
 
-def page(name: bytes, slot: int) -> Stored:
-    return Stored(name, slot, name * 8)
+def page(name: bytes, slot: int) -> StoredPage:
+    return StoredPage(name, slot, name * 8)
 
 
 def test_a_scan_fills_it() -> None:
@@ -156,9 +156,9 @@ def test_a_scan_fills_it() -> None:
     index.load(pages, 6)
 
     assert index.in_order() == pages
-    assert not index.used
+    assert not index.order_changed
     assert [index.pin(b"a"), index.pin(b"b")] == pages
-    assert index.used
+    assert index.order_changed
     assert index.take(9) == [0, 1, 2, 5]
 
 

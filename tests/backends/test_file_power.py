@@ -20,7 +20,7 @@ from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.folder import MANIFEST
 from asynchicache.backends.file.index import PageIndex
 from asynchicache.backends.file.manifest import parse
-from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.file.verify import verify_store
 from asynchicache.testing.backends import PoolUnderTest
 from storage.file_stores import SLOT_BYTES, bench_at, capacity_for
@@ -86,7 +86,7 @@ def served(image: Path) -> frozenset[bytes]:
     assert (report.corrupt, report.problems) == (0, [])
     (folder,) = image.glob("kv-*")
     manifest = parse((folder / MANIFEST).read_bytes(), folder)
-    store = PageStore(folder, manifest, Budget(None))
+    store = PoolStore(folder, manifest, Budget(None))
     try:
         found = frozenset(page.digest for page in store.index.in_order())
     finally:

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import pytest
 
-from asynchicache.backends.engine_registry import OpenEngines
+from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.file import engine as engine_module
 from asynchicache.backends.file import open_backend
 from asynchicache.backends.file import store as store_module
-from asynchicache.backends.file.recovery import PageReader, Recovered
+from asynchicache.backends.file.recovery import PageReader, RecoveredPages
 from asynchicache.backends.file.segments import Segments
-from asynchicache.backends.file.store import PageStore
+from asynchicache.backends.file.store import PoolStore
 from asynchicache.errors import StorageLockedError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
@@ -83,13 +83,13 @@ class Gate:
 @pytest.fixture
 def slow_close(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """The files of a pool are closed when the gate is opened."""
-    gate, close = Gate(), PageStore.close
+    gate, close = Gate(), PoolStore.close
 
-    def slow(store: PageStore) -> None:
+    def slow(store: PoolStore) -> None:
         gate.pass_through()
         close(store)
 
-    monkeypatch.setattr(PageStore, "close", slow)
+    monkeypatch.setattr(PoolStore, "close", slow)
     return gate
 
 
@@ -102,7 +102,7 @@ async def test_a_pool_that_is_being_opened_keeps_its_files(
         await bench.put(bench.keys(*range(8)), range(8))
     gate, recover = Gate(), store_module.recover
 
-    def slow(segments: Segments, reader: PageReader) -> Recovered:
+    def slow(segments: Segments, reader: PageReader) -> RecoveredPages:
         found = recover(segments, reader)
         if segments.slots:
             gate.pass_through()
@@ -239,7 +239,7 @@ async def test_a_pool_is_opened_again_when_it_has_been_closed() -> None:
         return made[-1]
 
     binding = SlotBinding(slab_of("kv", 4096, 1), fingerprint_of("w1"))
-    engines: OpenEngines[SlowEngine] = OpenEngines()
+    engines: EngineRegistry[SlowEngine] = EngineRegistry()
     first = await engines.open(binding, make)
     closing = asyncio.create_task(first.aclose())
     await asyncio.sleep(0)
@@ -270,7 +270,7 @@ async def open_quickly() -> QuickEngine:
 
 def use_on_two_loops(logged: list[object]) -> None:
     binding = SlotBinding(slab_of("kv", 4096, 1), fingerprint_of("w1"))
-    engines: OpenEngines[QuickEngine] = OpenEngines()
+    engines: EngineRegistry[QuickEngine] = EngineRegistry()
 
     async def use() -> QuickEngine:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))

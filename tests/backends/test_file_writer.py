@@ -16,11 +16,11 @@ from asynchicache.backends.file import entries
 from asynchicache.backends.file import writer as writer_module
 from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.commits import Commits
-from asynchicache.backends.file.index import Stored
-from asynchicache.backends.file.runs import Move, Run
+from asynchicache.backends.file.index import StoredPage
+from asynchicache.backends.file.runs import PageMove, SlotRun
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.shape import ENTRY_BYTES
-from asynchicache.backends.file.writer import GroupWriter, Load
+from asynchicache.backends.file.writer import GroupWriter, WriteBatch
 from storage.file_stores import SLOT_BYTES
 
 
@@ -73,16 +73,18 @@ class Pool:
     def put(
         self,
         slot: int,
-        move: Callable[[Run], list[Move]] | None = None,
-        seal: Callable[[], dict[int, Stored]] | None = None,
+        move: Callable[[SlotRun], list[PageMove]] | None = None,
+        seal: Callable[[], dict[int, StoredPage]] | None = None,
     ) -> Future[None]:
         """Let a thread write a page, and return once that is in the queue."""
         memory = memoryview(mmap.mmap(-1, SLOT_BYTES))
         memory[:] = bytes([slot]) * SLOT_BYTES
-        run = Run([Move(slot, 0)], [memory])
-        page = Stored(bytes([slot]) * 32, slot, bytes(8))
-        load = Load(move or self._move, seal or (lambda: {slot: page}), [run], naming=self.commits.name(1))
-        ended = self._threads.submit(self.writer.write, load)
+        run = SlotRun([PageMove(slot, 0)], [memory])
+        page = StoredPage(bytes([slot]) * 32, slot, bytes(8))
+        batch = WriteBatch(
+            move or self._move, seal or (lambda: {slot: page}), [run], stamp=self.commits.reserve(1)
+        )
+        ended = self._threads.submit(self.writer.write, batch)
         assert self.crank.submitted.acquire()
         return ended
 
@@ -90,7 +92,7 @@ class Pool:
         """The first byte of each slot that has an entry on the disk."""
         memory = memoryview(mmap.mmap(-1, SLOT_BYTES))
         found = bytearray()
-        for slot in sorted(entry.slot for entry in entries.load(self.segments).pages):
+        for slot in sorted(entry.slot for entry in entries.load_entries(self.segments).pages):
             self.segments.read(slot, [memory])
             found.append(memory[0])
         return bytes(found)
@@ -103,7 +105,7 @@ class Pool:
         while self.crank.calls:
             self.crank.turn()
 
-    def _move(self, run: Run) -> list[Move]:
+    def _move(self, run: SlotRun) -> list[PageMove]:
         self.segments.write(run.slot, run.views)
         return list(run.moves)
 
@@ -184,7 +186,7 @@ def test_entries_of_neighbours_are_one_write_whichever_call_they_are_of(
 
 def test_entries_of_two_files_are_two_writes() -> None:
     stored = {slot: bytes([slot]) * ENTRY_BYTES for slot in (65, 63, 64, 7)}
-    assert entries.blocks(stored, 64) == [
+    assert entries.entry_blocks(stored, 64) == [
         (7, stored[7]),
         (63, stored[63]),
         (64, stored[64] + stored[65]),
@@ -211,7 +213,7 @@ def test_a_page_that_was_not_written_is_not_named(pool: Pool) -> None:
 
 
 def test_a_call_that_raises_fails_alone(pool: Pool) -> None:
-    def fail(run: Run) -> list[Move]:
+    def fail(run: SlotRun) -> list[PageMove]:
         raise ZeroDivisionError
 
     calls = [pool.put(1), pool.put(3, fail), pool.put(5)]
@@ -230,7 +232,7 @@ def test_calls_end_whatever_becomes_of_the_thread(pool: Pool, monkeypatch: pytes
 
     calls = [pool.put(slot) for slot in (1, 2)]
     with monkeypatch.context() as broken:
-        broken.setattr(writer_module, "joined", fail)
+        broken.setattr(writer_module, "merge_runs", fail)
         pool.crank.turn()
     for call in calls:
         with pytest.raises(ZeroDivisionError):
@@ -280,10 +282,10 @@ def test_a_barrier_that_fails_fails_all_of_its_calls_and_those_after(
 def test_pages_are_written_before_they_are_sealed_and_named_after(pool: Pool) -> None:
     sealing, go_on = threading.Event(), threading.Event()
 
-    def seal() -> dict[int, Stored]:
+    def seal() -> dict[int, StoredPage]:
         sealing.set()
         assert go_on.wait(60)
-        return {1: Stored(b"1" * 32, 1, bytes(8))}
+        return {1: StoredPage(b"1" * 32, 1, bytes(8))}
 
     call = pool.put(1, seal=seal)
     turning = pool.turn_in_a_thread()
@@ -301,7 +303,7 @@ def test_pages_are_written_before_they_are_sealed_and_named_after(pool: Pool) ->
 def test_a_call_whose_pages_cannot_be_sealed_fails_alone_and_names_nothing(
     pool: Pool, error: type[BaseException]
 ) -> None:
-    def fail() -> dict[int, Stored]:
+    def fail() -> dict[int, StoredPage]:
         raise error
 
     calls = [pool.put(1, seal=fail), pool.put(2)]

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from asynchicache.backends.hf3fs.metadata import messages as m
 from asynchicache.backends.hf3fs.metadata.__main__ import main
-from asynchicache.backends.hf3fs.metadata.client import MetadataClient, Namespace
+from asynchicache.backends.hf3fs.metadata.client import MetadataClient, MetadataNamespace
 from asynchicache.backends.hf3fs.metadata.database import FILE
 from asynchicache.backends.hf3fs.metadata.service import MOST_BODY_BYTES
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore
@@ -70,11 +70,11 @@ async def client(url: str) -> AsyncIterator[MetadataClient]:
         yield client
 
 
-async def namespace_of(client: MetadataClient, slots: int = 4, name: str = "kv") -> Namespace:
-    return Namespace(client, await client.open(name, slots, 4096), name, 4096)
+async def namespace_of(client: MetadataClient, slots: int = 4, name: str = "kv") -> MetadataNamespace:
+    return MetadataNamespace(client, await client.open(name, slots, 4096), name, 4096)
 
 
-async def put(namespace: Namespace, keys: list[str], token: str = TOKEN) -> list[m.Verdict]:
+async def put(namespace: MetadataNamespace, keys: list[str], token: str = TOKEN) -> list[m.Verdict]:
     places = (await namespace.reserve(token, keys)).places
     pairs = zip(keys, places, strict=True)
     return await namespace.confirm([m.Claim(key, at.slot, at.generation) for key, at in pairs if at])
@@ -122,12 +122,12 @@ async def test_a_client_learns_that_another_made_the_namespace_larger(client: Me
 RESERVE_AND_DIE = """
 import asyncio, os, signal, sys
 from asynchicache.backends.hf3fs.metadata.__main__ import main
-from asynchicache.backends.hf3fs.metadata.client import MetadataClient, Namespace
+from asynchicache.backends.hf3fs.metadata.client import MetadataClient, MetadataNamespace
 from asynchicache.ports import AsyncioPort
 
 async def main():
     client = MetadataClient(sys.argv[1], AsyncioPort())
-    namespace = Namespace(client, await client.open("kv", 4, 4096), "kv", 4096)
+    namespace = MetadataNamespace(client, await client.open("kv", 4, 4096), "kv", 4096)
     reserved = await namespace.reserve("f" * 32, [f"{number:064x}" for number in range(100, 104)])
     assert None not in reserved.places
     os.kill(os.getpid(), signal.SIGKILL)
@@ -322,7 +322,7 @@ async def test_a_stranger_on_the_port_is_an_error_and_never_an_answer(answer: by
         async for client in client_of(url):
             opened = m.Opened("x.1", "x", 4, 60.0)
             with pytest.raises(StorageError):
-                await Namespace(client, opened, "kv", 4096).exists(KEYS[:2])
+                await MetadataNamespace(client, opened, "kv", 4096).exists(KEYS[:2])
 
 
 @pytest.mark.asyncio
@@ -340,7 +340,9 @@ async def test_slots_that_cannot_be_are_refused(places: str) -> None:
         url = "http://127.0.0.1:{1}".format(*liar.sockets[0].getsockname())
         async for client in client_of(url):
             with pytest.raises(StorageError):
-                await Namespace(client, m.Opened("x.1", "x", 4, 60.0), "kv", 4096).reserve(TOKEN, KEYS[:2])
+                await MetadataNamespace(client, m.Opened("x.1", "x", 4, 60.0), "kv", 4096).reserve(
+                    TOKEN, KEYS[:2]
+                )
 
 
 @pytest.mark.asyncio

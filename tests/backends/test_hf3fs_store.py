@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.hf3fs.metadata.messages import Claim, Place
+from asynchicache.backends.hf3fs.metadata.messages import Claim, SlotVersion
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore, UnknownNamespaceError
 from asynchicache.errors import ConfigError, StorageFormatError, UsageError
 from storage.hf3fs_services import Clock
@@ -49,7 +49,7 @@ class Shelf:
     def held(self, *keys: int) -> list[bool]:
         return self.store.exists(self.number, [name(key) for key in keys])
 
-    def locate(self, *keys: int) -> tuple[int, list[Place | None]]:
+    def locate(self, *keys: int) -> tuple[int, list[SlotVersion | None]]:
         found = self.store.locate(self.number, [name(key) for key in keys])
         return found.lease, found.places
 
@@ -209,7 +209,7 @@ def test_only_reserved_slots_are_released(shelf: Shelf) -> None:
     (reserved,) = shelf.reserve(2)
     assert held is not None
     assert reserved is not None
-    places = [held, Place(reserved.slot, reserved.generation), Place(3, 99)]
+    places = [held, SlotVersion(reserved.slot, reserved.generation), SlotVersion(3, 99)]
 
     assert shelf.store.release(shelf.number, places) == 1
     assert shelf.held(1) == [True]
@@ -376,7 +376,7 @@ def test_random_calls_keep_every_rule(tmp_path: Path, clock: Clock, seed: int) -
             model.confirm(chance.choice(model.reserved))
         elif action == "release" and model.reserved:
             claim = model.reserved.pop(chance.randrange(len(model.reserved)))
-            assert shelf.store.release(shelf.number, [Place(claim.slot, claim.generation)]) == 1
+            assert shelf.store.release(shelf.number, [SlotVersion(claim.slot, claim.generation)]) == 1
         elif action == "read":
             model.read(keys)
         elif action == "end" and model.reading:

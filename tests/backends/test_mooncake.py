@@ -13,9 +13,9 @@ import pytest
 from asynchicache import HybridCache, Tier
 from asynchicache.backends.mooncake import MooncakeOptions, open_backend
 from asynchicache.backends.mooncake import backend as backend_module
-from asynchicache.backends.mooncake.codes import Code
+from asynchicache.backends.mooncake.codes import MooncakeCode
 from asynchicache.backends.mooncake.slots import address_of
-from asynchicache.backends.mooncake.store import Client, Store
+from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
 from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.types import Outcome
@@ -39,7 +39,7 @@ namespaces = (f"test-{number}" for number in count())
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_a_namespace_keeps_pages_apart(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_a_namespace_keeps_pages_apart(mooncake: Cluster, mooncake_store: MooncakeStore) -> None:
     async with (
         backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as mine,
         backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as yours,
@@ -53,7 +53,7 @@ async def test_a_namespace_keeps_pages_apart(mooncake: Cluster, mooncake_store: 
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_clear_stays_in_its_namespace(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_clear_stays_in_its_namespace(mooncake: Cluster, mooncake_store: MooncakeStore) -> None:
     benches = {}
     async with AsyncExitStack() as stack:
         for namespace in ("a.b", "a.bc", "axb", "xa.b"):
@@ -77,7 +77,7 @@ async def test_clear_stays_in_its_namespace(mooncake: Cluster, mooncake_store: S
 async def test_closing_waits_for_a_clear_that_is_still_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     joining, may_fail = threading.Event(), threading.Event()
 
-    def join(options: MooncakeOptions) -> Store:
+    def join(options: MooncakeOptions) -> MooncakeStore:
         joining.set()
         may_fail.wait()
         raise StorageError(f"no master at {options.master}")
@@ -97,7 +97,9 @@ async def test_closing_waits_for_a_clear_that_is_still_joining(monkeypatch: pyte
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_every_address_lies_in_registered_memory(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_every_address_lies_in_registered_memory(
+    mooncake: Cluster, mooncake_store: MooncakeStore
+) -> None:
     store = Watched(mooncake_store)
     async with backend_of(mooncake, store, namespace=next(namespaces)) as backend:
         bench = await open_bench(backend)
@@ -121,7 +123,7 @@ async def test_every_address_lies_in_registered_memory(mooncake: Cluster, moonca
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_a_state_of_many_pieces_is_one_object(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_a_state_of_many_pieces_is_one_object(mooncake: Cluster, mooncake_store: MooncakeStore) -> None:
     async with backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as backend:
         bench = await open_bench(backend, binding_of("mamba", page_bytes=(20 << 20) + 77, slots=2))
         keys = bench.keys(1)
@@ -133,7 +135,7 @@ async def test_a_state_of_many_pieces_is_one_object(mooncake: Cluster, mooncake_
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_a_slot_that_is_not_there_is_refused(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_a_slot_that_is_not_there_is_refused(mooncake: Cluster, mooncake_store: MooncakeStore) -> None:
     async with backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as backend:
         bench = await open_bench(backend)
         for slot in (-1, 32):
@@ -143,7 +145,9 @@ async def test_a_slot_that_is_not_there_is_refused(mooncake: Cluster, mooncake_s
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_a_pool_is_opened_once_and_its_memory_let_go(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_a_pool_is_opened_once_and_its_memory_let_go(
+    mooncake: Cluster, mooncake_store: MooncakeStore
+) -> None:
     async with backend_of(mooncake, mooncake_store, namespace=next(namespaces)) as backend:
         binding = binding_of()
         bench = await open_bench(backend, binding)
@@ -166,7 +170,7 @@ async def test_a_pool_is_opened_once_and_its_memory_let_go(mooncake: Cluster, mo
 @pytest.mark.asyncio
 @pytest.mark.parametrize("grown", [0, 1])
 async def test_what_is_not_a_page_is_dropped_and_comes_again(
-    mooncake: Cluster, mooncake_store: Store, grown: int
+    mooncake: Cluster, mooncake_store: MooncakeStore, grown: int
 ) -> None:
     """Somebody else's object under our key: of our size, or larger."""
     namespace = next(namespaces)
@@ -177,8 +181,8 @@ async def test_what_is_not_a_page_is_dropped_and_comes_again(
         pages[:] = b"x" * len(pages)
         size = bench.binding.header_bytes + bench.binding.page_bytes + grown
         name = f"{namespace}:{keys[0].text()}"
-        client = Client(mooncake_store, None, 1)
-        assert client.put([name], [[address_of(pages)]], [[size]]) == [Code.OK]
+        client = MooncakeClient(mooncake_store, None, 1)
+        assert client.put([name], [[address_of(pages)]], [[size]]) == [MooncakeCode.OK]
         await bench.put(keys[1:], [5])
 
         assert await bench.get(keys, [8, 9]) == [CORRUPT, HIT]
@@ -190,13 +194,15 @@ async def test_what_is_not_a_page_is_dropped_and_comes_again(
 
 @on_mooncake
 @pytest.mark.asyncio
-async def test_a_small_object_under_our_key_is_no_hit(mooncake: Cluster, mooncake_store: Store) -> None:
+async def test_a_small_object_under_our_key_is_no_hit(
+    mooncake: Cluster, mooncake_store: MooncakeStore
+) -> None:
     namespace = next(namespaces)
     async with backend_of(mooncake, mooncake_store, namespace=namespace) as backend:
         bench = await open_bench(backend)
         (key,) = bench.keys(1)
         address = address_of(bench.binding.page(0))
-        Client(mooncake_store, None, 1).put([f"{namespace}:{key.text()}"], [[address]], [[100]])
+        MooncakeClient(mooncake_store, None, 1).put([f"{namespace}:{key.text()}"], [[address]], [[100]])
 
         assert await bench.get([key], [1]) == [Outcome.FAILED]
 

@@ -11,7 +11,7 @@ import pytest
 
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
 from asynchicache.backends.mooncake import store as store_module
-from asynchicache.backends.mooncake.codes import Code
+from asynchicache.backends.mooncake.codes import MooncakeCode
 from asynchicache.errors import StorageError
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
@@ -36,16 +36,16 @@ class Counting:
         self.gate.set()
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        return Code.OK
+        return MooncakeCode.OK
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        return Code.OK
+        return MooncakeCode.OK
 
     def batch_is_exist(self, keys: list[str], *_: object) -> list[int]:
         count = self.codes(len(keys))
         self.entered.set()
         self.gate.wait()
-        return [Code.OK] * count
+        return [MooncakeCode.OK] * count
 
     batch_get_into_multi_buffers = batch_put_from_multi_buffers = batch_remove = batch_is_exist
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
-from asynchicache.backends.mooncake.store import Store
+from asynchicache.backends.mooncake.store import MooncakeStore
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.engine("mooncake")]
 
 class MooncakeConformance(BackendConformance):
     @pytest.fixture(autouse=True)
-    def _join(self, mooncake: Cluster, mooncake_store: Store) -> None:
+    def _join(self, mooncake: Cluster, mooncake_store: MooncakeStore) -> None:
         self.open_mooncake: Callable[[Port, Path], MooncakeBackend] = lambda port, folder: MooncakeBackend(
             # What one test put, others must not find; a folder of pytest's belongs to one test.
             MooncakeOptions.of(mooncake.options(namespace=f"{type(self).__name__}.{folder.name}"[:64])),

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from asynchicache.backends.mooncake.codes import Code, get_outcome, put_outcome
+from asynchicache.backends.mooncake.codes import MooncakeCode, get_outcome, put_outcome
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
-from asynchicache.backends.mooncake.store import Store
+from asynchicache.backends.mooncake.store import MooncakeStore
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.guard import GuardedPool, PoolLimits
@@ -190,7 +190,7 @@ async def test_closing_waits_for_a_running_call_even_if_its_caller_does_not(mort
 
 
 async def test_faults_above_a_real_cluster_never_give_other_bytes(
-    mooncake: Cluster, mooncake_store: Store
+    mooncake: Cluster, mooncake_store: MooncakeStore
 ) -> None:
     async with AsyncExitStack() as stack:
         port = AsyncioPort(threads=4, seed=0)
@@ -219,8 +219,8 @@ async def test_faults_above_a_real_cluster_never_give_other_bytes(
     assert set(faults.injected) == {"fail", "raises", "partial", "lie", "swap"}
 
 
-@pytest.mark.parametrize("code", [code for code in Code if code < 0])
-async def test_no_code_is_a_success(code: Code) -> None:
+@pytest.mark.parametrize("code", [code for code in MooncakeCode if code < 0])
+async def test_no_code_is_a_success(code: MooncakeCode) -> None:
     assert get_outcome(code, 100) in (MISS, FAILED, Outcome.CORRUPT)
     assert put_outcome(code) in (Outcome.EXISTS, FAILED, Outcome.REJECTED)
 

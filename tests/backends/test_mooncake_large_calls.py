@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
+from asynchicache.backends.mooncake import large_calls as large_calls_module
 from asynchicache.backends.mooncake import store as store_module
-from asynchicache.backends.mooncake import turns as turns_module
-from asynchicache.backends.mooncake.large_calls import LARGE_BYTES, Turns
-from asynchicache.backends.mooncake.store import Client
+from asynchicache.backends.mooncake.large_calls import LARGE_BYTES, LargeCallLimit
+from asynchicache.backends.mooncake.store import MooncakeClient
 
 HALF = LARGE_BYTES // 2
 FOREVER = 60.0  # seconds; nothing that works waits so long
@@ -67,7 +67,7 @@ def without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def calls_of(client: Client, store: Slow) -> Iterator[ThreadPoolExecutor]:
+def calls_of(client: MooncakeClient, store: Slow) -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as threads:
         try:
             yield threads
@@ -75,22 +75,22 @@ def calls_of(client: Client, store: Slow) -> Iterator[ThreadPoolExecutor]:
             store.may_end.set()
 
 
-def patient(client: Client, monkeypatch: pytest.MonkeyPatch) -> Seats:
+def patient(client: MooncakeClient, monkeypatch: pytest.MonkeyPatch) -> Seats:
     """The turns of the client's reads last for as long as the test."""
-    monkeypatch.setattr(turns_module, "threading", SimpleNamespace(BoundedSemaphore=Seats))
-    client._reads = Turns(patience=2 * FOREVER)
+    monkeypatch.setattr(large_calls_module, "threading", SimpleNamespace(BoundedSemaphore=Seats))
+    client._reads = LargeCallLimit(max_wait=2 * FOREVER)
     seats = client._reads._free
     assert isinstance(seats, Seats)
     return seats
 
 
-def read(threads: ThreadPoolExecutor, client: Client, key: str, size: int) -> Future[list[int]]:
+def read(threads: ThreadPoolExecutor, client: MooncakeClient, key: str, size: int) -> Future[list[int]]:
     return threads.submit(client.get, [key], [[0, 0]], [[size, size]])
 
 
 def test_a_third_large_read_waits_and_small_ones_and_writes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Slow()
-    client = Client(store, None, 1, LARGE_BYTES)  # type: ignore[arg-type]
+    client = MooncakeClient(store, None, 1, LARGE_BYTES)  # type: ignore[arg-type]
     seats = patient(client, monkeypatch)
     with calls_of(client, store) as threads:
         first = [read(threads, client, "large", HALF) for _ in range(2)]
@@ -109,7 +109,7 @@ def test_a_third_large_read_waits_and_small_ones_and_writes_do_not(monkeypatch: 
 
 def test_writes_do_not_wait_for_reads() -> None:
     store = Slow()
-    client = Client(store, None, 1, LARGE_BYTES)  # type: ignore[arg-type]
+    client = MooncakeClient(store, None, 1, LARGE_BYTES)  # type: ignore[arg-type]
     client._reads._patience = client._writes._patience = 2 * FOREVER
     with calls_of(client, store) as threads:
         for _ in range(2):
@@ -122,8 +122,8 @@ def test_writes_do_not_wait_for_reads() -> None:
 
 def test_calls_that_hang_hold_up_nobody_for_long() -> None:
     store = Slow()
-    client = Client(store, None, 1, LARGE_BYTES)  # type: ignore[arg-type]
-    client._reads = Turns(patience=1e-3)
+    client = MooncakeClient(store, None, 1, LARGE_BYTES)  # type: ignore[arg-type]
+    client._reads = LargeCallLimit(max_wait=1e-3)
     with calls_of(client, store) as threads:
         for _ in range(4):
             read(threads, client, "large", HALF)
@@ -131,20 +131,20 @@ def test_calls_that_hang_hold_up_nobody_for_long() -> None:
 
 
 def test_a_call_that_raises_gives_its_turn_back() -> None:
-    turns = Turns(patience=1e-3)
+    limit = LargeCallLimit(max_wait=1e-3)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), turns.taken(LARGE_BYTES):
+        with pytest.raises(ZeroDivisionError), limit.limited(LARGE_BYTES):
             raise ZeroDivisionError
-    assert turns._free.acquire(blocking=False)
-    assert turns._free.acquire(blocking=False)
+    assert limit._free.acquire(blocking=False)
+    assert limit._free.acquire(blocking=False)
 
 
 def test_who_went_without_a_turn_gives_none_back() -> None:
-    turns = Turns(patience=1e-3)
-    with turns.taken(LARGE_BYTES), turns.taken(LARGE_BYTES):
-        with turns.taken(LARGE_BYTES):
+    limit = LargeCallLimit(max_wait=1e-3)
+    with limit.limited(LARGE_BYTES), limit.limited(LARGE_BYTES):
+        with limit.limited(LARGE_BYTES):
             pass
-        assert not turns._free.acquire(blocking=False)
+        assert not limit._free.acquire(blocking=False)
 
 
 @pytest.mark.asyncio

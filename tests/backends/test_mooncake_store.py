@@ -7,11 +7,11 @@ from itertools import count
 
 import pytest
 
-from asynchicache.backends.mooncake.codes import Code
+from asynchicache.backends.mooncake.codes import MooncakeCode
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredSlots, address_of
-from asynchicache.backends.mooncake.store import Client, Store
+from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
 from asynchicache.testing.backends import SlotSlab, slab_of
 from storage.mooncake_cluster import Cluster, binding_of, cluster, own_network
 
@@ -24,13 +24,13 @@ names = (f"object {number}" for number in count())
 class Memory:
     """Registered memory in cells of 4,096 bytes."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: MooncakeStore) -> None:
         self.slab: SlotSlab = slab_of("cells", SIZE, 16)
         _, self.view = self.slab.regions()
         self.store = store
-        self.client = Client(store, None, 1)
+        self.client = MooncakeClient(store, None, 1)
         self.base = address_of(self.view)
-        assert store.register_buffer(self.base, self.view.nbytes) == Code.OK
+        assert store.register_buffer(self.base, self.view.nbytes) == MooncakeCode.OK
 
     def fill(self, cell: int, byte: int) -> None:
         self.slab.page(cell)[:] = bytes([byte]) * SIZE
@@ -49,7 +49,7 @@ class Memory:
 
 
 @pytest.fixture
-def memory(mooncake_store: Store) -> Iterator[Memory]:
+def memory(mooncake_store: MooncakeStore) -> Iterator[Memory]:
     memory = Memory(mooncake_store)
     yield memory
     mooncake_store.unregister_buffer(memory.base)
@@ -60,8 +60,8 @@ def test_the_first_put_wins_and_the_second_says_ok(memory: Memory) -> None:
     memory.fill(0, 1)
     memory.fill(1, 2)
 
-    assert memory.put([key], [0]) == [Code.OK]
-    assert memory.put([key], [1]) == [Code.OK]
+    assert memory.put([key], [0]) == [MooncakeCode.OK]
+    assert memory.put([key], [1]) == [MooncakeCode.OK]
     assert memory.get([key], [2]) == [SIZE]
     assert memory.holds(2, 1)
 
@@ -70,24 +70,24 @@ def test_what_is_missing(memory: Memory) -> None:
     key = next(names)
 
     assert memory.client.exists([key]) == [0]
-    assert memory.get([key], [0]) == [Code.OBJECT_NOT_FOUND]
-    assert memory.client.remove([key]) == [Code.OBJECT_NOT_FOUND]
+    assert memory.get([key], [0]) == [MooncakeCode.OBJECT_NOT_FOUND]
+    assert memory.client.remove([key]) == [MooncakeCode.OBJECT_NOT_FOUND]
 
 
 def test_a_buffer_of_another_size_than_the_object(memory: Memory) -> None:
     key = next(names)
     memory.put([key], [0], size=1000)
 
-    assert memory.get([key], [1], size=999) == [Code.INVALID_PARAMS]
-    assert memory.get([key], [1], size=1001) == [Code.TRANSFER_FAIL]
+    assert memory.get([key], [1], size=999) == [MooncakeCode.INVALID_PARAMS]
+    assert memory.get([key], [1], size=1001) == [MooncakeCode.TRANSFER_FAIL]
     assert memory.get([key], [1], size=1000) == [1000]
 
 
 def test_an_empty_key_or_object_is_refused_and_its_neighbours_are_not(memory: Memory) -> None:
     key = next(names)
 
-    assert memory.put(["", key], [0, 1]) == [Code.INVALID_PARAMS, Code.OK]
-    assert memory.put([next(names)], [0], size=0) == [Code.INVALID_PARAMS]
+    assert memory.put(["", key], [0, 1]) == [MooncakeCode.INVALID_PARAMS, MooncakeCode.OK]
+    assert memory.put([next(names)], [0], size=0) == [MooncakeCode.INVALID_PARAMS]
 
 
 def test_one_key_twice_in_a_read_fills_one_buffer_only(memory: Memory) -> None:
@@ -106,8 +106,8 @@ def test_a_read_leases_the_object_and_only_force_removes_it(memory: Memory) -> N
     memory.put([key], [0])
     memory.get([key], [1])
 
-    assert memory.store.batch_remove([key], False) == [Code.OBJECT_HAS_LEASE]
-    assert memory.store.batch_remove([key], True) == [Code.OK]
+    assert memory.store.batch_remove([key], False) == [MooncakeCode.OBJECT_HAS_LEASE]
+    assert memory.store.batch_remove([key], True) == [MooncakeCode.OK]
 
 
 def test_an_object_of_several_buffers_is_their_bytes_in_a_row(memory: Memory) -> None:
@@ -116,29 +116,29 @@ def test_an_object_of_several_buffers_is_their_bytes_in_a_row(memory: Memory) ->
     memory.fill(9, 2)
     pointers = [[memory.base, memory.base + 9 * SIZE]]
 
-    assert memory.client.put([key], pointers, [[SIZE, 1000]]) == [Code.OK]
+    assert memory.client.put([key], pointers, [[SIZE, 1000]]) == [MooncakeCode.OK]
     assert memory.get([key], [3], size=SIZE + 1000) == [SIZE + 1000]
     assert memory.holds(3, 1)
     assert bytes(memory.slab.page(4)[:1000]) == b"\2" * 1000
 
 
-def test_tcp_moves_unregistered_memory_too(mooncake_store: Store) -> None:
+def test_tcp_moves_unregistered_memory_too(mooncake_store: MooncakeStore) -> None:
     """So only our own check of addresses shows what RDMA would refuse."""
     _, view = slab_of("cells", SIZE, 1).regions()
-    client = Client(mooncake_store, None, 1)
+    client = MooncakeClient(mooncake_store, None, 1)
 
-    assert client.put([next(names)], [[address_of(view)]], [[SIZE]]) == [Code.OK]
+    assert client.put([next(names)], [[address_of(view)]], [[SIZE]]) == [MooncakeCode.OK]
 
 
-def test_memory_is_registered_once(mooncake_store: Store) -> None:
+def test_memory_is_registered_once(mooncake_store: MooncakeStore) -> None:
     slots = RegisteredSlots(mooncake_store, binding_of())
     address = slots.buffers([0])[0][0][0]
 
-    assert mooncake_store.register_buffer(address, 1) == Code.INVALID_PARAMS
+    assert mooncake_store.register_buffer(address, 1) == MooncakeCode.INVALID_PARAMS
     slots.close()
     slots.close()
-    assert mooncake_store.register_buffer(address, 1) == Code.OK
-    assert mooncake_store.unregister_buffer(address) == Code.OK
+    assert mooncake_store.register_buffer(address, 1) == MooncakeCode.OK
+    assert mooncake_store.unregister_buffer(address) == MooncakeCode.OK
 
 
 def test_a_read_slower_than_its_lease_says_so(mooncake: Cluster) -> None:
@@ -149,6 +149,6 @@ def test_a_read_slower_than_its_lease_says_so(mooncake: Cluster) -> None:
             memory = Memory(store)
             key = next(names)
             memory.put([key], [0])
-            assert memory.get([key], [1]) == [Code.LEASE_EXPIRED]
+            assert memory.get([key], [1]) == [MooncakeCode.LEASE_EXPIRED]
         finally:
             store.close()

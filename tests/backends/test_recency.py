@@ -72,8 +72,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 async def open_bench(backend: StorageBackend, pool: str = "kv", *, weights: str = "w1") -> PoolUnderTest:
-    slab, stands_on = slab_of(pool, PAGE_BYTES, 200), None if pool == "kv" else "kv"
-    binding = TearingBinding(slab, fingerprint_of(f"{weights} {pool}"), stands_on=stands_on)
+    slab, depends_on = slab_of(pool, PAGE_BYTES, 200), None if pool == "kv" else "kv"
+    binding = TearingBinding(slab, fingerprint_of(f"{weights} {pool}"), depends_on=depends_on)
     return PoolUnderTest(await backend.open_pool(binding), binding)
 
 

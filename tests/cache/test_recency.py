@@ -91,10 +91,10 @@ async def test_the_newest_conversations_that_fit_are_back_after_a_restart(tmp_pa
 
 
 def test_states_stand_on_the_pages_of_their_tokens() -> None:
-    assert [SPEC.stands_on(pool.name) for pool in SPEC.pools] == [None, "kv"]
+    assert [SPEC.depends_on(pool.name) for pool in SPEC.pools] == [None, "kv"]
 
 
 @pytest.mark.asyncio
 async def test_the_cache_tells_its_storage_what_stands_on_what(tmp_path: Path) -> None:
     async with opened(tmp_path) as (_, store):
-        assert {binding.pool: binding.stands_on for binding, _ in store.pools} == {"kv": None, "mamba": "kv"}
+        assert {binding.pool: binding.depends_on for binding, _ in store.pools} == {"kv": None, "mamba": "kv"}

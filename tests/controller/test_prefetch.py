@@ -9,7 +9,7 @@ import pytest
 from asynchicache.controller.prefetch import PrefetchOptions, _Known
 from asynchicache.controller.storage_pools import _in_slices, _worst, linger
 from asynchicache.errors import ConfigError
-from asynchicache.storage.limits import Batch
+from asynchicache.storage.limits import BatchResult
 from asynchicache.types import Outcome, PrefetchPolicy
 
 
@@ -103,7 +103,7 @@ async def test_a_long_call_is_made_in_slices_one_after_the_other(count: int) -> 
     asked: list[tuple[int, int]] = []
     running = 0
 
-    async def call(digests, slots) -> Batch:
+    async def call(digests, slots) -> BatchResult:
         nonlocal running
         running += 1
         assert running == 1
@@ -111,7 +111,7 @@ async def test_a_long_call_is_made_in_slices_one_after_the_other(count: int) -> 
         assert len(digests) == len(slots) <= SLICES
         await asyncio.sleep(0)
         running -= 1
-        return Batch([Outcome.HIT if slot % 2 else Outcome.MISS for slot in slots])
+        return BatchResult([Outcome.HIT if slot % 2 else Outcome.MISS for slot in slots])
 
     digests = [bytes([page // SLICES]) for page in range(count)]
     batch = await _in_slices(call, digests, range(10, 10 + count))
@@ -127,8 +127,8 @@ async def test_slices_linger_until_the_last_of_them_has_ended(safe: bool) -> Non
     late = [asyncio.get_running_loop().create_future() for _ in range(2)]
     calls = iter([late[0], None, late[1]])
 
-    async def call(digests, slots) -> Batch:
-        return Batch([Outcome.TIMEOUT] * len(digests), next(calls))
+    async def call(digests, slots) -> BatchResult:
+        return BatchResult([Outcome.TIMEOUT] * len(digests), next(calls))
 
     batch = await _in_slices(call, [b""] * (3 * SLICES), range(3 * SLICES))
     assert batch.lingering is not None
@@ -147,7 +147,7 @@ async def test_slices_linger_until_the_last_of_them_has_ended(safe: bool) -> Non
 @pytest.mark.asyncio
 async def test_nothing_lingers_where_nothing_is_late() -> None:
     assert await linger([])
-    assert await linger([Batch([Outcome.HIT])])
+    assert await linger([BatchResult([Outcome.HIT])])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from asynchicache.controller.storage_writer import Storer, Traffic
 from asynchicache.errors import StorageError, UsageError
 from asynchicache.hashing import page_digests
 from asynchicache.planner.actions import Store
-from asynchicache.storage.limits import Batch
+from asynchicache.storage.limits import BatchResult
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.tree.node import FULL, FULL_HOST, Node
 from asynchicache.types import MissReason, Outcome, ShedReason, WritePolicy, token_array
@@ -56,12 +56,12 @@ class Storage:
     async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
         self.touched.append({number: list(some) for number, some in uses.items()})
 
-    async def put(self, work: Store) -> list[Batch]:
+    async def put(self, work: Store) -> list[BatchResult]:
         self.put_pages.append({pool: len(slots) for pool, (_, slots) in work.pages.items()})
         if self.gate is not None:
             await self.gate.wait()
         outcomes = self.outcomes or [[Outcome.STORED] * len(slots) for _, slots in work.pages.values()]
-        return [Batch(some, self.lingering if Outcome.TIMEOUT in some else None) for some in outcomes]
+        return [BatchResult(some, self.lingering if Outcome.TIMEOUT in some else None) for some in outcomes]
 
     async def exists(self, number: int, some: Sequence[bytes], *, fresh: bool = False) -> Presence:
         self.asked.append((number, list(some), fresh))

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
-from asynchicache.backends.mooncake.store import Store
+from asynchicache.backends.mooncake.store import MooncakeStore
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from engines import Server, free_ports, module
@@ -144,7 +144,7 @@ class Watched:
         arguments: of each call, by the method's name.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: MooncakeStore) -> None:
         self.log: list[tuple[str, str]] = []
         self.arguments: dict[str, list[tuple[object, ...]]] = {}
         self.begun = threading.Condition()
@@ -176,7 +176,7 @@ class Watched:
 
 @asynccontextmanager
 async def backend_of(
-    made: Cluster, store: Store | None = None, **more: object
+    made: Cluster, store: MooncakeStore | None = None, **more: object
 ) -> AsyncIterator[MooncakeBackend]:
     """The backend on a cluster; closed in the end."""
     backend = MooncakeBackend(MooncakeOptions.of(made.options(**more)), store)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from asynchicache.storage.statistics import Tally
+from asynchicache.storage.statistics import CallCounters
 from asynchicache.types import Outcome
 
 
 def test_calls_pages_bytes_and_seconds_are_added_up() -> None:
-    tally = Tally(page_bytes=100)
+    tally = CallCounters(page_bytes=100)
 
-    tally.answered({Outcome.HIT: 3, Outcome.MISS: 2, Outcome.FAILED: 0}, 0.5)
-    tally.answered({Outcome.STORED: 1, Outcome.EXISTS: 4}, 0.25)
+    tally.count_answered({Outcome.HIT: 3, Outcome.MISS: 2, Outcome.FAILED: 0}, 0.5)
+    tally.count_answered({Outcome.STORED: 1, Outcome.EXISTS: 4}, 0.25)
     counts = tally.snapshot()
 
     assert (counts.calls, counts.pages, counts.bytes, counts.seconds) == (2, 10, 400, 0.75)
@@ -20,9 +20,9 @@ def test_calls_pages_bytes_and_seconds_are_added_up() -> None:
 
 
 def test_what_was_refused_without_asking_is_no_call() -> None:
-    tally = Tally(page_bytes=100)
+    tally = CallCounters(page_bytes=100)
 
-    tally.refused({Outcome.REJECTED: 5})
+    tally.count_refused({Outcome.REJECTED: 5})
     counts = tally.snapshot()
 
     assert (counts.calls, counts.pages, counts.bytes, counts.seconds) == (0, 5, 0, 0)
@@ -30,10 +30,10 @@ def test_what_was_refused_without_asking_is_no_call() -> None:
 
 
 def test_a_snapshot_stays_as_it_was() -> None:
-    tally = Tally(page_bytes=1)
-    tally.answered({Outcome.HIT: 1}, 1.0)
+    tally = CallCounters(page_bytes=1)
+    tally.count_answered({Outcome.HIT: 1}, 1.0)
     before = tally.snapshot()
-    tally.answered({Outcome.HIT: 1}, 1.0)
+    tally.count_answered({Outcome.HIT: 1}, 1.0)
     tally.errors += 1
     tally.late += 2
 

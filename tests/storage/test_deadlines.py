@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asynchicache.errors import StorageError
-from asynchicache.storage.deadlines import at_once
+from asynchicache.storage.deadlines import run_immediate
 
 
 async def raising(error: BaseException) -> None:
@@ -19,7 +19,7 @@ async def answer() -> int:
 
 
 def test_an_answer_is_returned() -> None:
-    assert at_once(answer()) == 7
+    assert run_immediate(answer()) == 7
 
 
 @pytest.mark.parametrize("kind", [ValueError, StorageError, KeyboardInterrupt, SystemExit])
@@ -27,7 +27,7 @@ def test_errors_and_what_ends_the_program_are_raised_as_they_are(kind: type[Base
     error = kind("planted")
 
     with pytest.raises(kind) as caught:
-        at_once(raising(error))
+        run_immediate(raising(error))
 
     assert caught.value is error
 
@@ -35,7 +35,7 @@ def test_errors_and_what_ends_the_program_are_raised_as_they_are(kind: type[Base
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, BaseException])
 def test_what_is_no_exception_is_an_error_of_the_engine(kind: type[BaseException]) -> None:
     with pytest.raises(StorageError, match=r"the engine raised .*planted"):
-        at_once(raising(kind("planted")))
+        run_immediate(raising(kind("planted")))
 
 
 def test_a_call_that_suspends_has_failed_and_is_closed() -> None:
@@ -48,5 +48,5 @@ def test_a_call_that_suspends_has_failed_and_is_closed() -> None:
             closed.append(True)
 
     with pytest.raises(StorageError, match="`immediate`, and a call of it suspended"):
-        at_once(suspending())
+        run_immediate(suspending())
     assert closed

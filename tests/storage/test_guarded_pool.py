@@ -18,7 +18,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.guard import GuardedPool
-from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.protocol import Capabilities
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -112,7 +112,7 @@ class Scene:
     def keys(self, count: int) -> list[ObjectKey]:
         return [self.binding.key(bytes([number]) * 32) for number in range(count)]
 
-    async def get(self, count: int, first: int = 0) -> Batch:
+    async def get(self, count: int, first: int = 0) -> BatchResult:
         return await self.pool.get(self.keys(count), range(first, first + count))
 
 
@@ -208,7 +208,7 @@ async def test_nonsense_is_failed(answer: Answer) -> None:
         s.engine.answer = answer
         batch = await s.get(3)
 
-        assert batch == Batch([Outcome.FAILED] * 3, None)
+        assert batch == BatchResult([Outcome.FAILED] * 3, None)
         assert s.pool.statistics().get.outcomes == {Outcome.FAILED: 3}
 
 
@@ -221,7 +221,7 @@ async def test_an_engine_that_cancels_itself_has_failed() -> None:
 
         s.engine.answer = cancelling
 
-        assert await s.get(1) == Batch([Outcome.FAILED], None)
+        assert await s.get(1) == BatchResult([Outcome.FAILED], None)
 
 
 class Panic(BaseException):
@@ -250,7 +250,7 @@ async def test_what_is_no_exception_is_failed_too(error: BaseException, immediat
     async with scene(ScriptedEngine(immediate=immediate), retries=0) as s:
         s.engine.answer = raising_this(error)
         async with asyncio.timeout(NEVER):
-            assert await s.get(2) == Batch([Outcome.FAILED] * 2, None)
+            assert await s.get(2) == BatchResult([Outcome.FAILED] * 2, None)
             assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.FAILED] * 2
 
         counted = s.pool.statistics()
@@ -314,7 +314,7 @@ async def test_an_engine_that_panics_as_it_closes_does_not_keep_us_open() -> Non
 
 def test_a_signal_that_ends_the_program_in_an_engine_ends_it_and_leaves_nobody_waiting() -> None:
     """A handler that calls `sys.exit` runs wherever the main thread happens to be."""
-    answers: list[Batch] = []
+    answers: list[BatchResult] = []
 
     async def life() -> None:
         async with scene() as s:
@@ -423,7 +423,7 @@ async def test_a_cancelled_caller_learns_when_its_slots_are_free() -> None:
         assert s.engine.running == 0
 
 
-async def cancelled(engine: ScriptedEngine, *calls: Awaitable[Batch]) -> None:
+async def cancelled(engine: ScriptedEngine, *calls: Awaitable[BatchResult]) -> None:
     """Begin calls, and cancel their callers once the engine has them all."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     await engine.entered(len(tasks))
@@ -446,7 +446,7 @@ async def test_a_healthy_engine_whose_callers_were_cancelled_answers_the_next_on
         statistics = s.pool.statistics()
         assert (s.engine.running, statistics.running, statistics.lingering) == (2, 2, 2)
         s.engine.gate.set()
-        assert await asyncio.gather(*waiting) == [Batch([Outcome.HIT])] * 2
+        assert await asyncio.gather(*waiting) == [BatchResult([Outcome.HIT])] * 2
         assert s.engine.most == 2
 
 
@@ -540,7 +540,10 @@ def test_who_waits_for_a_turn_longer_than_the_deadline_is_told_so_and_the_engine
             started = world.loop.time()
             second, asked = await asyncio.gather(s.get(12, 20), s.pool.exists(s.keys(2)))
 
-            assert (second, asked) == (Batch([Outcome.TIMEOUT] * 12), Batch([Outcome.TIMEOUT] * 2))
+            assert (second, asked) == (
+                BatchResult([Outcome.TIMEOUT] * 12),
+                BatchResult([Outcome.TIMEOUT] * 2),
+            )
             assert world.loop.time() - started == pytest.approx(2.0, abs=0.01)
             assert (await first).outcomes == [Outcome.HIT] * 12  # its last part waited 3.8 s
             assert s.engine.batches == [4, 4, 4]
@@ -559,7 +562,7 @@ def test_puts_wait_for_their_turns_as_long_as_it_takes() -> None:
             s.engine.outcome = Outcome.STORED
             slots = [range(first, first + 4) for first in range(0, 20, 4)]
             batches = await asyncio.gather(*(s.pool.put(s.keys(4), four) for four in slots))
-            assert batches == [Batch([Outcome.STORED] * 4)] * 5
+            assert batches == [BatchResult([Outcome.STORED] * 4)] * 5
 
     run_seeded(0, life)
 
@@ -834,7 +837,9 @@ async def test_any_mixture_of_ends_leaves_nothing_behind() -> None:
             await asyncio.sleep(0)
             calls[round_ % 6].cancel()
             results = await asyncio.gather(*calls, return_exceptions=True)
-            late = [batch.lingering for batch in results if isinstance(batch, Batch) and batch.lingering]
+            late = [
+                batch.lingering for batch in results if isinstance(batch, BatchResult) and batch.lingering
+            ]
             cancelled = s.pool.lingering(range(12))
             await asyncio.gather(*late, *([cancelled] if cancelled else []))
 

@@ -15,8 +15,8 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
-from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.presence import KnownKeys, KnownPages, KnownStatistics
+from asynchicache.storage.limits import BatchResult, PoolLimits
+from asynchicache.storage.presence import ExpiringKeys, PresenceCache, PresenceStatistics
 from asynchicache.storage.protocol import Capabilities, PoolEngine
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
@@ -128,7 +128,7 @@ async def test_what_is_known_is_counted() -> None:
         await s.guard.get(keys, [3, 4, 5])
         await s.guard.exists(keys)
 
-        assert s.guard.statistics().known == KnownStatistics(there=2, damaged=1, recalled=3)
+        assert s.guard.statistics().known == PresenceStatistics(there=2, damaged=1, recalled=3)
 
 
 @pytest.mark.asyncio
@@ -324,7 +324,7 @@ async def test_a_damaged_page_stays_a_miss_when_its_pool_cannot_be_cleared() -> 
 
 
 def test_keys_are_forgotten_the_oldest_first() -> None:
-    known = KnownKeys(2, 10, lambda: 0.0)
+    known = ExpiringKeys(2, 10, lambda: 0.0)
     keys = [ObjectKey(bytes(32), bytes([n]) * 32, "kv", "") for n in range(3)]
     known.add(keys[:2])
     known.add(keys[:1])
@@ -355,26 +355,26 @@ def names(count: int) -> list[ObjectKey]:
     return [ObjectKey(b"f" * 32, bytes([number]) * 32, "kv", "") for number in range(count)]
 
 
-def known(clock: Clock, *, shared: bool = True, **limits: float) -> KnownPages:
-    return KnownPages(PoolLimits(**limits), shared=shared, now=clock)
+def known(clock: Clock, *, shared: bool = True, **limits: float) -> PresenceCache:
+    return PresenceCache(PoolLimits(**limits), shared=shared, now=clock)
 
 
 def test_each_outcome_says_what_is_there_and_what_is_damaged() -> None:
     keys, pages = names(8), known(Clock())
     assert not pages
-    pages.learn(keys, Batch([HIT, MISS, STORED, EXISTS, CORRUPT, REJECTED, FAILED, Outcome.TIMEOUT]))
+    pages.learn(keys, BatchResult([HIT, MISS, STORED, EXISTS, CORRUPT, REJECTED, FAILED, Outcome.TIMEOUT]))
 
     assert [pages.recall(key) for key in keys] == [HIT, None, HIT, HIT, MISS, None, None, None]
     assert [pages.recall(key, damaged_only=True) for key in keys] == [None] * 4 + [MISS] + [None] * 3
     assert pages.damaged(keys) == [keys[4]]
-    assert pages.statistics() == KnownStatistics(there=3, damaged=1, recalled=4 + 1)
+    assert pages.statistics() == PresenceStatistics(there=3, damaged=1, recalled=4 + 1)
     assert pages
 
 
 def test_what_is_learnt_later_counts() -> None:
     keys, pages = names(4), known(Clock())
-    pages.learn(keys, Batch([HIT, HIT, CORRUPT, CORRUPT]))
-    pages.learn(keys, Batch([MISS, CORRUPT, STORED, HIT]))
+    pages.learn(keys, BatchResult([HIT, HIT, CORRUPT, CORRUPT]))
+    pages.learn(keys, BatchResult([MISS, CORRUPT, STORED, HIT]))
 
     assert [pages.recall(key) for key in keys] == [None, MISS, HIT, MISS]
     assert pages.damaged(keys) == [keys[1], keys[3]]
@@ -387,7 +387,7 @@ def test_what_is_learnt_later_counts() -> None:
 
 def test_doubt_forgets_what_is_there_and_not_what_is_damaged() -> None:
     keys, pages = names(2), known(Clock())
-    pages.learn(keys, Batch([HIT, CORRUPT]))
+    pages.learn(keys, BatchResult([HIT, CORRUPT]))
     pages.doubt()
 
     assert [pages.recall(key) for key in keys] == [None, MISS]
@@ -396,14 +396,14 @@ def test_doubt_forgets_what_is_there_and_not_what_is_damaged() -> None:
 
 def test_of_an_engine_of_ones_own_only_damage_is_remembered() -> None:
     keys, pages = names(3), known(Clock(), shared=False)
-    pages.learn(keys, Batch([HIT, STORED, CORRUPT]))
+    pages.learn(keys, BatchResult([HIT, STORED, CORRUPT]))
     assert [pages.recall(key) for key in keys] == [None, None, MISS]
 
 
 def test_a_page_is_remembered_for_so_long_and_a_damaged_one_for_ever() -> None:
     clock = Clock()
     keys, pages = names(2), known(clock, known_seconds=30.0)
-    pages.learn(keys, Batch([HIT, CORRUPT]))
+    pages.learn(keys, BatchResult([HIT, CORRUPT]))
     clock.seconds += 29.9
     assert [pages.recall(key) for key in keys] == [HIT, MISS]
     clock.seconds += 0.1
@@ -414,9 +414,9 @@ def test_a_page_is_remembered_for_so_long_and_a_damaged_one_for_ever() -> None:
 
 def test_the_pages_seen_last_are_remembered() -> None:
     keys, pages = names(4), known(Clock(), known_pages=2)
-    pages.learn(keys[:2], Batch([HIT, HIT]))
-    pages.learn(keys[:1], Batch([HIT]))
-    pages.learn(keys[2:3], Batch([HIT]))
+    pages.learn(keys[:2], BatchResult([HIT, HIT]))
+    pages.learn(keys[:1], BatchResult([HIT]))
+    pages.learn(keys[2:3], BatchResult([HIT]))
 
     assert [pages.recall(key) for key in keys] == [HIT, None, HIT, None]
     assert pages.statistics().there == 2

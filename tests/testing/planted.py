@@ -408,7 +408,7 @@ def slots_of_a_late_call_are_given_back(patch: Patch) -> None:
 
 @bug
 def no_deadline(patch: Patch) -> None:
-    patch.setattr(GuardedPool, "_expire", nothing)
+    patch.setattr(GuardedPool, "_deadline_passed", nothing)
 
 
 @bug

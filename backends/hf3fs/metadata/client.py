@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", bound=m.Message)
+Answer = TypeVar("Answer", bound=m.MetadataMessage)
 
 _FIRST_PAUSE = 0.05
 _NO_ANSWER = (msgspec.MsgspecError, UnicodeDecodeError)
@@ -65,7 +65,7 @@ class MetadataClient:
             raise StorageError(f"no metadata service for hf3fs at {self.url}: {error}; {_START}") from error
 
     async def call(
-        self, path: str, message: m.Message, answer: type[Answer], *, repeat: bool = True
+        self, path: str, message: m.MetadataMessage, answer: type[Answer], *, repeat: bool = True
     ) -> Answer:
         """
         Args:
@@ -104,7 +104,7 @@ class MetadataClient:
             pause *= 2
 
 
-class Namespace:
+class MetadataNamespace:
     """One pool's pages in the service.
 
     Args:
@@ -165,7 +165,7 @@ class Namespace:
         confirmed = await self._client.call(f"{self._path}/confirm", m.Confirm(list(claims)), m.Confirmed)
         return _one_each(confirmed.verdicts, claims)
 
-    async def release(self, places: Sequence[m.Place]) -> None:
+    async def release(self, places: Sequence[m.SlotVersion]) -> None:
         """Give back what was reserved and not written; safe to repeat."""
         await self._client.call(f"{self._path}/release", m.Release(list(places)), m.Counted)
 
@@ -196,7 +196,7 @@ class Namespace:
         finished, self._finished = self._finished, []
         return finished
 
-    async def _check_range(self, places: Sequence[m.Place | None]) -> None:
+    async def _check_range(self, places: Sequence[m.SlotVersion | None]) -> None:
         highest = max((place.slot for place in places if place is not None), default=-1)
         if highest >= self.slots:  # another client has made it larger
             self.slots = (await self._client.open(self.name, self.slots, self._frame_bytes)).slots

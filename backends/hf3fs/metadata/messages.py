@@ -24,11 +24,11 @@ Generation = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Leases = Annotated[list[int], Meta(max_length=MOST_KEYS)]
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
+class MetadataMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """The root of every message."""
 
 
-class Place(Struct, frozen=True, array_like=True):
+class SlotVersion(Struct, frozen=True, array_like=True):
     """Where a page lies: `slot` of the file, as long as the slot has this `generation`."""
 
     slot: Whole
@@ -46,7 +46,7 @@ class Claim(Struct, frozen=True, array_like=True):
 Claims = Annotated[list[Claim], Meta(max_length=MOST_KEYS)]
 
 
-class Open(Message, frozen=True):
+class Open(MetadataMessage, frozen=True):
     """Make a namespace known, and at least this large."""
 
     name: Name
@@ -54,7 +54,7 @@ class Open(Message, frozen=True):
     frame_bytes: Count
 
 
-class Opened(Message, frozen=True):
+class Opened(MetadataMessage, frozen=True):
     """
     Attributes:
         handle: names the namespace in every other call; another service knows no such handle.
@@ -69,7 +69,7 @@ class Opened(Message, frozen=True):
     lease_seconds: float
 
 
-class Ask(Message, frozen=True):
+class Ask(MetadataMessage, frozen=True):
     """`exists`, `locate`, `delete` and `touch` of keys. `finished` are reads that have ended since the last
     call."""
 
@@ -77,11 +77,11 @@ class Ask(Message, frozen=True):
     finished: Leases = []
 
 
-class Present(Message, frozen=True):
+class Present(MetadataMessage, frozen=True):
     present: list[bool]
 
 
-class Located(Message, frozen=True):
+class Located(MetadataMessage, frozen=True):
     """
     Attributes:
         lease: until it is finished, or too old, no slot below gets another page; 0 if there is none.
@@ -89,10 +89,10 @@ class Located(Message, frozen=True):
     """
 
     lease: int
-    places: list[Place | None]
+    places: list[SlotVersion | None]
 
 
-class Reserve(Message, frozen=True):
+class Reserve(MetadataMessage, frozen=True):
     """Slots for pages that are not there; every key once."""
 
     token: Token
@@ -100,7 +100,7 @@ class Reserve(Message, frozen=True):
     finished: Leases = []
 
 
-class Reserved(Message, frozen=True):
+class Reserved(MetadataMessage, frozen=True):
     """
     Attributes:
         existed: one a key, whether its page is there already.
@@ -108,10 +108,10 @@ class Reserved(Message, frozen=True):
     """
 
     existed: list[bool]
-    places: list[Place | None]
+    places: list[SlotVersion | None]
 
 
-class Confirm(Message, frozen=True):
+class Confirm(MetadataMessage, frozen=True):
     """These pages are written: show them."""
 
     claims: Claims
@@ -120,7 +120,7 @@ class Confirm(Message, frozen=True):
 Verdict = Literal["stored", "existed", "lost"]
 
 
-class Confirmed(Message, frozen=True):
+class Confirmed(MetadataMessage, frozen=True):
     """
     Attributes:
         verdicts: one a claim: visible now; somebody else's copy is, and the slot is free again; or the
@@ -130,35 +130,35 @@ class Confirmed(Message, frozen=True):
     verdicts: list[Verdict]
 
 
-class Release(Message, frozen=True):
+class Release(MetadataMessage, frozen=True):
     """These reserved slots were not written: take them back."""
 
-    places: Annotated[list[Place], Meta(max_length=MOST_KEYS)]
+    places: Annotated[list[SlotVersion], Meta(max_length=MOST_KEYS)]
 
 
-class Forget(Message, frozen=True):
+class Forget(MetadataMessage, frozen=True):
     """These pages are not what they should be: drop them, unless their slots have other generations."""
 
     claims: Claims
 
 
-class Dropped(Message, frozen=True):
+class Dropped(MetadataMessage, frozen=True):
     """One answer a key or claim: whether a page was dropped."""
 
     dropped: list[bool]
 
 
-class Clear(Message, frozen=True):
+class Clear(MetadataMessage, frozen=True):
     """Drop every page of the namespace."""
 
 
-class Counted(Message, frozen=True):
+class Counted(MetadataMessage, frozen=True):
     """How many slots were given back, or pages dropped."""
 
     count: int
 
 
-class NamespaceStatus(Message, frozen=True):
+class NamespaceStatus(MetadataMessage, frozen=True):
     """What one namespace holds."""
 
     name: str
@@ -168,14 +168,14 @@ class NamespaceStatus(Message, frozen=True):
     evicted: int
 
 
-class Status(Message, frozen=True):
+class Status(MetadataMessage, frozen=True):
     """What the service holds."""
 
     store: str
     namespaces: list[NamespaceStatus]
 
 
-class Refusal(Message, frozen=True):
+class Refusal(MetadataMessage, frozen=True):
     """The body of every answer that is not 200."""
 
     error: str

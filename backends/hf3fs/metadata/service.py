@@ -34,64 +34,64 @@ MOST_BODY_BYTES = 8 << 20
 logger = logging.getLogger(__name__)
 
 
-class Verb(NamedTuple):
+class Endpoint(NamedTuple):
     """One kind of call on a namespace: what it takes, and what answers it."""
 
-    message: type[m.Message]
-    answer: Callable[[MetadataStore, int, Any], m.Message]
+    message: type[m.MetadataMessage]
+    answer: Callable[[MetadataStore, int, Any], m.MetadataMessage]
 
 
-def _exists(store: MetadataStore, namespace: int, ask: m.Ask) -> m.Message:
+def _exists(store: MetadataStore, namespace: int, ask: m.Ask) -> m.MetadataMessage:
     store.end_reads(ask.finished)
     return m.Present(store.exists(namespace, ask.keys))
 
 
-def _locate(store: MetadataStore, namespace: int, ask: m.Ask) -> m.Message:
+def _locate(store: MetadataStore, namespace: int, ask: m.Ask) -> m.MetadataMessage:
     store.end_reads(ask.finished)
     return store.locate(namespace, ask.keys)
 
 
-def _reserve(store: MetadataStore, namespace: int, ask: m.Reserve) -> m.Message:
+def _reserve(store: MetadataStore, namespace: int, ask: m.Reserve) -> m.MetadataMessage:
     store.end_reads(ask.finished)
     return store.reserve(namespace, ask.token, ask.keys)
 
 
-def _confirm(store: MetadataStore, namespace: int, ask: m.Confirm) -> m.Message:
+def _confirm(store: MetadataStore, namespace: int, ask: m.Confirm) -> m.MetadataMessage:
     return m.Confirmed(store.confirm(namespace, ask.claims))
 
 
-def _release(store: MetadataStore, namespace: int, ask: m.Release) -> m.Message:
+def _release(store: MetadataStore, namespace: int, ask: m.Release) -> m.MetadataMessage:
     return m.Counted(store.release(namespace, ask.places))
 
 
-def _forget(store: MetadataStore, namespace: int, ask: m.Forget) -> m.Message:
+def _forget(store: MetadataStore, namespace: int, ask: m.Forget) -> m.MetadataMessage:
     return m.Dropped(store.forget(namespace, ask.claims))
 
 
-def _delete(store: MetadataStore, namespace: int, ask: m.Ask) -> m.Message:
+def _delete(store: MetadataStore, namespace: int, ask: m.Ask) -> m.MetadataMessage:
     store.end_reads(ask.finished)
     return m.Dropped(store.delete(namespace, ask.keys))
 
 
-def _touch(store: MetadataStore, namespace: int, ask: m.Ask) -> m.Message:
+def _touch(store: MetadataStore, namespace: int, ask: m.Ask) -> m.MetadataMessage:
     store.end_reads(ask.finished)
     return m.Counted(store.touch(namespace, ask.keys))
 
 
-def _clear(store: MetadataStore, namespace: int, ask: m.Clear) -> m.Message:
+def _clear(store: MetadataStore, namespace: int, ask: m.Clear) -> m.MetadataMessage:
     return m.Counted(store.clear(namespace))
 
 
-VERBS = {
-    "exists": Verb(m.Ask, _exists),
-    "locate": Verb(m.Ask, _locate),
-    "reserve": Verb(m.Reserve, _reserve),
-    "confirm": Verb(m.Confirm, _confirm),
-    "release": Verb(m.Release, _release),
-    "forget": Verb(m.Forget, _forget),
-    "delete": Verb(m.Ask, _delete),
-    "touch": Verb(m.Ask, _touch),
-    "clear": Verb(m.Clear, _clear),
+ENDPOINTS = {
+    "exists": Endpoint(m.Ask, _exists),
+    "locate": Endpoint(m.Ask, _locate),
+    "reserve": Endpoint(m.Reserve, _reserve),
+    "confirm": Endpoint(m.Confirm, _confirm),
+    "release": Endpoint(m.Release, _release),
+    "forget": Endpoint(m.Forget, _forget),
+    "delete": Endpoint(m.Ask, _delete),
+    "touch": Endpoint(m.Ask, _touch),
+    "clear": Endpoint(m.Clear, _clear),
 }
 
 _STATUS_OF: dict[type[Exception], int] = {
@@ -122,7 +122,7 @@ class MetadataService:
             routes=[
                 Route("/v1/status", self._status, methods=["GET"]),
                 Route("/v1/open", self._open, methods=["POST"]),
-                Route("/v1/namespaces/{handle}/{verb}", self._call, methods=["POST"]),
+                Route("/v1/namespaces/{handle}/{endpoint}", self._call, methods=["POST"]),
             ],
             exception_handlers={kind: partial(_refuse, code) for kind, code in _STATUS_OF.items()},
             lifespan=self._lifespan,
@@ -142,14 +142,16 @@ class MetadataService:
         return _reply(await self._run(partial(self._store.open, ask.name, ask.slots, ask.frame_bytes)))
 
     async def _call(self, request: Request) -> Response:
-        verb = VERBS.get(request.path_params["verb"])
-        if verb is None:
-            raise UsageError(f"no verb {request.path_params['verb']!r}; there are {sorted(VERBS)}")
-        ask = msgspec.json.decode(await _body(request), type=verb.message)
-        return _reply(await self._run(partial(self._answer, verb, request.path_params["handle"], ask)))
+        endpoint = ENDPOINTS.get(request.path_params["endpoint"])
+        if endpoint is None:
+            raise UsageError(
+                f"no endpoint {request.path_params['endpoint']!r}; there are {sorted(ENDPOINTS)}"
+            )
+        ask = msgspec.json.decode(await _body(request), type=endpoint.message)
+        return _reply(await self._run(partial(self._answer, endpoint, request.path_params["handle"], ask)))
 
-    def _answer(self, verb: Verb, handle: str, ask: m.Message) -> m.Message:
-        return verb.answer(self._store, self._store.number(handle), ask)
+    def _answer(self, endpoint: Endpoint, handle: str, ask: m.MetadataMessage) -> m.MetadataMessage:
+        return endpoint.answer(self._store, self._store.number(handle), ask)
 
     async def _run(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
@@ -164,7 +166,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _reply(message: m.Message, status: int = 200) -> Response:
+def _reply(message: m.MetadataMessage, status: int = 200) -> Response:
     return Response(msgspec.json.encode(message), status, media_type="application/json")
 
 

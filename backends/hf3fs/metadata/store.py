@@ -22,8 +22,8 @@ from asynchicache.backends.hf3fs.metadata.messages import (
     Located,
     NamespaceStatus,
     Opened,
-    Place,
     Reserved,
+    SlotVersion,
     Status,
     Verdict,
 )
@@ -162,7 +162,7 @@ class MetadataStore:
         )
         return verdicts
 
-    def release(self, namespace: int, places: Sequence[Place]) -> int:
+    def release(self, namespace: int, places: Sequence[SlotVersion]) -> int:
         """Take back slots that were reserved and not written; how many."""
         with transaction(self._database):
             freed = [place.slot for place in places if self._free(namespace, place, _RESERVED)]
@@ -172,7 +172,9 @@ class MetadataStore:
     def forget(self, namespace: int, claims: Sequence[Claim]) -> list[bool]:
         """Drop pages that a reader found damaged, unless their slots have gone to others meanwhile."""
         with transaction(self._database):
-            return [self._free(namespace, Place(claim.slot, claim.generation), _HELD) for claim in claims]
+            return [
+                self._free(namespace, SlotVersion(claim.slot, claim.generation), _HELD) for claim in claims
+            ]
 
     def delete(self, namespace: int, keys: Sequence[str]) -> list[bool]:
         """Drop pages by name; whether each was there. Of a key given twice the second was not."""
@@ -208,26 +210,26 @@ class MetadataStore:
     def _one(self, query: str, *values: int) -> Any:
         return self._database.execute(query, values).fetchone()[0]
 
-    def _held(self, namespace: int, keys: Sequence[str]) -> dict[str, Place]:
+    def _held(self, namespace: int, keys: Sequence[str]) -> dict[str, SlotVersion]:
         rows = self._database.execute(
             "SELECT key, slot, generation FROM slots "
             "WHERE namespace = ? AND state = 2 AND key IN (SELECT value FROM json_each(?))",
             (namespace, msgspec.json.encode(keys).decode()),
         )
-        return {key: Place(slot, generation) for key, slot, generation in rows}
+        return {key: SlotVersion(slot, generation) for key, slot, generation in rows}
 
-    def _reserved(self, namespace: int, token: str) -> dict[str, Place]:
+    def _reserved(self, namespace: int, token: str) -> dict[str, SlotVersion]:
         rows = self._database.execute(
             "SELECT key, slot, generation FROM slots WHERE namespace = ? AND state = 1 AND token = ?",
             (namespace, token),
         )
-        return {key: Place(slot, generation) for key, slot, generation in rows}
+        return {key: SlotVersion(slot, generation) for key, slot, generation in rows}
 
-    def _slots(self, namespace: int, held: dict[str, Place], keys: Iterable[str]) -> list[Slot]:
+    def _slots(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> list[Slot]:
         """Of those of the pages that are held, in the order of `keys`."""
         return [Slot(namespace, held[key].slot) for key in keys if key in held]
 
-    def _use(self, namespace: int, held: dict[str, Place], keys: Iterable[str]) -> None:
+    def _use(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> None:
         """Count pages as used, the last one most recently; written down once there are many."""
         self._touch(self._slots(namespace, held, keys))
         if len(self._touched) > _MOST_TOUCHES:
@@ -257,11 +259,13 @@ class MetadataStore:
         )
         return [Slot(namespace, slot) for slot in expired]
 
-    def _assign(self, namespace: int, token: str, keys: Sequence[str], keep: set[int]) -> dict[str, Place]:
+    def _assign(
+        self, namespace: int, token: str, keys: Sequence[str], keep: set[int]
+    ) -> dict[str, SlotVersion]:
         """Reserve a slot for each key, as far as there are slots; each gets a generation of its own."""
         slots = self._take(namespace, len(keys), keep)
         last = self._one("UPDATE store SET generation = generation + ? RETURNING generation", len(slots))
-        places = [Place(slot, last - len(slots) + 1 + index) for index, slot in enumerate(slots)]
+        places = [SlotVersion(slot, last - len(slots) + 1 + index) for index, slot in enumerate(slots)]
         assigned = dict(zip(keys, places, strict=False))
         self._database.executemany(
             "INSERT OR REPLACE INTO slots (namespace, slot, state, generation, key, token) "
@@ -303,7 +307,7 @@ class MetadataStore:
         if row[0] == _HELD:  # its answer did not arrive
             return "stored"
         if self._held(namespace, [claim.key]):
-            self._free(namespace, Place(claim.slot, claim.generation), _RESERVED)
+            self._free(namespace, SlotVersion(claim.slot, claim.generation), _RESERVED)
             return "existed"
         self._clock += 1
         self._database.execute(
@@ -312,7 +316,7 @@ class MetadataStore:
         )
         return "stored"
 
-    def _free(self, namespace: int, place: Place, state: int) -> bool:
+    def _free(self, namespace: int, place: SlotVersion, state: int) -> bool:
         """Free a slot if it is in that state, and still of that generation."""
         changed = self._database.execute(
             "UPDATE slots SET state = 0, used = 0, key = NULL, token = NULL "

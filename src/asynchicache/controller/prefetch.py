@@ -18,7 +18,7 @@ from asynchicache.histograms import Histogram
 from asynchicache.planner.fetch import Gained, Outcomes, Query, Read
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import Sequence
-from asynchicache.storage.limits import Batch
+from asynchicache.storage.limits import BatchResult
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
 
@@ -259,7 +259,7 @@ class Fetcher:
         """Have storage read pages into their slots, and wait until they are in the tree."""
         commit = self._commits[read] = asyncio.get_running_loop().create_future()
         self._readers[read] = prefetch
-        late: list[Batch] = []
+        late: list[BatchResult] = []
         # Until storage says otherwise its threads may write to the slots.
         outcomes: Outcomes = {
             component_id: [Outcome.TIMEOUT] * len(slots) for component_id, slots in read.slots.items()
@@ -285,7 +285,7 @@ class Fetcher:
             self._reader.finish(gained.read)
         self._commits.pop(gained.read).set_result(gained)
 
-    async def _finish_late(self, read: Read, commit: asyncio.Future[Gained], late: list[Batch]) -> None:
+    async def _finish_late(self, read: Read, commit: asyncio.Future[Gained], late: list[BatchResult]) -> None:
         safe = False
         try:
             safe = await linger(late)

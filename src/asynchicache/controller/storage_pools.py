@@ -17,7 +17,7 @@ from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close
 from asynchicache.storage.guard import GuardedPool, open_guarded
-from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import MissReason, Outcome
@@ -190,7 +190,7 @@ class StoredPools:
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
         for name in self._books.sharing(component_id):
             pool = self._pools.get(name)
-            answer = Batch([Outcome.FAILED] * len(digests))
+            answer = BatchResult([Outcome.FAILED] * len(digests))
             with suppress(ClosedError):  # it was detached meanwhile
                 if pool is not None:
                     answer = await pool.guard.exists(_keys(pool, digests), fresh=fresh)
@@ -221,11 +221,11 @@ class StoredPools:
                 await pool.guard.touch(_keys(pool, digests[start : start + SLICE_PAGES]))
             await asyncio.sleep(0)  # engines in memory do not suspend
 
-    async def put(self, work: Store) -> list[Batch]:
+    async def put(self, work: Store) -> list[BatchResult]:
         calls = [self._move(name, *pages, put=True) for name, pages in work.pages.items()]
         return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
-    async def get(self, read: Read) -> tuple[Outcomes, list[Batch]]:
+    async def get(self, read: Read) -> tuple[Outcomes, list[BatchResult]]:
         """What became of each page, and the batches that may still write to their slots."""
         pools = [
             (component_id, name) for component_id in read.slots for name in self._books.sharing(component_id)
@@ -243,7 +243,9 @@ class StoredPools:
         }
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
-    async def _move(self, name: str, digests: Sequence[bytes], slots: Sequence[int], *, put: bool) -> Batch:
+    async def _move(
+        self, name: str, digests: Sequence[bytes], slots: Sequence[int], *, put: bool
+    ) -> BatchResult:
         """Put or get the pages of one pool: in one call, or in some one after the other, with turns of the
         loop between them.
 
@@ -252,9 +254,9 @@ class StoredPools:
         pool = self._pools.get(name)
         refused = Outcome.REJECTED if put else Outcome.FAILED
         if pool is None:
-            return Batch([refused] * len(slots))
+            return BatchResult([refused] * len(slots))
         if put and not pool.writes:
-            return Batch([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
+            return BatchResult([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
         call = pool.guard.put if put else pool.guard.get
         try:
             if len(digests) <= SLICE_PAGES:
@@ -265,7 +267,7 @@ class StoredPools:
                 batches.append(await call(_keys(pool, digests[start:end]), slots[start:end]))
                 await asyncio.sleep(0)
         except ClosedError:  # it was detached meanwhile
-            return Batch([refused] * len(slots))
+            return BatchResult([refused] * len(slots))
         return _as_one(batches)
 
 
@@ -273,10 +275,10 @@ def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
     return list(map(pool.binding.key, digests))
 
 
-def _as_one(batches: Sequence[Batch]) -> Batch:
+def _as_one(batches: Sequence[BatchResult]) -> BatchResult:
     outcomes = [outcome for batch in batches for outcome in batch.outcomes]
     late = [batch.lingering for batch in batches if batch.lingering is not None]
-    return Batch(outcomes, asyncio.ensure_future(_all_ended(late)) if late else None)
+    return BatchResult(outcomes, asyncio.ensure_future(_all_ended(late)) if late else None)
 
 
 async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
@@ -299,7 +301,7 @@ def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:
     ]
 
 
-async def linger(batches: Iterable[Batch]) -> bool:
+async def linger(batches: Iterable[BatchResult]) -> bool:
     """Wait for calls that outlived their deadline: until they end they use their slots.
 
     Returns:

@@ -17,7 +17,7 @@ from asynchicache.errors import UsageError
 from asynchicache.planner.actions import Store
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import Sequence as RequestSequence
-from asynchicache.storage.limits import Batch
+from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
 from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
 from asynchicache.types import MissReason, Outcome, ShedReason
@@ -193,7 +193,7 @@ class Storer:
         if late:
             self._executor.call_late(self._finish_late(work, left, batches))
 
-    async def _finish_late(self, work: Store, size: int, batches: Sequence[Batch]) -> None:
+    async def _finish_late(self, work: Store, size: int, batches: Sequence[BatchResult]) -> None:
         safe = False
         try:
             safe = await linger(batches)
@@ -281,7 +281,7 @@ class Storer:
         finally:
             self._writer.urgent.remove(node)
 
-    def _count(self, batches: Sequence[Batch]) -> bool:
+    def _count(self, batches: Sequence[BatchResult]) -> bool:
         """Add up what became of a write; whether all of it is there."""
         # list.count compares identities in C; an Enum's hash, which a Counter needs, is Python code.
         counts = {one: sum(batch.outcomes.count(one) for batch in batches) for one in _COUNTED}
@@ -342,7 +342,7 @@ class Storer:
             self._executor.notify()
 
 
-def _late_bytes(batches: Sequence[Batch], page_sizes: Sequence[int]) -> int:
+def _late_bytes(batches: Sequence[BatchResult], page_sizes: Sequence[int]) -> int:
     """Bytes of the pages that engines may still read; those that hang do not count for the others."""
     return sum(
         batch.outcomes.count(Outcome.TIMEOUT) * each

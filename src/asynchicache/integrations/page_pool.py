@@ -20,7 +20,7 @@ from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
-from asynchicache.storage.limits import Batch
+from asynchicache.storage.limits import BatchResult
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import Outcome
 
@@ -273,7 +273,7 @@ class PagePool:
     async def _read(self, transfers: list[_UnitTransfer]) -> None:
         if isinstance(self._slots, StagedSlots):
             late = await self._in_chunks(transfers, self._slots, self._read_staged)
-            self._settle_all(late, Batch([Outcome.TIMEOUT] * len(late)), self._reading)
+            self._settle_all(late, BatchResult([Outcome.TIMEOUT] * len(late)), self._reading)
         elif transfers:
             units = [transfer.unit for transfer in transfers]
             batch = await self._ask(self._guard.get, transfers, units)
@@ -283,18 +283,18 @@ class PagePool:
     async def _write(self, transfers: list[_UnitTransfer]) -> None:
         if isinstance(self._slots, StagedSlots):
             shed = await self._in_chunks(transfers, self._slots, self._write_staged)
-            self._settle_all(shed, Batch([Outcome.REJECTED] * len(shed)), self._writing)
+            self._settle_all(shed, BatchResult([Outcome.REJECTED] * len(shed)), self._writing)
         elif transfers:
             units = [transfer.unit for transfer in transfers]
             batch = await self._ask(self._guard.put, transfers, units)
             await _released(batch)
             self._settle_all(transfers, batch, self._writing)
 
-    async def _ask(self, call: _Call, transfers: list[_UnitTransfer], slots: Sequence[int]) -> Batch:
+    async def _ask(self, call: _Call, transfers: list[_UnitTransfer], slots: Sequence[int]) -> BatchResult:
         try:
             return await call([transfer.key for transfer in transfers], slots)
         except ClosedError:  # it was closed meanwhile
-            return Batch([Outcome.FAILED] * len(transfers))
+            return BatchResult([Outcome.FAILED] * len(transfers))
 
     async def _in_chunks(
         self, transfers: list[_UnitTransfer], staging: StagedSlots, move: _Chunk
@@ -333,7 +333,7 @@ class PagePool:
         self._settle_all(transfers, batch, self._writing)
         _give_back(slots, batch, staging)
 
-    async def _deliver(self, transfers: list[_UnitTransfer], batch: Batch, slots: list[Bytes]) -> None:
+    async def _deliver(self, transfers: list[_UnitTransfer], batch: BatchResult, slots: list[Bytes]) -> None:
         """Copy what was read to every unit that needs it.
 
         Args:
@@ -352,7 +352,7 @@ class PagePool:
             await self._port.run_blocking(partial(_copy_all, copies))
         self._settle_all(transfers, batch, self._reading)
 
-    def _settle_all(self, transfers: list[_UnitTransfer], batch: Batch, table: _Table) -> None:
+    def _settle_all(self, transfers: list[_UnitTransfer], batch: BatchResult, table: _Table) -> None:
         for transfer, outcome in zip(transfers, batch.outcomes, strict=True):
             _settle(transfer, outcome, table)
 
@@ -366,7 +366,7 @@ class PagePool:
 
 _Table: TypeAlias = dict[ObjectKey, _UnitTransfer]
 _Carry: TypeAlias = Callable[[list[_UnitTransfer]], Coroutine[Any, Any, None]]
-_Call: TypeAlias = Callable[[Sequence[ObjectKey], Sequence[int]], Coroutine[Any, Any, Batch]]
+_Call: TypeAlias = Callable[[Sequence[ObjectKey], Sequence[int]], Coroutine[Any, Any, BatchResult]]
 _Chunk: TypeAlias = Callable[[list[_UnitTransfer], list[int], StagedSlots], Coroutine[Any, Any, None]]
 
 
@@ -378,13 +378,13 @@ def _settle(transfer: _UnitTransfer, outcome: Outcome, table: _Table) -> None:
             del table[transfer.key]
 
 
-async def _released(batch: Batch) -> None:
+async def _released(batch: BatchResult) -> None:
     """Wait until the backend no longer uses the slots, without limit."""
     if batch.lingering is not None:
         await asyncio.wait([batch.lingering])
 
 
-def _give_back(slots: list[int], batch: Batch, staging: StagedSlots) -> None:
+def _give_back(slots: list[int], batch: BatchResult, staging: StagedSlots) -> None:
     """Give staging slots back once the backend no longer uses them."""
 
     def free(call: asyncio.Future[None]) -> None:

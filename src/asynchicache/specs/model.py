@@ -125,7 +125,7 @@ class ModelSpec:
     def pool(self, name: str) -> PoolSpec:
         return self._by_name[name]
 
-    def stands_on(self, name: str) -> str | None:
+    def depends_on(self, name: str) -> str | None:
         """The pool whose page of the same digest a page of this pool is useless without: the first that owns
         slots, which covers every page; None for that one."""
         first = self.owners[0].name

@@ -100,7 +100,7 @@ class SlotBinding:
         memory: the slots.
         fingerprint: 32 bytes, `hashing.pool_fingerprint`.
         shard: which part of a page this rank holds; empty where all ranks hold the same.
-        stands_on: the pool whose page of the same digest a page of this pool needs; None if it needs none.
+        depends_on: the pool whose page of the same digest a page of this pool needs; None if it needs none.
 
     Raises:
         ConfigError: the fingerprint, pool name or shard is not what a key may hold.
@@ -109,14 +109,14 @@ class SlotBinding:
     header_bytes = HEADER_BYTES
 
     def __init__(
-        self, memory: SlotMemory, fingerprint: bytes, shard: str = "", *, stands_on: str | None = None
+        self, memory: SlotMemory, fingerprint: bytes, shard: str = "", *, depends_on: str | None = None
     ) -> None:
         layout = memory.layout
         _check_names(layout.pool.name, fingerprint, shard)
         self.pool = layout.pool.name
         self.fingerprint = fingerprint
         self.shard = shard
-        self.stands_on = stands_on
+        self.depends_on = depends_on
         self.page_bytes = layout.page_bytes
         self.slot_bytes = layout.slot_bytes
         self.header = memory.header

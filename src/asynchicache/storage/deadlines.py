@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PLAIN = (Exception, KeyboardInterrupt, SystemExit)
+_RAISED_AS_IS = (Exception, KeyboardInterrupt, SystemExit)
 """What is raised on as it is: errors, and what ends the program, because a signal's handler may have raised
 it while a stranger's code ran."""
 
@@ -30,12 +30,12 @@ class Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-async def bounded(
+async def with_deadline(
     call: Coroutine[object, object, T],
     seconds: float,
     what: str,
     *,
-    unwanted: Callable[[T], Awaitable[None]] | None = None,
+    on_unwanted: Callable[[T], Awaitable[None]] | None = None,
 ) -> T:
     """What `call` returns, or raises.
 
@@ -45,7 +45,7 @@ async def bounded(
         call: code of others.
         seconds: how long it may take; then it is cancelled, and left alone after a grace.
         what: it does, for messages.
-        unwanted: gets what `call` returned when nobody waited for it any more, e.g. to close it.
+        on_unwanted: gets what `call` returned when nobody waited for it any more, e.g. to close it.
 
     Raises:
         StorageError: it took longer, cancelled itself, or raised what is no `Exception`.
@@ -57,13 +57,13 @@ async def bounded(
             raise StorageError(f"{what} took longer than {seconds:g} s")
     except BaseException:  # also if we are cancelled, even when the call has just ended
         task.cancel()
-        end = asyncio.ensure_future(_end(task, unwanted))
+        end = asyncio.ensure_future(_drop_result(task, on_unwanted))
         await asyncio.wait([end], timeout=GRACE_SECONDS)
         raise
     if task.cancelled():
         raise StorageError(f"{what} cancelled itself")
     error = task.exception()
-    if error is None or isinstance(error, _PLAIN):
+    if error is None or isinstance(error, _RAISED_AS_IS):
         return task.result()
     raise StorageError(f"{what} failed: {error!r}") from error
 
@@ -77,7 +77,7 @@ def failure(task: asyncio.Task[T]) -> BaseException | None:
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
+def as_storage_error(what: str) -> Iterator[None]:
     """Let whatever code of others raises in the body say what failed; errors of ours stay what they are.
 
     Raises:
@@ -91,15 +91,15 @@ def named(what: str) -> Iterator[None]:
         raise StorageError(f"{what} failed: {error!r}") from error
 
 
-async def close(stranger: Closable, seconds: float, what: str) -> None:
+async def close(closable: Closable, seconds: float, what: str) -> None:
     """Close something within `seconds`; if that fails it is logged, and does not keep us open."""
     try:
-        await bounded(stranger.aclose(), seconds, f"closing {what}")
+        await with_deadline(closable.aclose(), seconds, f"closing {what}")
     except Exception as error:  # noqa: BLE001 - the boundary to code of others
         logger.warning("%s could not be closed: %r", what, error)
 
 
-def at_once(call: Awaitable[T]) -> T:
+def run_immediate(call: Awaitable[T]) -> T:
     """What `call` returns, or raises, without a turn of the loop.
 
     Raises:
@@ -113,7 +113,7 @@ def at_once(call: Awaitable[T]) -> T:
         value: T = end.value
         return value
     except BaseException as error:
-        if not isinstance(error, _PLAIN):
+        if not isinstance(error, _RAISED_AS_IS):
             raise StorageError(f"the engine raised {error!r}") from error
         raise
     if isinstance(call, Coroutine):
@@ -121,17 +121,17 @@ def at_once(call: Awaitable[T]) -> T:
     raise StorageError("the engine is `immediate`, and a call of it suspended")
 
 
-async def _end(task: asyncio.Task[T], unwanted: Callable[[T], Awaitable[None]] | None) -> None:
+async def _drop_result(task: asyncio.Task[T], on_unwanted: Callable[[T], Awaitable[None]] | None) -> None:
     """What became of a call that was given up is no news; what it returns is to be let go of."""
     await asyncio.wait([task])
-    if not task.cancelled() and task.exception() is None and unwanted is not None:
-        await unwanted(task.result())
+    if not task.cancelled() and task.exception() is None and on_unwanted is not None:
+        await on_unwanted(task.result())
 
 
 # Whose turn it is: so many calls at once, first come, first served.
 
 
-class Patience:
+class SlidingDeadline:
     """How long the parts of one call wait for their turns: since it began, or since one was answered.
 
     So a call of many parts is not cut short by an engine that does one after the other.
@@ -140,18 +140,18 @@ class Patience:
         seconds: how long; None for as long as it takes.
     """
 
-    __slots__ = ("_loop", "_seconds", "_until", "_waits")
+    __slots__ = ("_loop", "_seconds", "_timeouts", "_until")
 
     def __init__(self, seconds: float | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
-        self._waits: set[asyncio.Timeout] = set()
+        self._timeouts: set[asyncio.Timeout] = set()
         self.renew()
 
     def renew(self) -> None:
         """A part was answered."""
         self._until = None if self._seconds is None else self._loop.time() + self._seconds
-        for wait in self._waits:
+        for wait in self._timeouts:
             if not wait.expired():
                 wait.reschedule(self._until)
 
@@ -162,14 +162,14 @@ class Patience:
             TimeoutError: what is waited for in the body takes longer.
         """
         async with asyncio.timeout_at(self._until) as wait:
-            self._waits.add(wait)
+            self._timeouts.add(wait)
             try:
                 yield
             finally:
-                self._waits.discard(wait)
+                self._timeouts.discard(wait)
 
 
-class Turns:
+class ConcurrencyLimit:
     """Most calls at once of one engine.
 
     Args:
@@ -181,7 +181,7 @@ class Turns:
         # Nobody waits for puts, and there may be a GiB of them: they leave a turn to what is waited for.
         self._puts = asyncio.Semaphore(max(1, concurrency - 1))
 
-    async def take(self, patience: Patience, *, put: bool) -> ExitStack:
+    async def acquire(self, deadline: SlidingDeadline, *, put: bool) -> ExitStack:
         """Wait for a turn; it ends when what is returned is closed, which may happen twice.
 
         Args:
@@ -191,9 +191,9 @@ class Turns:
         Raises:
             TimeoutError: patience has come to its end first.
         """
-        with ExitStack() as turn:
-            for turns in (self._puts, self._all) if put else (self._all,):
-                async with patience.waiting() if turns.locked() else nullcontext():
-                    await turns.acquire()
-                turn.callback(turns.release)
-            return turn.pop_all()
+        with ExitStack() as acquired:
+            for permits in (self._puts, self._all) if put else (self._all,):
+                async with deadline.waiting() if permits.locked() else nullcontext():
+                    await permits.acquire()
+                acquired.callback(permits.release)
+            return acquired.pop_all()

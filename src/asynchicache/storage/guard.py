@@ -17,9 +17,17 @@ from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState, CircuitBreaker
-from asynchicache.storage.deadlines import Patience, Turns, at_once, bounded, close, failure, named
-from asynchicache.storage.limits import Batch, PoolLimits
-from asynchicache.storage.presence import KnownPages
+from asynchicache.storage.deadlines import (
+    ConcurrencyLimit,
+    SlidingDeadline,
+    as_storage_error,
+    close,
+    failure,
+    run_immediate,
+    with_deadline,
+)
+from asynchicache.storage.limits import BatchResult, PoolLimits
+from asynchicache.storage.presence import PresenceCache
 from asynchicache.storage.protocol import (
     Capabilities,
     PoolBinding,
@@ -27,7 +35,7 @@ from asynchicache.storage.protocol import (
     StorageBackend,
     TouchableEngine,
 )
-from asynchicache.storage.statistics import PoolStatistics, Tally
+from asynchicache.storage.statistics import CallCounters, PoolStatistics
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -38,7 +46,7 @@ logger = logging.getLogger(__name__)
 Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[object]]
 
 
-class Verb(NamedTuple):
+class EngineCall(NamedTuple):
     """One kind of call.
 
     Attributes:
@@ -58,10 +66,10 @@ class Verb(NamedTuple):
     read: Callable[[Any, int], list[Outcome]]
     answers: tuple[Outcome, ...]
     refused: Outcome
-    moves: bool
-    learns: bool = True
+    moves_pages: bool
+    updates_presence: bool = True
     repeatable: bool = True
-    vital: bool = True
+    feeds_breaker: bool = True
 
     def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
         """How many pages came to which outcome."""
@@ -86,10 +94,10 @@ def _outcomes(answer: Iterable[Outcome], _: int) -> list[Outcome]:
 
 def _read_bits(answer: bytes | bytearray, _: int) -> list[Outcome]:
     hit, miss = Outcome.HIT, Outcome.MISS  # to look a member up costs more than all else a key does here
-    return [hit if there else miss for there in _bits(answer)]
+    return [hit if there else miss for there in _check_bits(answer)]
 
 
-def _bits(answers: bytes | bytearray) -> bytes | bytearray:
+def _check_bits(answers: bytes | bytearray) -> bytes | bytearray:
     """
     Raises:
         StorageError: one is neither 0 nor 1: outcomes, say, all of which are true.
@@ -101,52 +109,52 @@ def _bits(answers: bytes | bytearray) -> bytes | bytearray:
     return answers
 
 
-EXISTS = Verb(
+EXISTS = EngineCall(
     "exists",
     lambda engine, keys, _: engine.exists(keys),
     _read_bits,
     (Outcome.HIT, Outcome.MISS, Outcome.FAILED),
     Outcome.FAILED,
-    moves=False,
+    moves_pages=False,
 )
-GET = Verb(
+GET = EngineCall(
     "get",
     lambda engine, keys, slots: engine.get(keys, slots),
     _outcomes,
     (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED),
     Outcome.FAILED,
-    moves=True,
+    moves_pages=True,
 )
-PUT = Verb(
+PUT = EngineCall(
     "put",
     lambda engine, keys, slots: engine.put(keys, slots),
     _outcomes,
     (Outcome.STORED, Outcome.EXISTS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.REJECTED,
-    moves=True,
+    moves_pages=True,
     repeatable=False,  # half of it may have been written, and a full disk gets no emptier
 )
-DELETE = Verb(
+DELETE = EngineCall(
     "delete",
     lambda engine, keys, _: engine.delete(keys),
     _outcomes,
     (Outcome.HIT, Outcome.MISS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.FAILED,
-    moves=False,
-    learns=False,
+    moves_pages=False,
+    updates_presence=False,
 )
-TOUCH = Verb(
+TOUCH = EngineCall(
     "touch",
     lambda engine, keys, _: cast("TouchableEngine", engine).touch(keys),
     lambda _, pages: [Outcome.HIT] * pages,
     (Outcome.HIT, Outcome.FAILED),
     Outcome.FAILED,
-    moves=False,
-    learns=False,
+    moves_pages=False,
+    updates_presence=False,
     repeatable=False,  # the next use says it again
-    vital=False,  # an engine that cannot be told of uses can be read and written all the same
+    feeds_breaker=False,  # an engine that cannot be told of uses can be read and written all the same
 )
-VERBS = (EXISTS, GET, PUT, DELETE, TOUCH)
+ENGINE_CALLS = (EXISTS, GET, PUT, DELETE, TOUCH)
 
 
 def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
@@ -173,7 +181,7 @@ def _merged(
 # What of a read is checked by the core, and what an engine is believed.
 
 
-class Checks:
+class ReadVerifier:
     """The checks that an engine leaves to the core.
 
     Args:
@@ -187,25 +195,27 @@ class Checks:
         self._capabilities = capabilities
         self._port = port
 
-    async def check(
+    async def verify(
         self, keys: Sequence[ObjectKey], slots: Sequence[int], outcomes: list[Outcome]
     ) -> list[Outcome]:
         """The outcomes of a read; those of pages that are not what was sealed are CORRUPT."""
         if Outcome.HIT not in outcomes:  # in C
             return outcomes
         if not self._capabilities.checks:
-            return await self._port.run_blocking(partial(_each, self._binding.check, keys, slots, outcomes))
+            return await self._port.run_blocking(
+                partial(_check_each, self._binding.check, keys, slots, outcomes)
+            )
         if self._capabilities.shared:  # others write there too, under names and at places of their choice
-            return _each(self._named, keys, slots, outcomes)
+            return _check_each(self._check_header, keys, slots, outcomes)
         return outcomes
 
-    def _named(self, slot: int, key: ObjectKey) -> Outcome:
+    def _check_header(self, slot: int, key: ObjectKey) -> Outcome:
         """Whether the header in `slot` is that of `key`: some microseconds, whatever the size of the page."""
         found = self._binding.identify(self._binding.header(slot))
         return Outcome.HIT if found == key else Outcome.CORRUPT
 
 
-def _each(
+def _check_each(
     check: Callable[[int, ObjectKey], Outcome],
     keys: Sequence[ObjectKey],
     slots: Sequence[int],
@@ -219,11 +229,11 @@ def _each(
 
 # The calls.
 
-_FAMILY = attrgetter("fingerprint", "pool", "shard")
+_IDENTITY = attrgetter("fingerprint", "pool", "shard")
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _RunningCall:
     """One call of the engine that has not ended.
 
     Attributes:
@@ -233,11 +243,11 @@ class _Call:
         late: the deadline has passed; its end is no news.
     """
 
-    verb: Verb
+    kind: EngineCall
     pages: int
     slots: frozenset[int]
     started: float
-    turn: ExitStack
+    permit: ExitStack
     task: asyncio.Task[list[Outcome] | None]
     answer: asyncio.Future[list[Outcome]]
     timer: asyncio.TimerHandle | None = None
@@ -249,7 +259,7 @@ class GuardedPool:
 
     A call is cut into calls of the engine, each of which waits for its turn, and then has its deadline
     (`PoolLimits.deadline`). A cancelled caller, or one whose deadline has passed, leaves the engine's call
-    running: bytes may still move. `Batch.lingering`, or `lingering` after a cancellation, tells when they
+    running: bytes may still move. `BatchResult.lingering` (after a cancellation: `lingering`) tells when they
     no longer do.
 
     Args:
@@ -269,18 +279,20 @@ class GuardedPool:
         self._capabilities = engine.capabilities
         self.touchable = isinstance(engine, TouchableEngine) and bool(getattr(engine, "evicts", True))
         """Whether the engine wants to be told of uses."""
-        self._checks = Checks(binding, self._capabilities, port)
-        self._families = {(binding.fingerprint, binding.pool, binding.shard)}
+        self._verifier = ReadVerifier(binding, self._capabilities, port)
+        self._identities = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
-        self._turns = Turns(self._capabilities.concurrency)
-        self._known = KnownPages(self._limits, shared=self._capabilities.shared, now=port.now)
-        self._calls: set[_Call] = set()
+        self._concurrency = ConcurrencyLimit(self._capabilities.concurrency)
+        self._presence = PresenceCache(self._limits, shared=self._capabilities.shared, now=port.now)
+        self._calls: set[_RunningCall] = set()
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
-        self._tallies = {verb.name: Tally(binding.page_bytes if verb.moves else 0) for verb in VERBS}
+        self._counters = {
+            kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
+        }
         self._closed = False
-        self._given_up = False
+        self._abandoned_calls = False
 
-    async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> Batch:
+    async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
         What a shared engine was seen to have lately, it is not asked for again, unless the answer is to be
@@ -290,23 +302,23 @@ class GuardedPool:
             UsageError: a key is of another pool.
             ClosedError: the pool is closed; as all calls.
         """
-        if not self._known:
+        if not self._presence:
             return await self._call(EXISTS, keys, ())
-        self._admit(keys)
-        known = [self._known.recall(key, damaged_only=fresh) for key in keys]
+        self._check_keys(keys)
+        known = [self._presence.recall(key, damaged_only=fresh) for key in keys]
         asked = [key for key, outcome in zip(keys, known, strict=True) if outcome is None]
         answer = iter((await self._call(EXISTS, asked, ())).outcomes)
-        return Batch([next(answer) if outcome is None else outcome for outcome in known])
+        return BatchResult([next(answer) if outcome is None else outcome for outcome in known])
 
-    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Read page `i` into `slots[i]`: HIT, checked; MISS, CORRUPT, FAILED or TIMEOUT.
 
         Raises:
             UsageError: a key is of another pool, or there are not as many slots as keys.
         """
-        return await self._call(GET, keys, self._paired(keys, slots))
+        return await self._call(GET, keys, self._check_lengths(keys, slots))
 
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
 
         What was found damaged is deleted first: an engine may keep the page that it has.
@@ -314,24 +326,24 @@ class GuardedPool:
         Raises:
             UsageError: a key is of another pool, or there are not as many slots as keys.
         """
-        slots = self._paired(keys, slots)
-        damaged = self._known.damaged(keys)
+        slots = self._check_lengths(keys, slots)
+        damaged = self._presence.damaged(keys)
         if damaged and Outcome.TIMEOUT in (await self._call(DELETE, damaged, ())).outcomes:
-            return Batch([Outcome.REJECTED] * len(keys))  # it might delete what is stored after it
+            return BatchResult([Outcome.REJECTED] * len(keys))  # it might delete what is stored after it
         batch = await self._call(PUT, keys, slots)
         for index, outcome in enumerate(batch.outcomes) if damaged else ():
             if outcome is Outcome.EXISTS and keys[index] in damaged:
                 batch.outcomes[index] = Outcome.REJECTED  # it could not be deleted: what is there is wrong
         return batch
 
-    async def delete(self, keys: Sequence[ObjectKey]) -> Batch:
+    async def delete(self, keys: Sequence[ObjectKey]) -> BatchResult:
         """Forget pages: HIT if it was there, MISS if not, REJECTED, FAILED or TIMEOUT.
 
         Raises:
             UsageError: a key is of another pool.
         """
         batch = await self._call(DELETE, keys, ())
-        self._known.forget(keys)
+        self._presence.forget(keys)
         return batch
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
@@ -346,7 +358,7 @@ class GuardedPool:
         if self.touchable:
             await self._call(TOUCH, keys, ())
         else:
-            self._admit(keys)
+            self._check_keys(keys)
 
     async def clear(self) -> int:
         """Forget every page of this pool, of these weights and of this shard; how many there were.
@@ -355,18 +367,18 @@ class GuardedPool:
             StorageError: the engine failed, or did not answer in `clearing` seconds.
             ClosedError: the pool was closed before it answered.
         """
-        self._admit(())
+        self._check_keys(())
         try:
-            gone = await bounded(self._engine.clear(), self._limits.clearing, "clear")
+            gone = await with_deadline(self._engine.clear(), self._limits.clearing, "clear")
         except Exception as error:
             if self._closed:  # under the call, which nothing waits for: that is no fault of the engine's
                 raise ClosedError(f"storage of pool {self._binding.pool!r} was closed") from error
             raise StorageError(f"pool {self._binding.pool!r} could not be cleared: {error!r}") from error
         finally:
-            self._known.doubt()  # not before: calls side by side with it have learnt what is gone by now
+            self._presence.invalidate()  # only now: calls that ran meanwhile learnt of pages that are gone
         if not isinstance(gone, int) or gone < 0:
             raise StorageError(f"pool {self._binding.pool!r}: {gone!r} is no answer to clear, but a count is")
-        self._known.clear()
+        self._presence.clear()
         return gone
 
     def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
@@ -375,24 +387,24 @@ class GuardedPool:
         Cancelled if the pool is closed before that: the slots are then never safe again.
         """
         wanted = frozenset(slots)
-        if not self._touched(wanted):
+        if not self._in_use(wanted):
             return None
         free = asyncio.get_running_loop().create_future()
-        if self._given_up:
+        if self._abandoned_calls:
             free.cancel()
         else:
             self._watchers.append((wanted, free))
         return free
 
     def statistics(self) -> PoolStatistics:
-        counts = {name: tally.snapshot() for name, tally in self._tallies.items()}
+        counts = {name: tally.snapshot() for name, tally in self._counters.items()}
         return PoolStatistics(
             pool=self._binding.pool,
             running=len(self._calls),
-            lingering=self._abandoned,
+            lingering=self._lingering,
             breaker=self._breaker.state,
             opened=self._breaker.opened,
-            known=self._known.statistics(),
+            known=self._presence.statistics(),
             full=bool(getattr(self._engine, "full", False)),
             **counts,
         )
@@ -404,142 +416,146 @@ class GuardedPool:
             Slots that the engine may still touch, because a call did not end in time: usually none.
         """
         self._closed = True
-        await self._join()
+        await self._wait_for_calls()
         for call in self._calls:
             call.task.cancel()
-        await self._join()
+        await self._wait_for_calls()
         for call in [call for call in self._calls if call.task.done()]:
-            self._finish(call, call.task)  # it ended in this turn of the loop, which has not told us yet
-        self._given_up = True  # not before: what ends while `aclose` waits is safe like any other
+            self._call_ended(call, call.task)  # it ended in this turn of the loop, which has not told us yet
+        self._abandoned_calls = True  # not before: what ends while `aclose` waits is safe like any other
         for _, free in self._watchers:
             free.cancel()
         self._watchers.clear()
         await close(self._engine, self._limits.closing, f"the engine of pool {self._binding.pool!r}")
         return frozenset().union(*(call.slots for call in self._calls))
 
-    async def _join(self) -> None:
+    async def _wait_for_calls(self) -> None:
         tasks = [call.task for call in self._calls if not call.task.done()]
         if tasks:
             await asyncio.wait(tasks, timeout=self._limits.closing)
 
-    def _paired(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Sequence[int]:
+    def _check_lengths(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Sequence[int]:
         if len(keys) != len(slots):
             raise UsageError(f"pool {self._binding.pool!r}: {len(keys)} keys for {len(slots)} slots")
         return slots
 
-    def _admit(self, keys: Sequence[ObjectKey]) -> None:
+    def _check_keys(self, keys: Sequence[ObjectKey]) -> None:
         if self._closed:
             raise ClosedError(f"storage of pool {self._binding.pool!r} is closed")
-        if set(map(_FAMILY, keys)) <= self._families:
+        if set(map(_IDENTITY, keys)) <= self._identities:
             return
-        stranger = next(key for key in keys if _FAMILY(key) not in self._families)
+        stranger = next(key for key in keys if _IDENTITY(key) not in self._identities)
         pool, shard = self._binding.pool, self._binding.shard
         raise UsageError(f"{stranger.text()} is no page of pool {pool!r}, shard {shard!r}")
 
-    async def _call(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Batch:
+    async def _call(self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Calls of the engine, as many as it takes, and what became of all pages."""
-        self._admit(keys)
-        step = self._step(verb)
+        self._check_keys(keys)
+        step = self._batch_size(kind)
         cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
         immediate = self._capabilities.immediate
         # Nobody waits for puts, and what bounds them is the bytes that are under way.
-        patience = Patience(None if verb is PUT else self._limits.deadline)
+        deadline = SlidingDeadline(None if kind is PUT else self._limits.deadline)
         outcomes: list[Outcome] = []
-        if len(cuts) > 1 and not immediate and verb is not TOUCH:  # whose order is all that it says
+        if len(cuts) > 1 and not immediate and kind is not TOUCH:  # whose order is all that it says
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._batch(verb, keys[c], slots[c], patience)) for c in cuts]
+                tasks = [
+                    group.create_task(self._call_engine(kind, keys[c], slots[c], deadline)) for c in cuts
+                ]
             outcomes = [outcome for task in tasks for outcome in task.result()]
         else:
             for cut in cuts:
                 if outcomes and immediate:
                     await asyncio.sleep(0)  # other tasks' turn: the engine copies on the loop
-                outcomes += await self._batch(verb, keys[cut], slots[cut], patience)
-        batch = Batch(outcomes, self.lingering(slots))
-        if verb.learns:
-            self._known.learn(keys, batch)
+                outcomes += await self._call_engine(kind, keys[cut], slots[cut], deadline)
+        batch = BatchResult(outcomes, self.lingering(slots))
+        if kind.updates_presence:
+            self._presence.learn(keys, batch)
         return batch
 
-    def _step(self, verb: Verb) -> int:
+    def _batch_size(self, kind: EngineCall) -> int:
         """Most keys of one call of the engine."""
-        if not verb.moves:
+        if not kind.moves_pages:
             return self._capabilities.batch_keys
         pages = self._limits.batch_bytes // self._binding.slot_bytes
         return max(1, min(self._capabilities.batch_pages, pages))
 
-    async def _batch(
-        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], patience: Patience
+    async def _call_engine(
+        self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int], deadline: SlidingDeadline
     ) -> list[Outcome]:
         """One call of the engine: in its turn, in a task of its own, answered by its deadline."""
         if self._capabilities.immediate:  # it never suspends: no turn, no task, no deadline
-            if not self._allows(verb):
-                return self._refuse(verb, len(keys), verb.refused)
+            if not self._may_call(kind):
+                return self._reject(kind, len(keys), kind.refused)
             started = self._port.now()
-            return self._judge(verb, len(keys), await self._attempt(verb, keys, slots), started)
+            return self._record(kind, len(keys), await self._attempt(kind, keys, slots), started)
         try:
             # A touch does not wait with the puts: it is to come before them.
-            taken = await self._turns.take(patience, put=verb is PUT)
+            acquired = await self._concurrency.acquire(deadline, put=kind is PUT)
         except TimeoutError:  # others kept it busy: that is no failure of the engine's
-            return self._refuse(verb, len(keys), Outcome.TIMEOUT)
-        with taken as turn:
-            if self._refuses() or not self._allows(verb):
-                return self._refuse(verb, len(keys), verb.refused)
-            call = self._start(verb, keys, slots, turn.pop_all())
+            return self._reject(kind, len(keys), Outcome.TIMEOUT)
+        with acquired as permit:
+            if self._hangs() or not self._may_call(kind):
+                return self._reject(kind, len(keys), kind.refused)
+            call = self._start_call(kind, keys, slots, permit.pop_all())
         outcomes = await call.answer
         if not call.late:
-            patience.renew()
+            deadline.renew()
         return outcomes
 
-    def _refuses(self) -> bool:
+    def _hangs(self) -> bool:
         """An engine that has as many late calls as it may have at once hangs in all of them."""
-        late = sum(call.late for call in self._calls if call.verb.vital)
+        late = sum(call.late for call in self._calls if call.kind.feeds_breaker)
         return self._closed or late >= self._capabilities.concurrency
 
-    def _allows(self, verb: Verb) -> bool:
+    def _may_call(self, kind: EngineCall) -> bool:
         """Whether the breaker lets a call through. One whose end tells it nothing is no try of a half-open
         breaker, and not begun while one like it is late: it would take a turn from others."""
-        if verb.vital:
+        if kind.feeds_breaker:
             return self._breaker.allow()
-        late = any(call.late for call in self._calls if call.verb is verb)
+        late = any(call.late for call in self._calls if call.kind is kind)
         return self._breaker.state is BreakerState.CLOSED and not late
 
     @property
-    def _abandoned(self) -> int:
+    def _lingering(self) -> int:
         """Calls that nobody waits for: late ones, and those whose caller was cancelled."""
         return sum(call.answer.done() for call in self._calls)
 
-    def _refuse(self, verb: Verb, pages: int, outcome: Outcome) -> list[Outcome]:
+    def _reject(self, kind: EngineCall, pages: int, outcome: Outcome) -> list[Outcome]:
         """The outcome of pages for which the engine is not asked."""
-        self._tallies[verb.name].refused({outcome: pages})
+        self._counters[kind.name].count_refused({outcome: pages})
         return [outcome] * pages
 
-    def _start(self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int], turn: ExitStack) -> _Call:
+    def _start_call(
+        self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int], permit: ExitStack
+    ) -> _RunningCall:
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._attempt(verb, keys, slots), name=f"storage-{verb.name}")
+        task = loop.create_task(self._attempt(kind, keys, slots), name=f"storage-{kind.name}")
         answer = loop.create_future()
-        call = _Call(verb, len(keys), frozenset(slots), self._port.now(), turn, task, answer)
-        call.timer = loop.call_later(self._limits.deadline, self._expire, call)
+        call = _RunningCall(kind, len(keys), frozenset(slots), self._port.now(), permit, task, answer)
+        call.timer = loop.call_later(self._limits.deadline, self._deadline_passed, call)
         self._calls.add(call)
-        task.add_done_callback(partial(self._finish, call))
+        task.add_done_callback(partial(self._call_ended, call))
         return call
 
-    def _expire(self, call: _Call) -> None:
+    def _deadline_passed(self, call: _RunningCall) -> None:
         """The deadline has come: answer for the engine, and let its call run on."""
         call.late = True
-        if call.verb.vital:
+        if call.kind.feeds_breaker:
             self._breaker.failed()
-        tally = self._tallies[call.verb.name]
+        tally = self._counters[call.kind.name]
         tally.late += 1
-        tally.answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
+        tally.count_answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
         if not call.answer.done():
             call.answer.set_result([Outcome.TIMEOUT] * call.pages)
-        call.turn.close()
+        call.permit.close()
 
-    def _finish(self, call: _Call, task: asyncio.Task[list[Outcome] | None]) -> None:
+    def _call_ended(self, call: _RunningCall, task: asyncio.Task[list[Outcome] | None]) -> None:
         if call not in self._calls:
             return  # `aclose` was quicker
         if call.timer is not None:
             call.timer.cancel()
-        call.turn.close()
+        call.permit.close()
         if task.cancelled() and self._closed:  # given up by `aclose`; bytes may still move, so it stays
             if not call.answer.done():
                 call.answer.set_result([Outcome.TIMEOUT] * call.pages)
@@ -547,29 +563,29 @@ class GuardedPool:
         self._calls.discard(call)
         error = failure(task)
         if error is not None:
-            self._blame(call.verb, call.pages, error)
+            self._count_error(call.kind, call.pages, error)
         if not call.late:
             answer = task.result() if error is None else None
-            outcomes = self._judge(call.verb, call.pages, answer, call.started)
+            outcomes = self._record(call.kind, call.pages, answer, call.started)
             if not call.answer.done():  # else its caller was cancelled
                 call.answer.set_result(outcomes)
-        self._wake()
+        self._notify_watchers()
 
-    def _wake(self) -> None:
+    def _notify_watchers(self) -> None:
         """Tell those whose slots are free now."""
         waiting = []
         for wanted, free in self._watchers:
-            if self._touched(wanted):
+            if self._in_use(wanted):
                 waiting.append((wanted, free))
             elif not free.done():
                 free.set_result(None)
         self._watchers = waiting
 
-    def _touched(self, slots: frozenset[int]) -> bool:
+    def _in_use(self, slots: frozenset[int]) -> bool:
         return any(not slots.isdisjoint(call.slots) for call in self._calls)
 
     async def _attempt(
-        self, verb: Verb, keys: Sequence[ObjectKey], slots: Sequence[int]
+        self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome] | None:
         """The engine's answer, checked, with failures asked for again where that is safe; None if it raised,
         or answered nonsense."""
@@ -577,21 +593,21 @@ class GuardedPool:
         outcomes: list[Outcome] | None = None
         asked: Sequence[int] = range(len(keys))
         some, places = keys, slots
-        for retry in range(1 + (self._limits.retries if verb.repeatable else 0)):
+        for retry in range(1 + (self._limits.retries if kind.repeatable else 0)):
             if retry:
                 asked = failed(outcomes, len(keys))
-                if not asked or not self._patient or self._port.now() >= until:
+                if not asked or not self._may_retry or self._port.now() >= until:
                     break
                 some, places = [keys[i] for i in asked], [slots[i] for i in asked if slots]
             try:
-                call = verb.ask(self._engine, some, places)
-                answer = at_once(call) if self._capabilities.immediate else await call
-                fresh = verb.read(answer, len(some))
-                verb.check(fresh, len(some))
-                if verb is GET:
-                    fresh = await self._checks.check(some, places, fresh)
+                call = kind.ask(self._engine, some, places)
+                answer = run_immediate(call) if self._capabilities.immediate else await call
+                fresh = kind.read(answer, len(some))
+                kind.check(fresh, len(some))
+                if kind is GET:
+                    fresh = await self._verifier.verify(some, places, fresh)
             except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
-                self._blame(verb, len(some), error)
+                self._count_error(kind, len(some), error)
                 if retry:
                     break
                 continue
@@ -599,30 +615,32 @@ class GuardedPool:
         return outcomes
 
     @property
-    def _patient(self) -> bool:
+    def _may_retry(self) -> bool:
         return not self._closed and self._breaker.state is BreakerState.CLOSED
 
-    def _blame(self, verb: Verb, pages: int, error: BaseException) -> None:
-        tally = self._tallies[verb.name]
-        level = logging.WARNING if verb.vital or not tally.errors else logging.DEBUG
+    def _count_error(self, kind: EngineCall, pages: int, error: BaseException) -> None:
+        tally = self._counters[kind.name]
+        level = logging.WARNING if kind.feeds_breaker or not tally.errors else logging.DEBUG
         tally.errors += 1
-        logger.log(level, "pool %s: %s of %d pages failed: %r", self._binding.pool, verb.name, pages, error)
+        logger.log(level, "pool %s: %s of %d pages failed: %r", self._binding.pool, kind.name, pages, error)
 
-    def _judge(self, verb: Verb, pages: int, answer: list[Outcome] | None, started: float) -> list[Outcome]:
+    def _record(
+        self, kind: EngineCall, pages: int, answer: list[Outcome] | None, started: float
+    ) -> list[Outcome]:
         """Tell breaker and counters how a call ended."""
         outcomes = answer if answer is not None else [Outcome.FAILED] * pages
-        counts = verb.tally(outcomes)
-        if verb.vital and counts.get(Outcome.FAILED, 0) == pages:
+        counts = kind.tally(outcomes)
+        if kind.feeds_breaker and counts.get(Outcome.FAILED, 0) == pages:
             self._breaker.failed()
-        elif verb.vital:
-            self._breaker.succeeded(weak=not verb.moves)
-        self._tallies[verb.name].answered(counts, self._port.now() - started)
+        elif kind.feeds_breaker:
+            self._breaker.succeeded(weak=not kind.moves_pages)
+        self._counters[kind.name].count_answered(counts, self._port.now() - started)
         return outcomes
 
     def __repr__(self) -> str:
         return (
             f"<GuardedPool {self._binding.pool}: {len(self._calls)} running, "
-            f"{self._abandoned} lingering, breaker {self._breaker.state.value}>"
+            f"{self._lingering} lingering, breaker {self._breaker.state.value}>"
         )
 
 
@@ -645,11 +663,13 @@ async def open_guarded(
     """
     what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
     unused = f"an engine of pool {binding.pool!r} that nobody uses"
-    unwanted = partial(close, seconds=limits.closing, what=unused)
-    with named(what):
-        engine = await bounded(backend.open_pool(binding), limits.opening, what, unwanted=unwanted)
+    on_unwanted = partial(close, seconds=limits.closing, what=unused)
+    with as_storage_error(what):
+        engine = await with_deadline(
+            backend.open_pool(binding), limits.opening, what, on_unwanted=on_unwanted
+        )
         try:
             return GuardedPool(engine, binding, port, limits)
         except BaseException:
-            await unwanted(engine)
+            await on_unwanted(engine)
             raise

@@ -55,7 +55,7 @@ class PoolLimits:
                 raise ConfigError(f"storage limit {option.name} {value!r} must be {rule}")
 
 
-class Batch(NamedTuple):
+class BatchResult(NamedTuple):
     """What became of a call's pages.
 
     Attributes:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from asynchicache.hashing import ObjectKey
-from asynchicache.storage.limits import Batch, PoolLimits
+from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.types import Outcome
 
 
-class KnownKeys:
+class ExpiringKeys:
     """A bounded set whose members are forgotten after some time, the oldest first.
 
     Args:
@@ -52,7 +52,7 @@ class KnownKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownStatistics:
+class PresenceStatistics:
     """What is known of an engine's pages.
 
     Attributes:
@@ -66,7 +66,7 @@ class KnownStatistics:
     recalled: int
 
 
-class KnownPages:
+class PresenceCache:
     """What is known of an engine's pages without asking it.
 
     Args:
@@ -76,8 +76,8 @@ class KnownPages:
     """
 
     def __init__(self, limits: PoolLimits, *, shared: bool, now: Callable[[], float]) -> None:
-        self._there = KnownKeys(limits.known_pages if shared else 0, limits.known_seconds, now)
-        self._damaged = KnownKeys(limits.known_pages, float("inf"), now)
+        self._there = ExpiringKeys(limits.known_pages if shared else 0, limits.known_seconds, now)
+        self._damaged = ExpiringKeys(limits.known_pages, float("inf"), now)
         self._shared = shared
         self._recalled = 0
 
@@ -99,21 +99,21 @@ class KnownPages:
         """Those of `keys` that were found damaged."""
         return [key for key in keys if key in self._damaged] if self._damaged else []
 
-    def learn(self, keys: Sequence[ObjectKey], batch: Batch) -> None:
+    def learn(self, keys: Sequence[ObjectKey], batch: BatchResult) -> None:
         """Which pages are there, which are not, and which are not what was sealed."""
         if Outcome.CORRUPT in batch.outcomes:
-            self._damaged.add(_those(keys, batch, Outcome.CORRUPT))
+            self._damaged.add(_keys_with(keys, batch, Outcome.CORRUPT))
         if self._damaged:
-            self._damaged.discard(_those(keys, batch, Outcome.STORED))
+            self._damaged.discard(_keys_with(keys, batch, Outcome.STORED))
         if self._shared and keys:
-            self._there.discard(_those(keys, batch, Outcome.MISS, Outcome.CORRUPT))
-            self._there.add(_those(keys, batch, Outcome.HIT, Outcome.STORED, Outcome.EXISTS))
+            self._there.discard(_keys_with(keys, batch, Outcome.MISS, Outcome.CORRUPT))
+            self._there.add(_keys_with(keys, batch, Outcome.HIT, Outcome.STORED, Outcome.EXISTS))
 
     def forget(self, keys: Iterable[ObjectKey]) -> None:
         """Pages that were deleted."""
         self._there.discard(keys)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Pages may be gone; those that are damaged may still be there."""
         self._there.clear()
 
@@ -122,10 +122,10 @@ class KnownPages:
         self._there.clear()
         self._damaged.clear()
 
-    def statistics(self) -> KnownStatistics:
-        return KnownStatistics(len(self._there), len(self._damaged), self._recalled)
+    def statistics(self) -> PresenceStatistics:
+        return PresenceStatistics(len(self._there), len(self._damaged), self._recalled)
 
 
-def _those(keys: Sequence[ObjectKey], batch: Batch, *wanted: Outcome) -> list[ObjectKey]:
+def _keys_with(keys: Sequence[ObjectKey], batch: BatchResult, *wanted: Outcome) -> list[ObjectKey]:
     """The keys that came to one of the wanted outcomes."""
     return [key for key, outcome in zip(keys, batch.outcomes, strict=True) if outcome in wanted]

@@ -70,7 +70,7 @@ class PoolBinding(Protocol):
     def shard(self) -> str: ...
 
     @property
-    def stands_on(self) -> str | None:
+    def depends_on(self) -> str | None:
         """Name of the pool whose page of the same digest a page of this pool is useless without: the pool
         that covers every page. None for that one. An engine that chooses what to evict evicts pages first
         that lost what they stand on."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from asynchicache.histograms import Distribution, Histogram
 from asynchicache.storage.breaker import BreakerState
-from asynchicache.storage.presence import KnownStatistics
+from asynchicache.storage.presence import PresenceStatistics
 from asynchicache.types import Outcome
 
 _MOVED = frozenset({Outcome.HIT, Outcome.STORED})
@@ -64,11 +64,11 @@ class PoolStatistics:
     lingering: int
     breaker: BreakerState
     opened: int
-    known: KnownStatistics
+    known: PresenceStatistics
     full: bool = False
 
 
-class Tally:
+class CallCounters:
     """Counts one kind of call.
 
     Args:
@@ -84,12 +84,12 @@ class Tally:
         self._latencies = Histogram()
         self._outcomes: Counter[Outcome] = Counter()
 
-    def answered(self, counts: Mapping[Outcome, int], seconds: float) -> None:
+    def count_answered(self, counts: Mapping[Outcome, int], seconds: float) -> None:
         """The engine was asked."""
         self._latencies.observe(seconds)
-        self.refused(counts)
+        self.count_refused(counts)
 
-    def refused(self, counts: Mapping[Outcome, int]) -> None:
+    def count_refused(self, counts: Mapping[Outcome, int]) -> None:
         """The engine was not asked."""
         for outcome, count in counts.items():
             if count:

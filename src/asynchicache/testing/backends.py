@@ -24,7 +24,7 @@ from asynchicache.layouts import SlotLayout
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
-from asynchicache.storage.deadlines import at_once
+from asynchicache.storage.deadlines import run_immediate
 from asynchicache.storage.protocol import PoolEngine, StorageBackend, TouchableEngine
 from asynchicache.types import Outcome
 
@@ -82,9 +82,9 @@ class TearingBinding(SlotBinding):
     """
 
     def __init__(
-        self, memory: SlotSlab, fingerprint: bytes, shard: str = "", *, stands_on: str | None = None
+        self, memory: SlotSlab, fingerprint: bytes, shard: str = "", *, depends_on: str | None = None
     ) -> None:
-        super().__init__(memory, fingerprint, shard, stands_on=stands_on)
+        super().__init__(memory, fingerprint, shard, depends_on=depends_on)
         self.torn: set[bytes] = set()
 
     def seal(self, slot: int, key: ObjectKey) -> bytes:
@@ -332,10 +332,10 @@ class BackendConformance:
             keys = bench.keys(1)
             bench.fill(keys, [0])
 
-            assert at_once(bench.engine.put(keys, [0])) == [STORED]
-            assert at_once(bench.engine.exists(keys)) == b"\1"
-            assert at_once(bench.engine.get(keys, [1])) == [HIT]
-            assert at_once(bench.engine.delete(keys)) == [HIT]
+            assert run_immediate(bench.engine.put(keys, [0])) == [STORED]
+            assert run_immediate(bench.engine.exists(keys)) == b"\1"
+            assert run_immediate(bench.engine.get(keys, [1])) == [HIT]
+            assert run_immediate(bench.engine.delete(keys)) == [HIT]
 
     async def test_a_touch_changes_no_page(self, tmp_path: Path) -> None:
         """An engine that has `touch` takes any keys, and brings none of them into being."""
