@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asynchicache.controller.prefetch import PrefetchOptions, _Known
-from asynchicache.controller.storage_pools import _in_slices, _worst, linger
+from asynchicache.controller.storage_pools import StoredPool, StoredPools, _worst, linger
 from asynchicache.errors import ConfigError
 from asynchicache.storage.limits import BatchResult
 from asynchicache.types import Outcome, PrefetchPolicy
@@ -97,6 +99,14 @@ def test_full_pages_reach_as_far_as_there_is_no_gap(flags: bytes, here: int, rea
 SLICES = 4096
 
 
+async def in_slices(call: Any, digests: Any, slots: Any) -> BatchResult:
+    """A read of one pool, whose guarded engine answers with `call`."""
+    pool = StoredPool(SimpleNamespace(get=call), SimpleNamespace(key=lambda digest: digest))  # type: ignore[arg-type]
+    pools = StoredPools(SimpleNamespace())  # type: ignore[arg-type]
+    pools._attachment = SimpleNamespace(pools={"kv": pool})  # type: ignore[assignment]
+    return await pools._move("kv", digests, slots, put=False)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("count", [1, SLICES, SLICES + 1, 2 * SLICES, 2 * SLICES + 5])
 async def test_a_long_call_is_made_in_slices_one_after_the_other(count: int) -> None:
@@ -114,7 +124,7 @@ async def test_a_long_call_is_made_in_slices_one_after_the_other(count: int) -> 
         return BatchResult([Outcome.HIT if slot % 2 else Outcome.MISS for slot in slots])
 
     digests = [bytes([page // SLICES]) for page in range(count)]
-    batch = await _in_slices(call, digests, range(10, 10 + count))
+    batch = await in_slices(call, digests, range(10, 10 + count))
 
     assert asked == [(number, 10 + number * SLICES) for number in range(-(-count // SLICES))]
     assert batch.outcomes == [Outcome.HIT if slot % 2 else Outcome.MISS for slot in range(10, 10 + count)]
@@ -130,7 +140,7 @@ async def test_slices_linger_until_the_last_of_them_has_ended(safe: bool) -> Non
     async def call(digests, slots) -> BatchResult:
         return BatchResult([Outcome.TIMEOUT] * len(digests), next(calls))
 
-    batch = await _in_slices(call, [b""] * (3 * SLICES), range(3 * SLICES))
+    batch = await in_slices(call, [b""] * (3 * SLICES), range(3 * SLICES))
     assert batch.lingering is not None
     waiting = asyncio.create_task(linger([batch]))
     late[0].set_result(None)
