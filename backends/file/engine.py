@@ -64,7 +64,7 @@ class WriteLimits(NamedTuple):
         )
 
 
-class _PageBatch(NamedTuple):
+class _FilePages(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
@@ -199,7 +199,7 @@ class FileEngine:
             return await self._port.run_blocking(work)
 
     def _get(self, call: PathCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch = _PageBatch(keys, slots, [Outcome.MISS] * len(keys))
+        batch = _FilePages(keys, slots, [Outcome.MISS] * len(keys))
         found = {place: page for place, page in enumerate(self._store.pin(k.digest for k in keys)) if page}
         moves = sorted(PageMove(page.slot, place) for place, page in found.items())
         try:
@@ -213,7 +213,7 @@ class FileEngine:
             call.end()
         return batch.outcomes
 
-    def _drop(self, damaged: Sequence[PageMove], batch: _PageBatch) -> None:
+    def _drop(self, damaged: Sequence[PageMove], batch: _FilePages) -> None:
         if not damaged:
             return
         dropped = self._store.drop([(batch.digest(move), move.slot) for move in damaged])
@@ -237,17 +237,17 @@ class FileEngine:
 
     def _begin(
         self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
-    ) -> tuple[_PageBatch, list[PageMove]]:
+    ) -> tuple[_FilePages, list[PageMove]]:
         """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
         if self._store.read_only or self._store.broken:
-            return _PageBatch(keys, slots, [Outcome.REJECTED] * len(keys)), []
+            return _FilePages(keys, slots, [Outcome.REJECTED] * len(keys)), []
         claim = call.claim(range(start, start + len(keys)))
-        batch = _PageBatch(keys, slots, [Outcome.EXISTS] * len(keys))
+        batch = _FilePages(keys, slots, [Outcome.EXISTS] * len(keys))
         for place in claim.refused:
             batch.outcomes[place - start] = claim.refusal
         return batch, [PageMove(slot, place - start) for place, slot in claim.slots.items()]
 
-    def _write(self, moves: Sequence[PageMove], batch: _PageBatch, own: Collection[bytes]) -> None:
+    def _write(self, moves: Sequence[PageMove], batch: _FilePages, own: Collection[bytes]) -> None:
         """Write and seal pages, and make them visible."""
         batch.end(moves, Outcome.FAILED)  # until they are stored, or it is known why not
         write = WriteBatch(
@@ -265,7 +265,7 @@ class FileEngine:
             kept = {move.slot for move in write.written} if write.may_be_named else set()
             self._store.release(move.slot for move in moves if move.slot not in kept)
 
-    def _seal(self, moves: Sequence[PageMove], batch: _PageBatch) -> dict[int, StoredPage]:
+    def _seal(self, moves: Sequence[PageMove], batch: _FilePages) -> dict[int, StoredPage]:
         with self._limits.seals:
             return {slot: self._stored(slot, batch.slots[place], batch.keys[place]) for slot, place in moves}
 
@@ -282,12 +282,12 @@ class FileEngine:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if was else Outcome.MISS for was in there]
 
-    def _runs(self, moves: Sequence[PageMove], batch: _PageBatch) -> Iterator[SlotRun]:
+    def _runs(self, moves: Sequence[PageMove], batch: _FilePages) -> Iterator[SlotRun]:
         """Neighbours, with where their bytes are in memory."""
         for run in contiguous_moves(moves, self._store.segments.most_slots):
             yield SlotRun(run, [self._binding.page(batch.slots[move.place]) for move in run])
 
-    def _move(self, mover: Mover, batch: _PageBatch, run: SlotRun) -> list[PageMove]:
+    def _move(self, mover: Mover, batch: _FilePages, run: SlotRun) -> list[PageMove]:
         """Move a run in as few calls as it takes.
 
         Returns:
