@@ -388,7 +388,7 @@ def test_what_is_learnt_later_counts() -> None:
 def test_doubt_forgets_what_is_there_and_not_what_is_damaged() -> None:
     keys, pages = names(2), known(Clock())
     pages.learn(keys, BatchResult([HIT, CORRUPT]))
-    pages.doubt()
+    pages.invalidate()
 
     assert [pages.recall(key) for key in keys] == [None, MISS]
     assert pages
