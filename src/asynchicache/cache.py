@@ -23,7 +23,7 @@ from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
-from asynchicache.controller.storage_pools import Attachment, StoredPools
+from asynchicache.controller.storage_pools import AttachedStorage, StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import ClosedError, ConfigError, UsageError
 from asynchicache.events import PagesStored
@@ -74,10 +74,10 @@ class HybridCache:
     Made by `open`; confined to the loop that opened it.
     """
 
-    def __init__(self, spec: ModelSpec, config: CacheConfig, rooms: Rooms) -> None:
+    def __init__(self, spec: ModelSpec, config: CacheConfig, rooms: CacheParts) -> None:
         self.spec = spec
         self.config = config
-        self._rooms = rooms
+        self._parts = rooms
         self._controller = rooms.controller
         self._tracer: RequestTracer | None = None
 
@@ -112,7 +112,7 @@ class HybridCache:
             raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
         stack = AsyncExitStack()
         try:
-            rooms = await _open_rooms(stack, spec, config, storage, port, device)
+            rooms = await _open_parts(stack, spec, config, storage, port, device)
             cache = cls(spec, config, rooms)
             stack.push_async_callback(cache._close)
             yield cache
@@ -125,7 +125,7 @@ class HybridCache:
         try:
             async with asyncio.timeout(self.config.close_seconds):
                 await self._controller.executor.idle()
-                await self._controller.storer.tell_uses()
+                await self._controller.storage_writer.flush_touches()
         except TimeoutError:
             _log.warning("closed with work under way after %s s", self.config.close_seconds)
         finally:
@@ -178,7 +178,7 @@ class HybridCache:
             KeyError: no such pool or tensor.
         """
         try:
-            return self._rooms.memories[pool].device.tensor(tensor)
+            return self._parts.memories[pool].device.tensor(tensor)
         except KeyError:
             names = {one.name: [part.name for part in one.tensors] for one in self.spec.pools}
             raise KeyError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
@@ -186,7 +186,7 @@ class HybridCache:
     @property
     def device(self) -> Device:
         """The device, whose streams a compute engine may be ordered with."""
-        return self._rooms.device
+        return self._parts.device
 
     async def drain(self) -> None:
         """Until every copy and every storage call has ended that is in flight now, and what follows from
@@ -225,19 +225,19 @@ class HybridCache:
             ClosedError: the cache is closed.
         """
         await self._controller.executor.checkpoint()
-        self._controller.storer.check_none()  # before a store is opened that could be the same folder
+        self._controller.storage_writer.check_none()  # before a store is opened that could be the same folder
         given = None if isinstance(storage, str) else storage
         config = self.config
         if not isinstance(options or {}, Mapping) or (options and given is not None):
             raise ConfigError(f"options {options!r} must be a mapping, for a backend that is named")
         if isinstance(storage, str):
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
-        rooms = self._rooms
+        rooms = self._parts
         with self._controller.executor.busy():  # closing waits
             attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
             try:
                 self._controller.executor.check_open()
-                self._controller.storer.attach(attachment)
+                self._controller.storage_writer.attach(attachment)
             except (ClosedError, UsageError):
                 await attachment.aclose()
                 raise
@@ -248,7 +248,7 @@ class HybridCache:
         Requests go on, and miss what was there. Calls that are under way are waited for, with the
         `closing` limit of `storage_limits`, and `durable` answers False.
         """
-        return await shielded(self._controller.storer.detach())
+        return await shielded(self._controller.storage_writer.detach())
 
     async def clear_storage(self) -> int:
         """Forget every page that storage has of this model, with these weights and this salt, and no
@@ -259,7 +259,7 @@ class HybridCache:
             ClosedError: the cache was closed, or storage detached, before it answered.
         """
         await self._controller.executor.checkpoint()
-        return await self._controller.storer.clear()
+        return await self._controller.storage_writer.clear()
 
     def events(self, *, limit: int = 10_000) -> EventSubscription:
         """What becomes of pages from now on, as an async iterator; it costs nothing while nobody listens.
@@ -295,33 +295,33 @@ class HybridCache:
         return self._controller.verify(idle=idle)
 
     def statistics(self) -> CacheStatistics:
-        return collect_statistics(self._controller, self._rooms.engine, self._rooms.stored)
+        return collect_statistics(self._controller, self._parts.engine, self._parts.stored)
 
     def __repr__(self) -> str:
         state = "closed" if self._controller.executor.closing else "open"
-        return f"<HybridCache {state}, {self.spec.model}, {self._controller.planner.books.free}>"
+        return f"<HybridCache {state}, {self.spec.model}, {self._controller.planner.state.free}>"
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class CacheParts:
     """Everything that a cache consists of, opened."""
 
     device: Device
     memories: Mapping[str, PoolMemory]
     engine: TransferEngine
-    stored: StoredPools
+    stored: StoragePools
     port: Port
     controller: HybridCacheController
 
 
-async def _open_rooms(
+async def _open_parts(
     stack: AsyncExitStack,
     spec: ModelSpec,
     config: CacheConfig,
     storage: StorageBackend | None,
     port: Port | None,
     device: Device | None,
-) -> Rooms:
+) -> CacheParts:
     """Open from the bottom up; the stack closes in the opposite order."""
     if port is None:
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
@@ -348,7 +348,7 @@ async def _open_rooms(
     copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
     engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
     stack.push_async_callback(close_transfers, engine, reactor, kept, memories, config.close_seconds)
-    stored = StoredPools(planner.books)
+    stored = StoragePools(planner.state)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
         stored.attach(await _attachment(spec, config, memories, storage, port))
@@ -364,10 +364,10 @@ async def _open_rooms(
         count_namespaces=config.count_namespaces,
     )
     if engine.audit is not None:
-        planner.books.watch_host(engine.audit.forget)
-    for growth in growing_pools(spec, memories, port, planner.books.open_host):
+        planner.state.watch_host(engine.audit.forget)
+    for growth in growing_pools(spec, memories, port, planner.state.open_host):
         tasks.spawn(growth)
-    return Rooms(device, memories, engine, stored, port, controller)
+    return CacheParts(device, memories, engine, stored, port, controller)
 
 
 def _planner(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], config: CacheConfig) -> Planner:
@@ -412,7 +412,7 @@ async def _attachment(
     memories: Mapping[str, PoolMemory],
     storage: StorageBackend | None,
     port: Port,
-) -> Attachment:
+) -> AttachedStorage:
     """The configured storage, or the one given, which stays the caller's, with every pool that has host
     slots for its pages to arrive in."""
     config.check_storage()
@@ -425,7 +425,7 @@ async def _attachment(
     owned = storage is None
     if storage is None:  # last: whatever could fail before would leave it open
         storage = open_backend(config.storage or "", config.storage_options, port)
-    return await Attachment.open(
+    return await AttachedStorage.open(
         storage, bindings, port, config.storage_limits, owned=owned, read_only=others
     )
 

@@ -10,7 +10,7 @@ from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.bench.tally import HitReport
 from asynchicache.bench.virtual import VirtualRunner
 from asynchicache.errors import ConfigError
-from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.types import Tier
 
 
@@ -131,9 +131,7 @@ def test_wrong_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_stamps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = VirtualRunner._compute
 
-    def spoil_states(
-        self: VirtualRunner, sequence: RequestSequence, length: int, digests: list[bytes]
-    ) -> None:
+    def spoil_states(self: VirtualRunner, sequence: RequestState, length: int, digests: list[bytes]) -> None:
         compute(self, sequence, length, digests)
         memory = self._cache.memory
         for tier in (Tier.DEVICE, Tier.HOST):

@@ -41,7 +41,7 @@ async def test_wrong_bytes_are_the_end_of_hits() -> None:
         await engine.serve(PROMPT)
         await _push_out(engine)
         assert cache.statistics().transfers.audit.compared == 0
-        for memory in cache._rooms.memories.values():  # the host's memory goes bad
+        for memory in cache._parts.memories.values():  # the host's memory goes bad
             for tensor in memory.host.spec.tensors:
                 memory.host.items(tensor.name).bitwise_xor_(1)
 

@@ -213,7 +213,7 @@ async def test_storage_that_hangs_for_ever_holds_up_nobody():
 
 
 def _nodes(cache: HybridCache) -> list[Node]:
-    return list(cache._controller.planner.books.tree.nodes())
+    return list(cache._controller.planner.state.tree.nodes())
 
 
 async def test_closing_wakes_who_waits_for_room():
@@ -264,13 +264,13 @@ async def test_memory_that_a_copy_may_still_write_to_outlives_its_cache(
     cache = HybridCache.open(SPEC, config(close_seconds=0.05))
     async with cache as opened:
         device, compute = opened.device, opened.device.stream("compute")
-        memories = opened._rooms.memories.values()
+        memories = opened._parts.memories.values()
         pools = [weakref.ref(pool) for memory in memories for pool in (memory.device, memory.host)]
         async with opened.request(PROMPT) as request:
             await request.load()
             request.extend(len(PROMPT))
             if in_driver:
-                monkeypatch.setattr(opened._rooms.engine, "_run_tick", lambda tick: gate.wait())
+                monkeypatch.setattr(opened._parts.engine, "_run_tick", lambda tick: gate.wait())
             else:
                 compute.launch(gate.wait)
             request.checkpoint(len(PROMPT), after=compute)

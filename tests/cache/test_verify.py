@@ -13,7 +13,7 @@ import pytest
 
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.errors import ClosedError, InternalError
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
@@ -31,11 +31,11 @@ class Opened:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.controller: HybridCacheController = stage.cache._controller
-        self.books: Books = self.controller.planner.books
+        self.state: CacheState = self.controller.planner.state
 
     def node(self, at: int = FULL_DEVICE) -> Node:
         """A leaf that has slots at a place."""
-        return next(node for node in self.books.tree.nodes() if node.slots[at] and not node.children)
+        return next(node for node in self.state.tree.nodes() if node.slots[at] and not node.children)
 
 
 Plant = Callable[[Opened], object]
@@ -114,7 +114,7 @@ def an_arrival_that_nobody_brings(opened: Opened) -> None:
 
 
 def a_write_of_what_has_not_come(opened: Opened) -> None:
-    node = next(node for node, number in opened.controller.planner.writer.under_way() if number == 0)
+    node = next(node for node, number in opened.controller.planner.backups.writes_in_flight() if number == 0)
     node.residency[FULL_HOST] = SAVING
 
 
@@ -135,7 +135,7 @@ async def damaged(plant: Plant, words: str, world: SeededWorld) -> None:
     async with staged(WINDOWED, world) as stage:
         async with stage.cache.request(NEW) as writer:
             await stage.compute(writer, NEW)
-            while not stage.cache._controller.planner.writer.under_way():  # noqa: ASYNC110 - nobody tells
+            while not stage.cache._controller.planner.backups.writes_in_flight():  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(1e-4)
             async with stage.cache.request([*HOSTED, 1]) as loader:
                 loader.load()

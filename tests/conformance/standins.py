@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import LoadPlanner, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +63,7 @@ class _StandIn(ModuleType):
         return Nothing
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder(MetaPathFinder, LoadPlanner):
     """Comes after all others, so it is asked for what nobody has."""
 
     def __init__(self, packages: Collection[str]) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from asynchicache.errors import CapacityError
 from asynchicache.hashing import page_digests
-from asynchicache.planner.actions import Copy, Store
+from asynchicache.planner.actions import Copy, StorageWrite
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Retired, Sequence
+from asynchicache.planner.request_state import RequestState, RetiredPages
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.types import Outcome, Tier, WritePolicy, trailing_pages
@@ -55,18 +55,18 @@ class Simulation:
             (name, tier): [POISON] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
         }
         self.flying: list[Copy] = []
-        self.writing: list[Store] = []
+        self.writing: list[StorageWrite] = []
         self.storage: dict[tuple[str, bytes], bytes] = {}
-        self.live: list[Sequence] = []
+        self.live: list[RequestState] = []
         self.hit_tokens = 0
-        self.retired: list[Retired] = []
-        self.computed: dict[Sequence, int] = {}
+        self.retired: list[RetiredPages] = []
+        self.computed: dict[RequestState, int] = {}
 
     @staticmethod
     def stamp(pool: str, digest: bytes) -> bytes:
         return pool.encode() + digest
 
-    def digests(self, sequence: Sequence) -> list[bytes]:
+    def digests(self, sequence: RequestState) -> list[bytes]:
         return page_digests(sequence.tokens, self.spec.page_size, sequence.seed)
 
     # Copies
@@ -82,15 +82,15 @@ class Simulation:
             for a, b in zip(transfer.sources, transfer.destinations, strict=True):
                 stamp = POISON if failed else self.memory[transfer.pool, source][a]
                 self.memory[transfer.pool, target][b] = stamp
-        node = self.planner.copied(copy, RuntimeError("planted") if failed else None)
+        node = self.planner.copy_finished(copy, RuntimeError("planted") if failed else None)
         if node is None:
             return
         if copy.direction is Direction.BACKUP:
-            work = self.planner.writer.store(node)
+            work = self.planner.backups.store(node)
             if work is not None:
                 self.writing.append(work)
         else:
-            self.start(self.planner.writer.backup(node))
+            self.start(self.planner.backups.backup(node))
 
     def end_write(self, index: int, *, stored: bool = True) -> None:
         work = self.writing.pop(index)
@@ -99,7 +99,7 @@ class Simulation:
                 if stored:
                     assert self.memory[pool, Tier.HOST][slot] == self.stamp(pool, digest)
                     self.storage[pool, digest] = self.stamp(pool, digest)
-        self.planner.writer.wrote(work, stored=stored)
+        self.planner.backups.write_finished(work, stored=stored)
 
     def settle(self) -> None:
         while self.flying or self.writing or self.retired:
@@ -112,20 +112,20 @@ class Simulation:
 
     # Requests
 
-    def open(self, tokens: list[int]) -> Sequence:
+    def open(self, tokens: list[int]) -> RequestState:
         sequence = self.planner.open(array("q", tokens), b"")
-        self.start(self.planner.meet(sequence))
+        self.start(self.planner.count_hit(sequence))
         self.live.append(sequence)
         return sequence
 
-    def prefetch(self, sequence: Sequence, fail: float = 0.0) -> None:
-        reader = self.planner.reader
+    def prefetch(self, sequence: RequestState, fail: float = 0.0) -> None:
+        reader = self.planner.fetches
         query = reader.ask(sequence.tokens, sequence.seed)
         if query is None:
             return
         present = {
             number: bytes((name, digest) in self.storage for digest in query.digests)
-            for number, name in enumerate(self.planner.books.names)
+            for number, name in enumerate(self.planner.state.names)
             if reader.asks(number)
         }
         choice = reader.choose(query, present)
@@ -135,7 +135,7 @@ class Simulation:
             return
         outcomes = {}
         for number, slots in choice.read.slots.items():
-            name = self.planner.books.names[number]
+            name = self.planner.state.names[number]
             results = []
             for slot, digest in zip(slots, choice.read.digests(number), strict=True):
                 missed = self.rng.random() < fail
@@ -147,8 +147,8 @@ class Simulation:
         reader.finish(choice.read)
         self.planner.rematch(sequence)
 
-    def load(self, sequence: Sequence) -> None:
-        mine = self.planner.loader.load(sequence)
+    def load(self, sequence: RequestState) -> None:
+        mine = self.planner.loads.load(sequence)
         self.start(mine)
         for copy in mine:
             self.end(self.flying.index(copy))
@@ -156,7 +156,7 @@ class Simulation:
             self.end(next(i for i, c in enumerate(self.flying) if c.direction is Direction.LOAD))
         self.check(sequence)
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: RequestState) -> None:
         """Everything that the request was given is what it must be."""
         digests = self.digests(sequence)
         self.hit_tokens += sequence.hit_pages * self.spec.page_size
@@ -164,16 +164,16 @@ class Simulation:
             got = self.memory["kv", Tier.DEVICE][sequence.pages[page]]
             assert got == self.stamp("kv", digests[page]), (page, got)
         for number, slot in sequence.states.items() if sequence.hit_pages else ():
-            name = self.planner.books.names[number]
+            name = self.planner.state.names[number]
             got = self.memory[name, Tier.DEVICE][slot]
             assert got == self.stamp(name, digests[sequence.hit_pages - 1])
         self.check_windows(sequence)
 
-    def check_windows(self, sequence: Sequence) -> None:
+    def check_windows(self, sequence: RequestState) -> None:
         """What a forward would read now is there."""
         digests = self.digests(sequence)
         for number, window in sequence.windows.items():
-            name = self.planner.books.names[number]
+            name = self.planner.state.names[number]
             needed = self.spec.pool(name).coverage.pages
             assert needed is not None
             computed = self.computed.get(sequence, sequence.hit_pages)
@@ -182,7 +182,7 @@ class Simulation:
                 got = self.memory[name, Tier.DEVICE][slot]
                 assert got == self.stamp(name, digests[page]), (name, page, got)
 
-    def compute(self, sequence: Sequence, length: int, *, final: bool = False) -> bool:
+    def compute(self, sequence: RequestState, length: int, *, final: bool = False) -> bool:
         """Run a forward up to `length` tokens and publish it; False if there is no room."""
         if sequence.finished:
             return False
@@ -190,7 +190,7 @@ class Simulation:
             self.planner.extend(sequence, max(length - sequence.reserved, 0))
         except CapacityError:
             return False
-        self.start(self.planner.writer.clean())
+        self.start(self.planner.backups.clean())
         digests = self.digests(sequence)
         for page in range(sequence.borrowed, length // self.spec.page_size):
             self.memory["kv", Tier.DEVICE][sequence.pages[page]] = self.stamp("kv", digests[page])
@@ -198,7 +198,7 @@ class Simulation:
         whole = length // self.spec.page_size
         self._compute_windows(sequence, whole, digests)
         for number, slot in sequence.states.items() if whole and length % self.spec.page_size == 0 else ():
-            name = self.planner.books.names[number]
+            name = self.planner.state.names[number]
             self.memory[name, Tier.DEVICE][slot] = self.stamp(name, digests[whole - 1])
         copies = self.planner.publish(sequence, length, final=final)
         self.start(copies)
@@ -209,18 +209,18 @@ class Simulation:
                 self.end(self.flying.index(copy))
         return True
 
-    def _compute_windows(self, sequence: Sequence, whole: int, digests: list[bytes]) -> None:
+    def _compute_windows(self, sequence: RequestState, whole: int, digests: list[bytes]) -> None:
         """Write the pages of windows that lie behind what was computed before."""
         done = self.computed.get(sequence, sequence.hit_pages)
         for number, window in sequence.windows.items():
-            name = self.planner.books.names[number]
+            name = self.planner.state.names[number]
             for page in range(max(done, window.first), whole):
                 slot = window.slots[page - window.first]
                 assert slot in window.own, "a page that is not the request's is written"
                 self.memory[name, Tier.DEVICE][slot] = self.stamp(name, digests[page])
         self.computed[sequence] = max(done, whole)
 
-    def retire(self, sequence: Sequence, length: int) -> None:
+    def retire(self, sequence: RequestState, length: int) -> None:
         """The request moved on; the forward that read its windows may end much later."""
         retired = self.planner.windows.retire(sequence, length)
         if retired is not None:
@@ -229,10 +229,10 @@ class Simulation:
     def end_forward(self) -> None:
         self.planner.windows.finish(self.retired.pop(0))
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: RequestState) -> None:
         self.live.remove(sequence)
         self.computed.pop(sequence, None)
         self.planner.release(sequence)
 
     def verify(self) -> None:
-        assert self.planner.books.verify() == []
+        assert self.planner.state.verify() == []

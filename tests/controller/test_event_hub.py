@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asynchicache.controller.digests import DIGESTS_A_TURN, complete_digests, sliced_digests
-from asynchicache.controller.event_encoder import Announcer
+from asynchicache.controller.event_encoder import TreeEvents
 from asynchicache.controller.event_hub import EventHub, EventSubscription
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.events import CacheEvent, EventsDropped, PagesRemoved, PagesStored, TiersCleared
@@ -148,10 +148,10 @@ def published(sim: Simulation, tokens: list[int]) -> Node:
     return node
 
 
-def announcer(sim: Simulation, told: list[CacheEvent]) -> Announcer:
-    books = sim.planner.books
+def announcer(sim: Simulation, told: list[CacheEvent]) -> TreeEvents:
+    books = sim.planner.state
     names = Namespaces(books.tree.roots)
-    return Announcer(books.tree, books.spec.owners, names, told.append)
+    return TreeEvents(books.tree, books.spec.owners, names, told.append)
 
 
 def test_pages_are_described_by_their_tokens_and_what_comes_before() -> None:
@@ -171,7 +171,7 @@ def test_pages_are_described_by_their_tokens_and_what_comes_before() -> None:
     assert describe(lower, 0, Tier.HOST) == pages("kv", Tier.HOST, 2, 4)
     assert describe(upper, 1, Tier.DEVICE) == pages("mamba", Tier.DEVICE, 1, 2)
     assert describe(lower, 1, Tier.STORAGE) == pages("mamba", Tier.STORAGE, 3, 4)
-    sim.planner.books.tree.split(upper, 1)
+    sim.planner.state.tree.split(upper, 1)
     assert describe(upper, 1, Tier.DEVICE) == pages("mamba", Tier.DEVICE, 1, 2), "the parent is another node"
 
 
@@ -193,7 +193,7 @@ def test_what_is_there_is_told_by_component_and_tier_but_not_what_is_under_way()
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     node = published(sim, [1, 2])
     speaker = announcer(sim, [])
-    sim.start(sim.planner.writer.backup(node))
+    sim.start(sim.planner.backups.backup(node))
 
     def present(**under_way: Any) -> list[tuple[str, Tier]]:
         return [(event.pool, event.tier) for event in speaker.present(node, **under_way)]
@@ -223,8 +223,8 @@ def test_after_a_clear_only_what_the_cleared_tiers_still_have_is_told() -> None:
 
 def test_each_listener_is_told_and_the_tree_is_watched_while_there_is_one() -> None:
     sim = simulation(kv=(64, 64))
-    hub = EventHub(sim.planner, Namespaces(sim.planner.books.tree.roots))
-    tree = sim.planner.books.tree
+    hub = EventHub(sim.planner, Namespaces(sim.planner.state.tree.roots))
+    tree = sim.planner.state.tree
     first, second = hub.subscribe(9), hub.subscribe(9)
 
     published(sim, [1, 2])
@@ -245,7 +245,7 @@ def test_a_snapshot_computes_digests_in_turns_with_others() -> None:
     sim = simulation(kv=(600, 0))
     for number in range(511):
         published(sim, [number, 1])
-    hub = EventHub(sim.planner, Namespaces(sim.planner.books.tree.roots))
+    hub = EventHub(sim.planner, Namespaces(sim.planner.state.tree.roots))
 
     turns, events = finished(hub.snapshot())
     assert turns == 1
@@ -274,7 +274,7 @@ def test_digests_of_a_whole_path_are_completed() -> None:
     tokens = list(range(12))
     nodes = [published(sim, tokens[:length]) for length in (4, 8, 12)]
     chain = page_digests(token_array(tokens), 2, b"")
-    tree = sim.planner.books.tree
+    tree = sim.planner.state.tree
     assert [node.digests for node in nodes] == [None] * 3
 
     assert finished(complete_digests(tree, nodes[1])) == (0, None)
@@ -288,7 +288,7 @@ def test_digests_of_a_node_that_is_cut_meanwhile_are_right() -> None:
     sim = simulation(kv=(pages, 0))
     tokens = list(range(2 * pages))
     node = published(sim, tokens)
-    tree = sim.planner.books.tree
+    tree = sim.planner.state.tree
     work = complete_digests(tree, node)
     work.send(None)
     upper = tree.split(node, 3)
@@ -302,9 +302,9 @@ def test_digests_of_what_left_the_tree_meanwhile_are_nobodys_business() -> None:
     pages = DIGESTS_A_TURN + 10
     sim = simulation(kv=(pages, 0))
     node = published(sim, list(range(2 * pages)))
-    work = complete_digests(sim.planner.books.tree, node)
+    work = complete_digests(sim.planner.state.tree, node)
     work.send(None)
-    sim.planner.books.evict(FULL_DEVICE, pages, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, pages, dirty=True)
 
     assert node.parent is None
     assert finished(work) == (0, None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asynchicache.controller.prefetch import PrefetchOptions, _Known
-from asynchicache.controller.storage_pools import StoredPool, StoredPools, _worst, linger
+from asynchicache.controller.prefetch import PrefetchOptions, _KnownPresence
+from asynchicache.controller.storage_pools import StoragePools, StoredPool, _worst, linger
 from asynchicache.errors import ConfigError
 from asynchicache.storage.limits import BatchResult
 from asynchicache.types import Outcome, PrefetchPolicy
@@ -51,7 +51,7 @@ def test_a_policy_is_one_of_its_kinds() -> None:
 
 
 def test_only_what_was_not_answered_yet_is_asked() -> None:
-    known = _Known(["kv", "mamba"])
+    known = _KnownPresence(["kv", "mamba"])
     assert known.unknown(0, range(2, 6)) == range(2, 6)
     known.learn(0, range(2, 6), b"\1\1\0\1")
 
@@ -65,7 +65,7 @@ def test_only_what_was_not_answered_yet_is_asked() -> None:
 
 
 def test_answers_are_put_together_by_page() -> None:
-    known = _Known(["kv"])
+    known = _KnownPresence(["kv"])
     known.learn(0, range(2, 4), b"\1\0")
     known.learn(0, range(4, 6), b"\1\1")
     assert known.flags[0] == b"\0\0\1\0\1\1"
@@ -87,7 +87,7 @@ def test_answers_are_put_together_by_page() -> None:
     ],
 )
 def test_full_pages_reach_as_far_as_there_is_no_gap(flags: bytes, here: int, reach: int) -> None:
-    known = _Known(["kv"])
+    known = _KnownPresence(["kv"])
     if flags:
         known.learn(0, range(len(flags)), flags)
     assert known.reach(here) == reach
@@ -102,7 +102,7 @@ SLICES = 4096
 async def in_slices(call: Any, digests: Any, slots: Any) -> BatchResult:
     """A read of one pool, whose guarded engine answers with `call`."""
     pool = StoredPool(SimpleNamespace(get=call), SimpleNamespace(key=lambda digest: digest))  # type: ignore[arg-type]
-    pools = StoredPools(SimpleNamespace())  # type: ignore[arg-type]
+    pools = StoragePools(SimpleNamespace())  # type: ignore[arg-type]
     pools._attachment = SimpleNamespace(pools={"kv": pool})  # type: ignore[assignment]
     return await pools._move("kv", digests, slots, put=False)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asynchicache.controller.presence_queries import PresenceQuestions
+from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import Presence
 from asynchicache.types import MissReason
 
@@ -38,7 +38,7 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def ask(questions: PresenceQuestions, *args: object, **kwargs: object) -> asyncio.Task[Presence]:
+async def ask(questions: PresenceQueries, *args: object, **kwargs: object) -> asyncio.Task[Presence]:
     """Ask, and let the question get as far as storage."""
     task = asyncio.create_task(questions.ask(*args, **kwargs))  # type: ignore[arg-type]
     await turns()
@@ -51,7 +51,7 @@ async def test_the_pages_that_are_asked_for_are_answered_in_order() -> None:
     store = Store(digests[2], digests[4])
     store.gate.set()
 
-    answer = await PresenceQuestions(store).ask(1, digests, range(1, 5))
+    answer = await PresenceQueries(store).ask(1, digests, range(1, 5))
 
     assert answer == Presence(b"\0\1\0\1", MissReason.NONE)
     assert store.asked == [(1, digests[1:5], False)]
@@ -62,7 +62,7 @@ async def test_what_was_answered_is_asked_again_later() -> None:
     digests = path("a")
     store = Store()
     store.gate.set()
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
 
     assert (await questions.ask(0, digests, range(2))).flags == b"\0\0"
     store.there.update(digests)
@@ -76,7 +76,7 @@ async def test_those_that_ask_at_once_share_one_call_and_their_common_pages() ->
     assert first[:3] == second[:3] != first[3:] != second[3:]
     store = Store(first[0], first[2], second[4])
     store.gate.set()
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
 
     answers = await asyncio.gather(
         questions.ask(0, first, range(4)),
@@ -92,7 +92,7 @@ async def test_those_that_ask_at_once_share_one_call_and_their_common_pages() ->
 async def test_only_what_nobody_asks_is_asked_around_what_others_do() -> None:
     digests = path("a", 10)
     store = Store(digests[1], digests[2], digests[4], digests[7], digests[9])
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     later = await ask(questions, 0, digests, range(6, 8))
     earlier = await ask(questions, 0, digests, range(2, 4))
 
@@ -113,7 +113,7 @@ async def test_only_what_nobody_asks_is_asked_around_what_others_do() -> None:
 async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all() -> None:
     digests = path("a")
     store = Store(digests[1], digests[3])
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     remembered = await ask(questions, 0, digests, range(3))
     fresh = await ask(questions, 0, digests, range(1, 5), fresh=True)
     both = await ask(questions, 0, digests, range(5))
@@ -131,7 +131,7 @@ async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all(
 async def test_components_are_asked_for_apart() -> None:
     digests = path("a")
     store = Store(*digests)
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     tasks = [await ask(questions, number, digests, range(2)) for number in (0, 1)]
     store.gate.set()
 
@@ -143,7 +143,7 @@ async def test_components_are_asked_for_apart() -> None:
 async def test_the_first_trouble_is_what_an_answer_tells() -> None:
     digests = path("a")
     store = Store(*digests)
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     calm = await ask(questions, 0, digests, range(1))
     store.reason = MissReason.DEADLINE
     late = await ask(questions, 0, digests, range(1, 2))
@@ -160,7 +160,7 @@ async def test_the_first_trouble_is_what_an_answer_tells() -> None:
 async def test_who_stands_on_a_question_that_is_given_up_asks_by_itself() -> None:
     digests = path("a")
     store = Store(digests[1], digests[4])
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     first = await ask(questions, 0, digests, range(4))
     second = await ask(questions, 0, digests, range(1, 6))
     first.cancel()
@@ -177,7 +177,7 @@ async def test_who_asks_for_others_too_may_give_up() -> None:
     """The first of those that ask at once makes the call for all of them."""
     one, other = path("a"), path("b")
     store = Store(*one, *other)
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     tasks = [asyncio.create_task(questions.ask(0, digests, range(2))) for digests in (one, other)]
     await turns()
     tasks[0].cancel()
@@ -192,7 +192,7 @@ async def test_who_asks_for_others_too_may_give_up() -> None:
 async def test_who_waits_for_the_call_of_another_may_give_up() -> None:
     one, other = path("a"), path("b")
     store = Store(*one)
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     tasks = [asyncio.create_task(questions.ask(0, digests, range(2))) for digests in (one, other)]
     await turns()
     tasks[1].cancel()
@@ -209,7 +209,7 @@ async def test_who_waits_for_the_call_of_another_may_give_up() -> None:
 async def test_three_calls_at_once_and_the_rest_together() -> None:
     paths = [path(name) for name in "abcdef"]
     store = Store(*paths[4])
-    questions = PresenceQuestions(store)
+    questions = PresenceQueries(store)
     tasks = [await ask(questions, 0, digests, range(2)) for digests in paths]
     assert [asked for _, asked, _ in store.asked] == [digests[:2] for digests in paths[:3]]
     apart = await ask(questions, 0, paths[0], range(1), fresh=True)

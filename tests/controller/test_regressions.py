@@ -33,7 +33,7 @@ def _settle(sim: Simulation) -> None:
             sim.end_write(0)
         else:
             return
-        sim.start(sim.planner.writer.retry())
+        sim.start(sim.planner.backups.retry())
     raise AssertionError("copies follow on copies for ever")
 
 
@@ -54,9 +54,9 @@ def test_what_is_owed_waits_for_what_it_stands_on():
     while sim.flying:
         sim.end(0)  # all four host slots are being written to storage
     _publish(sim, [1, 2, 3, 4], 2, 4)
-    assert len(sim.planner.writer.owed) == 2
-    assert not sim.planner.writer.retry()
-    assert len(sim.planner.writer.owed) == 2
+    assert len(sim.planner.backups.postponed) == 2
+    assert not sim.planner.backups.retry()
+    assert len(sim.planner.backups.postponed) == 2
     _settle(sim)
     sim.verify()
     assert len(sim.storage) == 6
@@ -73,7 +73,7 @@ def test_what_is_owed_is_saved_whole_though_it_is_split_meanwhile():
     _settle(sim)
     sim.verify()
     assert len(sim.storage) == 6
-    assert not sim.planner.writer.owed
+    assert not sim.planner.backups.postponed
 
 
 def test_paths_that_are_owed_do_not_chase_each_other_off_the_host():
@@ -179,17 +179,17 @@ def test_a_write_that_failed_is_undone_for_both_halves_of_a_split_node():
     _publish(sim, [1, 2, 3, 4, 5, 6, 7, 8])
     while sim.flying:
         sim.end(0)
-    tree = sim.planner.books.tree
+    tree = sim.planner.state.tree
     (node,) = tree.nodes()
     upper = tree.split(node, 2)
-    assert sim.planner.writer.storing() == {upper, node}
+    assert sim.planner.backups.storing() == {upper, node}
     sim.end_write(0, stored=False)
-    assert not sim.planner.writer.storing()
+    assert not sim.planner.backups.storing()
     assert (upper.stored, node.stored) == (0, 0)
-    work = sim.planner.writer.store(node)
+    work = sim.planner.backups.store(node)
     assert work is not None
     assert len(work.pages["kv"][0]) == 4
-    sim.planner.writer.wrote(work, stored=True)
+    sim.planner.backups.write_finished(work, stored=True)
 
 
 def test_a_state_under_way_is_not_hidden_by_the_pages_before_it():
@@ -202,13 +202,13 @@ def test_a_state_under_way_is_not_hidden_by_the_pages_before_it():
     while sim.flying:
         sim.end(0)
     sim.end_write(0)
-    sim.start(sim.planner.writer.retry())
+    sim.start(sim.planner.backups.retry())
     sim.end(0)
     pages, state = sim.writing
     assert [*pages.pages] == ["kv"]
     assert [*state.pages] == ["mamba"]
     sim.end_write(0)
-    assert sim.planner.writer.storing() == {mark.node for mark in state.marks}
+    assert sim.planner.backups.storing() == {mark.node for mark in state.marks}
     sim.settle()
     sim.verify()
 
@@ -218,11 +218,11 @@ def test_slots_of_a_late_write_are_kept():
     _publish(sim, [1, 2])
     sim.end(0)
     work = sim.writing.pop()
-    sim.planner.writer.wrote(work, stored=False, late=True)
-    (node,) = sim.planner.books.tree.nodes()
+    sim.planner.backups.write_finished(work, stored=False, late=True)
+    (node,) = sim.planner.state.tree.nodes()
     assert node.stored == 0
     assert node.pins[FULL_HOST]
-    sim.planner.writer.finish(work)
+    sim.planner.backups.finish(work)
     assert not node.pins[FULL_HOST]
     sim.verify()
 
@@ -238,16 +238,16 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     slots = {"kv": (64, 2)}
     sim = Simulation(random.Random(0), states=False, slots=slots, policy=WritePolicy.WRITE_BACK)
     _publish(sim, [1, 2, 3, 4, 5, 6], 2, 6)
-    query = sim.planner.reader.ask(sim.open([*range(1, 9), 9]).tokens, b"")
+    query = sim.planner.fetches.ask(sim.open([*range(1, 9), 9]).tokens, b"")
     assert query is not None
-    choice = sim.planner.reader.choose(query, {0: b"\1" * 4})
+    choice = sim.planner.fetches.choose(query, {0: b"\1" * 4})
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     sim.start(choice.backups)
-    sim.planner.reader.drop(query)
+    sim.planner.fetches.drop(query)
     sim.close(sim.live[0])
     sim.settle()
     sim.verify()
-    books = sim.planner.books
+    books = sim.planner.state
     assert not books.tier_copies
     assert books.free[FULL_HOST].held == sum(len(node.slots_at(FULL_HOST)) for node in books.tree.nodes())
 
@@ -262,7 +262,7 @@ def test_pages_that_are_computed_again_do_not_fall_behind_in_the_queue(eviction:
         _settle(sim)
     _publish(sim, list(range(50, 58)))
     _settle(sim)
-    books = sim.planner.books
+    books = sim.planner.state
     books.evict(FULL_HOST, 1, dirty=True)  # the other prompt goes first: the queue knows by now
     books.evict(place(2, Tier.DEVICE), 8, dirty=True)
     books.evict(FULL_DEVICE, 64, dirty=True)  # the pages are on the host, their window nowhere
@@ -279,15 +279,15 @@ def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePoli
     for tokens in ([1, 2, 3, 4], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 9, 9]):
         _publish(sim, tokens)
         sim.settle()
-    books = sim.planner.books
-    sim.start([copy for node in list(books.tree.nodes()) for copy in sim.planner.writer.backup(node)])
+    books = sim.planner.state
+    sim.start([copy for node in list(books.tree.nodes()) for copy in sim.planner.backups.backup(node)])
     sim.settle()
     for at in (place(1, Tier.DEVICE), FULL_DEVICE) * 3:
         books.evict(at, 100, dirty=policy is not WritePolicy.WRITE_BACK)
         sim.settle()
     first, second = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
     for sequence in (first, second):
-        sim.start(sim.planner.loader.load(sequence))
+        sim.start(sim.planner.loads.load(sequence))
     assert sim.flying
     sim.planner.extend(second, 2)
     sim.start(sim.planner.publish(second, 6, final=True))
@@ -305,12 +305,12 @@ def test_a_copy_that_ends_takes_no_other_that_looks_alike_off_the_list():
     """Two loads of nothing are equal by value; the first one was forgotten, and what it kept with it."""
     sim = Simulation(random.Random(0), slots=ROOMY)
     first, second = sim.open([1, 2, 3]), sim.open([4, 5, 6])
-    kept = sim.planner.loader.load(first)[0]
-    ended = sim.planner.loader.load(second)[0]
-    sim.planner.copied(ended, None)
-    assert [tier_copy is kept.tier_copy for tier_copy in sim.planner.books.tier_copies] == [True]
-    sim.planner.copied(kept, None)
-    assert not sim.planner.books.tier_copies
+    kept = sim.planner.loads.load(first)[0]
+    ended = sim.planner.loads.load(second)[0]
+    sim.planner.copy_finished(ended, None)
+    assert [tier_copy is kept.tier_copy for tier_copy in sim.planner.state.tier_copies] == [True]
+    sim.planner.copy_finished(kept, None)
+    assert not sim.planner.state.tier_copies
     for sequence in (first, second):
         sim.close(sequence)
     sim.verify()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from asynchicache.controller.hit_counters import OTHERS, NamespaceServed, Served
+from asynchicache.controller.hit_counters import OTHERS, HitCounters, NamespaceHits
 from asynchicache.types import MissReason, Tier
 
 
 def test_each_request_is_counted_by_tier_reason_and_pool() -> None:
-    served = Served()
+    served = HitCounters()
 
     served.count(10, 8, Tier.HOST, MissReason.NONE, "kv")
     served.count(7, 0, Tier.DEVICE, MissReason.COLD, "mamba")
@@ -23,20 +23,20 @@ def test_each_request_is_counted_by_tier_reason_and_pool() -> None:
 
 
 def test_so_many_namespaces_are_told_apart_and_the_rest_are_one() -> None:
-    served = Served()
+    served = HitCounters()
 
     for name in ("a", "b", "c", "a", "d"):
         served.count_namespace(name, 10, 4, 2)
 
     assert served.namespaces == {
-        "a": NamespaceServed(20, 8),
-        "b": NamespaceServed(10, 4),
-        OTHERS: NamespaceServed(20, 8),
+        "a": NamespaceHits(20, 8),
+        "b": NamespaceHits(10, 4),
+        OTHERS: NamespaceHits(20, 8),
     }
 
 
 def test_a_copy_stays_as_it_was() -> None:
-    served = Served()
+    served = HitCounters()
     served.count(10, 8, Tier.HOST, MissReason.NONE, "kv")
     served.count_namespace("a", 10, 8, 2)
     served.hit_slots["kv", Tier.HOST] += 4

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from asynchicache.controller import storage_writer
-from asynchicache.controller.presence_queries import PresenceQuestions
+from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import Presence
-from asynchicache.controller.storage_writer import Storer, Traffic
+from asynchicache.controller.storage_writer import StorageWriter, WriteCounters
 from asynchicache.errors import StorageError, UsageError
 from asynchicache.hashing import page_digests
-from asynchicache.planner.actions import Store
+from asynchicache.planner.actions import StorageWrite
 from asynchicache.storage.limits import BatchResult
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.tree.node import FULL, FULL_HOST, Node
@@ -50,13 +50,13 @@ class Storage:
     def __bool__(self) -> bool:
         return self.there
 
-    def page_sizes(self, work: Store) -> list[int]:
+    def page_sizes(self, work: StorageWrite) -> list[int]:
         return [PAGE_BYTES[pool] for pool in work.pages]
 
     async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
         self.touched.append({number: list(some) for number, some in uses.items()})
 
-    async def put(self, work: Store) -> list[BatchResult]:
+    async def put(self, work: StorageWrite) -> list[BatchResult]:
         self.put_pages.append({pool: len(slots) for pool, (_, slots) in work.pages.items()})
         if self.gate is not None:
             await self.gate.wait()
@@ -89,14 +89,16 @@ class Rig:
     def __init__(self, limit: int = 10_000, *, states: bool = True) -> None:
         slots = {"kv": (64, 64)} | ({"mamba": (8, 8)} if states else {})
         self.sim = Simulation(random.Random(0), states=states, slots=slots, policy=WritePolicy.WRITE_BACK)
-        self.writer = self.sim.planner.writer
+        self.writer = self.sim.planner.backups
         self.storage = Storage()
         self.tasks: list[tuple[asyncio.Task[None], int | None]] = []
         self.late: list[asyncio.Task[None]] = []
         self.moves = 0
         stored: Any = self.storage
         executor: Any = self
-        self.storer = Storer(self.sim.planner, executor, stored, PresenceQuestions(stored), limit_bytes=limit)
+        self.storage_writer = StorageWriter(
+            self.sim.planner, executor, stored, PresenceQueries(stored), limit_bytes=limit
+        )
 
     @property
     def calls(self) -> set[asyncio.Task[None]]:
@@ -120,7 +122,7 @@ class Rig:
         node = sequence.lease.node
         self.sim.close(sequence)
         for copy in self.writer.backup(node):
-            self.sim.planner.copied(copy, None)
+            self.sim.planner.copy_finished(copy, None)
         return node
 
     async def ended(self) -> None:
@@ -142,22 +144,22 @@ def test_a_write_counts_its_bytes_until_it_has_ended() -> None:
         rig = Rig()
         node = rig.hosted(LONG)
         rig.storage.gate = asyncio.Event()
-        rig.storer.store(node, period=3)
-        assert rig.storer.storing_bytes == 4 * 100 + 7
+        rig.storage_writer.store(node, period=3)
+        assert rig.storage_writer.storing_bytes == 4 * 100 + 7
         assert [period for _, period in rig.tasks] == [3]
         await world.sleep(0.1)
         assert rig.storage.put_pages == [{"kv": 4, "mamba": 1}]
         assert not rig.evictable(node)
         rig.storage.gate.set()
         await rig.ended()
-        assert rig.storer.storing_bytes == 0
-        assert rig.storer.traffic == Traffic(stored=5)
+        assert rig.storage_writer.storing_bytes == 0
+        assert rig.storage_writer.traffic == WriteCounters(stored=5)
         assert rig.evictable(node)
         assert rig.late == []
         assert node.stored == 0b11
-        rig.storer.store(node)
+        rig.storage_writer.store(node)
         assert len(rig.tasks) == 1, "nothing is left to write"
-        rig.storer.stop()
+        rig.storage_writer.stop()
 
     run(main)
 
@@ -167,7 +169,7 @@ def test_without_storage_nothing_is_written() -> None:
         rig = Rig()
         node = rig.hosted(HEAD)
         rig.storage.there = False
-        rig.storer.store(node)
+        rig.storage_writer.store(node)
         assert (rig.tasks, node.stored) == ([], 0)
 
     run(main)
@@ -178,23 +180,23 @@ def test_beyond_the_limit_a_write_is_shed_or_waits_for_its_turn() -> None:
         rig = Rig(limit=420)
         first, second, third = rig.hosted(LONG), rig.hosted([9, 9]), rig.hosted([8, 8])
         rig.storage.gate = asyncio.Event()
-        rig.storer.store(first)
-        rig.storer.store(second)
-        assert rig.storer.traffic.shed == {ShedReason.BUDGET: 2}
+        rig.storage_writer.store(first)
+        rig.storage_writer.store(second)
+        assert rig.storage_writer.traffic.shed == {ShedReason.BUDGET: 2}
         assert second.stored == 0
         assert len(rig.tasks) == 1
 
-        rig.storer.store(third, wait=True)
+        rig.storage_writer.store(third, wait=True)
         await world.sleep(0.1)
         assert rig.storage.put_pages == [{"kv": 4, "mamba": 1}]
-        assert rig.storer.storing_bytes == 407
+        assert rig.storage_writer.storing_bytes == 407
         rig.storage.gate.set()
         await rig.ended()
         assert rig.storage.put_pages == [{"kv": 4, "mamba": 1}, {"kv": 1, "mamba": 1}]
-        assert rig.storer.traffic == Traffic(stored=7, shed=rig.storer.traffic.shed)
-        assert rig.storer.traffic.shed == {ShedReason.BUDGET: 2}
-        assert rig.storer.storing_bytes == 0
-        rig.storer.stop()
+        assert rig.storage_writer.traffic == WriteCounters(stored=7, shed=rig.storage_writer.traffic.shed)
+        assert rig.storage_writer.traffic.shed == {ShedReason.BUDGET: 2}
+        assert rig.storage_writer.storing_bytes == 0
+        rig.storage_writer.stop()
 
     run(main)
 
@@ -202,35 +204,35 @@ def test_beyond_the_limit_a_write_is_shed_or_waits_for_its_turn() -> None:
 @pytest.mark.parametrize(
     ("outcomes", "traffic", "bits"),
     [
-        ([[Outcome.EXISTS] * 2, [Outcome.STORED]], Traffic(stored=3), 0b11),
+        ([[Outcome.EXISTS] * 2, [Outcome.STORED]], WriteCounters(stored=3), 0b11),
         (
             [[Outcome.STORED, Outcome.REJECTED], [Outcome.FAILED]],
-            Traffic(stored=1, shed={ShedReason.REJECTED: 1, ShedReason.FAILED: 1}),  # type: ignore[arg-type]
+            WriteCounters(stored=1, shed={ShedReason.REJECTED: 1, ShedReason.FAILED: 1}),  # type: ignore[arg-type]
             0,
         ),
         (
             [[Outcome.STORED, Outcome.FAILED], [Outcome.STORED]],
-            Traffic(stored=2, shed={ShedReason.FAILED: 1}),
+            WriteCounters(stored=2, shed={ShedReason.FAILED: 1}),
             0,
         ),  # type: ignore[arg-type]
     ],
 )
 def test_what_became_of_a_write_is_counted(
-    outcomes: list[list[Outcome]], traffic: Traffic, bits: int
+    outcomes: list[list[Outcome]], traffic: WriteCounters, bits: int
 ) -> None:
     async def main(world: SeededWorld) -> None:
         rig = Rig()
         node = rig.hosted(HEAD)
         rig.storage.outcomes = outcomes
-        rig.storer.store(node)
+        rig.storage_writer.store(node)
         await rig.ended()
-        assert rig.storer.traffic == traffic
+        assert rig.storage_writer.traffic == traffic
         assert node.stored == bits
         assert not rig.late
-        copy = rig.storer.traffic.copy()
-        rig.storer.traffic.shed[ShedReason.FAILED] += 1
+        copy = rig.storage_writer.traffic.copy()
+        rig.storage_writer.traffic.shed[ShedReason.FAILED] += 1
         assert copy == traffic
-        rig.storer.stop()
+        rig.storage_writer.stop()
 
     run(main)
 
@@ -242,10 +244,10 @@ def test_slots_of_a_late_write_are_kept_until_the_engine_lets_go(safe: bool) -> 
         node = rig.hosted(HEAD)
         rig.storage.outcomes = [[Outcome.STORED, Outcome.TIMEOUT], [Outcome.STORED]]
         rig.storage.lingering = asyncio.get_running_loop().create_future()
-        rig.storer.store(node)
+        rig.storage_writer.store(node)
         await rig.ended()
-        assert rig.storer.traffic.shed == {ShedReason.TIMEOUT: 1}
-        assert rig.storer.storing_bytes == 100, "of the page that is late"
+        assert rig.storage_writer.traffic.shed == {ShedReason.TIMEOUT: 1}
+        assert rig.storage_writer.storing_bytes == 100, "of the page that is late"
         assert node.stored == 0
         assert not rig.evictable(node)
         assert len(rig.late) == 1
@@ -255,9 +257,9 @@ def test_slots_of_a_late_write_are_kept_until_the_engine_lets_go(safe: bool) -> 
         else:
             rig.storage.lingering.cancel()
         await asyncio.gather(*rig.late)
-        assert rig.storer.storing_bytes == 0
+        assert rig.storage_writer.storing_bytes == 0
         assert rig.evictable(node) == safe, "what nobody knows the end of is never lent again"
-        rig.storer.stop()
+        rig.storage_writer.stop()
 
     run(main)
 
@@ -271,10 +273,10 @@ def test_a_long_path_is_written_once_its_digests_are_known_if_it_is_there_still(
     async def main(world: SeededWorld) -> None:
         rig = Rig()
         short, long = rig.hosted([9, 9, 9, 9, 9, 9]), rig.hosted(LONG)
-        rig.storer.store(short, period=1)
-        assert rig.storer.storing_bytes == 307, "three pages are begun at once"
-        rig.storer.store(long, period=2)
-        assert rig.storer.storing_bytes == 307
+        rig.storage_writer.store(short, period=1)
+        assert rig.storage_writer.storing_bytes == 307, "three pages are begun at once"
+        rig.storage_writer.store(long, period=2)
+        assert rig.storage_writer.storing_bytes == 307
         assert [period for _, period in rig.tasks] == [1, 2]
         if evicted:
             rig.sim.planner.flush()
@@ -282,7 +284,7 @@ def test_a_long_path_is_written_once_its_digests_are_known_if_it_is_there_still(
             await rig.ended()
         assert sorted(pages["kv"] for pages in rig.storage.put_pages) == ([3] if evicted else [3, 4])
         assert rig.evictable(long), "it was kept for as long as that took"
-        rig.storer.stop()
+        rig.storage_writer.stop()
 
     run(main)
 
@@ -295,10 +297,10 @@ def test_uses_are_told_together_after_a_while_and_once() -> None:
         rig = Rig(states=False)
         one, other = rig.hosted([1, 2]), rig.hosted([3, 4])
         one.stored = other.stored = 1
-        rig.storer.use(one)
+        rig.storage_writer.use(one)
         await asyncio.sleep(0.6)
-        rig.storer.use(other)
-        rig.storer.use(one)
+        rig.storage_writer.use(other)
+        rig.storage_writer.use(one)
         await asyncio.sleep(0.39)
         assert rig.storage.touched == []
         await asyncio.sleep(0.02)
@@ -307,7 +309,7 @@ def test_uses_are_told_together_after_a_while_and_once() -> None:
         await asyncio.sleep(5)
         assert len(rig.storage.touched) == len(rig.tasks) == 1
 
-        rig.storer.use(one)
+        rig.storage_writer.use(one)
         await asyncio.sleep(1.01)
         await rig.ended()
         assert rig.storage.touched[1:] == [{FULL: digests([1, 2])}]
@@ -324,7 +326,7 @@ def test_the_more_there_is_to_tell_the_rarer_it_is_told(monkeypatch: pytest.Monk
         node.stored = 1
         for pause in (1.0, 2.5, 2.5):  # five pages
             told = len(rig.storage.touched)
-            rig.storer.use(node)
+            rig.storage_writer.use(node)
             await asyncio.sleep(pause - 0.01)
             assert len(rig.storage.touched) == told
             await asyncio.sleep(0.02)
@@ -340,19 +342,19 @@ def test_nothing_is_told_that_nobody_wants_to_know() -> None:
         node = rig.hosted(HEAD)
         node.stored = 1
         rig.storage.touchable = False
-        rig.storer.use(node)
+        rig.storage_writer.use(node)
         rig.storage.touchable = True
         root = node.parent
         assert root is not None
-        rig.storer.use(root)
-        await rig.storer.tell_uses()
+        rig.storage_writer.use(root)
+        await rig.storage_writer.flush_touches()
         await asyncio.sleep(5)
         assert (rig.tasks, rig.storage.touched) == ([], [])
 
-        rig.storer.use(node)
-        rig.storer.stop()
+        rig.storage_writer.use(node)
+        rig.storage_writer.stop()
         await asyncio.sleep(5)
-        await rig.storer.tell_uses()
+        await rig.storage_writer.flush_touches()
         assert (rig.tasks, rig.storage.touched) == ([], [])
 
     run(main)
@@ -363,8 +365,8 @@ def test_storage_is_told_before_it_must_make_room_and_of_what_a_write_stands_on_
         rig = Rig(states=False)
         one, other = rig.hosted([1, 2]), rig.hosted([3, 4])
         one.stored = 1
-        rig.storer.use(one)
-        rig.storer.store(other)
+        rig.storage_writer.use(one)
+        rig.storage_writer.store(other)
         await rig.ended()
         assert rig.storage.touched == [{FULL: digests([1, 2])}]
         await asyncio.sleep(1.01)
@@ -385,11 +387,11 @@ def test_storage_is_asked_afresh_for_all_that_is_marked() -> None:
             node.stored = 0b11
         chain = digests(LONG)
 
-        assert await rig.storer.confirm(lower) is True
+        assert await rig.storage_writer.confirm(lower) is True
         assert rig.storage.asked == [(0, chain, True), (1, [chain[1], chain[3]], True)]
         rig.storage.lost = {chain[3]}
-        assert await rig.storer.confirm(upper) is True
-        assert await rig.storer.confirm(lower) is False
+        assert await rig.storage_writer.confirm(upper) is True
+        assert await rig.storage_writer.confirm(lower) is False
         assert (upper.stored, lower.stored) == (0b11, 0)
 
     run(main)
@@ -401,7 +403,7 @@ def test_who_does_not_answer_has_neither_confirmed_nor_lost() -> None:
         node = rig.hosted(HEAD)
         node.stored = 0b11
         rig.storage.reason, rig.storage.lost = MissReason.DEADLINE, set(digests(HEAD))
-        assert await rig.storer.confirm(node) is None
+        assert await rig.storage_writer.confirm(node) is None
         assert node.stored == 0b11
 
     run(main)
@@ -414,7 +416,7 @@ def test_marks_that_were_taken_back_meanwhile_confirm_nothing(forgotten: bool) -
         node = rig.hosted(HEAD)
         node.stored = 0b11
         rig.storage.gate = asyncio.Event()
-        asking = asyncio.create_task(rig.storer.confirm(node))
+        asking = asyncio.create_task(rig.storage_writer.confirm(node))
         await world.sleep(0.1)
         if forgotten:
             rig.writer.forget_stored()
@@ -431,10 +433,10 @@ def test_storage_is_attached_where_there_is_none() -> None:
     async def main(world: SeededWorld) -> None:
         rig = Rig()
         with pytest.raises(UsageError, match="the cache has storage already"):
-            rig.storer.check_none()
+            rig.storage_writer.check_none()
         rig.storage.there = False
-        rig.storer.check_none()
-        assert not await rig.storer.detach()
+        rig.storage_writer.check_none()
+        assert not await rig.storage_writer.detach()
         assert rig.moves == 0
 
     run(main)
@@ -449,10 +451,10 @@ def test_after_a_clear_nothing_is_known_to_be_stored(failing: bool) -> None:
         rig.storage.failing = failing
         if failing:
             with pytest.raises(StorageError, match="planted"):
-                await rig.storer.clear()
+                await rig.storage_writer.clear()
         else:
-            assert await rig.storer.clear() == 5
-        assert (node.stored, rig.storer.clearing, rig.moves) == (0, 0, 1)
+            assert await rig.storage_writer.clear() == 5
+        assert (node.stored, rig.storage_writer.clearing, rig.moves) == (0, 0, 1)
 
     run(main)
 
@@ -462,17 +464,17 @@ def test_a_write_that_is_given_up_before_its_turn_takes_no_room() -> None:
         rig = Rig(limit=420)
         first, second = rig.hosted(LONG), rig.hosted([9, 9])
         rig.storage.gate = asyncio.Event()
-        rig.storer.store(first)
-        rig.storer.store(second, wait=True)
+        rig.storage_writer.store(first)
+        rig.storage_writer.store(second, wait=True)
         await world.sleep(0.1)
         rig.tasks[1][0].cancel()
         await asyncio.wait([rig.tasks[1][0]])
-        assert (rig.storer.storing_bytes, second.stored) == (407, 0)
+        assert (rig.storage_writer.storing_bytes, second.stored) == (407, 0)
         assert rig.evictable(second)
         rig.storage.gate.set()
         await asyncio.wait([rig.tasks[0][0]])
-        assert rig.storer.storing_bytes == 0
-        rig.storer.stop()
+        assert rig.storage_writer.storing_bytes == 0
+        rig.storage_writer.stop()
 
     run(main)
 
@@ -483,19 +485,19 @@ def test_while_storage_is_detached_there_is_none_and_none_can_be_attached() -> N
         node, other = rig.hosted(LONG), rig.hosted([9, 9])
         other.stored = 0b11
         rig.storage.gate = asyncio.Event()
-        rig.storer.store(node)
+        rig.storage_writer.store(node)
         await world.sleep(0.1)
-        detaching = asyncio.create_task(rig.storer.detach())
+        detaching = asyncio.create_task(rig.storage_writer.detach())
         await world.sleep(0.1)
         with pytest.raises(UsageError, match="storage is being detached; wait for that"):
-            rig.storer.check_none()
+            rig.storage_writer.check_none()
         assert not detaching.done()
         assert rig.moves == 0
         rig.storage.gate.set()
         assert await detaching
         assert rig.tasks[0][0].done(), "a write that was under way has ended"
         assert (node.stored, other.stored, rig.moves) == (0, 0, 1)
-        rig.storer.check_none()
-        rig.storer.stop()
+        rig.storage_writer.check_none()
+        rig.storage_writer.stop()
 
     run(main)

@@ -9,8 +9,8 @@ import pytest
 
 from asynchicache.hashing import page_digests
 from asynchicache.planner import backup
-from asynchicache.planner.actions import Store
-from asynchicache.planner.backup import Writer
+from asynchicache.planner.actions import StorageWrite
+from asynchicache.planner.backup import BackupPlanner
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place
@@ -33,7 +33,7 @@ def _clean() -> Iterator[None]:
             sim.close(sequence)
         sim.settle()
         sim.verify()
-        assert all(not any(node.pins) for node in sim.planner.books.tree.nodes())
+        assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
 
 
 def simulation(
@@ -64,21 +64,21 @@ def published(sim: Simulation, tokens: list[int], *stops: int) -> Node:
     return node
 
 
-def writer(sim: Simulation) -> Writer:
-    return sim.planner.writer
+def writer(sim: Simulation) -> BackupPlanner:
+    return sim.planner.backups
 
 
 def saved(sim: Simulation, node: Node) -> None:
     """Copy a path to the host, without a write to storage that follows."""
     for copy in writer(sim).backup(node):
-        sim.planner.copied(copy, None)
+        sim.planner.copy_finished(copy, None)
 
 
 def stored(sim: Simulation, node: Node) -> None:
     saved(sim, node)
     work = writer(sim).store(node)
     assert work is not None
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
 
 
 def digests(tokens: list[int]) -> list[bytes]:
@@ -112,7 +112,7 @@ def test_a_backup_copies_what_the_host_lacks_of_a_path_and_nothing_twice() -> No
     upper = published(sim, HEAD)
     saved(sim, upper)
     lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
-    before = sim.planner.books.counters.backed_up
+    before = sim.planner.state.counters.backed_up
 
     (copy,) = writer(sim).backup(lower, period=7)
 
@@ -125,10 +125,10 @@ def test_a_backup_copies_what_the_host_lacks_of_a_path_and_nothing_twice() -> No
         "mamba": (lower.slots_at(place(STATES, Tier.DEVICE)), lower.slots_at(place(STATES, Tier.HOST))),
     }
     assert [len(slots) for slots, _ in moved.values()] == [3, 1]
-    assert sim.planner.books.counters.backed_up == before + 4
+    assert sim.planner.state.counters.backed_up == before + 4
     assert writer(sim).backup(lower) == [], "it is under way"
     assert not writer(sim).lacks_room(lower)
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
     assert writer(sim).backup(lower) == [], "it is there"
 
 
@@ -139,7 +139,7 @@ def test_a_backup_belongs_to_the_period_that_it_begins_in() -> None:
 
     (copy,) = writer(sim).backup(node)
     assert copy.period == sim.planner.activity.period == 1
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_pools_without_host_slots_stay_on_the_device(
     assert writer(sim).lacks_room(node) == bool(pools)
     copies = writer(sim).backup(node)
     assert [transfer.pool for copy in copies for transfer in copy.transfers] == pools
-    assert not writer(sim).owed
+    assert not writer(sim).postponed
     for copy in copies:
-        sim.planner.copied(copy, None)
+        sim.planner.copy_finished(copy, None)
 
 
-def held_host(sim: Simulation, node: Node) -> Store:
+def held_host(sim: Simulation, node: Node) -> StorageWrite:
     """Take a path to the host and keep it there: it is being written to storage."""
     saved(sim, node)
     work = writer(sim).store(node)
@@ -173,18 +173,18 @@ def test_what_finds_no_host_slots_is_owed_and_what_stands_on_it_too() -> None:
     work = held_host(sim, published(sim, [90, 91]))
     upper = published(sim, [*HEAD, 5, 6, 7, 8])
     lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
-    counters = sim.planner.books.counters
+    counters = sim.planner.state.counters
     before = counters.backed_up, counters.host_pressure
 
     assert writer(sim).backup(lower, period=3) == []
     assert (counters.backed_up, counters.host_pressure) == (before[0], before[1] + 4), "only what was tried"
-    assert writer(sim).owed == {
+    assert writer(sim).postponed == {
         CopyRequest(upper, FULL): 3,
         CopyRequest(upper, STATES): 3,
         CopyRequest(lower, FULL): 3,
         CopyRequest(lower, STATES): 3,
     }
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
 
 
 def test_a_state_that_finds_no_host_slot_keeps_back_no_pages() -> None:
@@ -192,23 +192,23 @@ def test_a_state_that_finds_no_host_slot_keeps_back_no_pages() -> None:
     work = held_host(sim, published(sim, [90, 91]))
     upper = published(sim, HEAD)
     lower = published(sim, [*HEAD, 5, 6])
-    pressure = sim.planner.books.counters.host_pressure
+    pressure = sim.planner.state.counters.host_pressure
 
     (copy,) = writer(sim).backup(lower)
     assert {transfer.pool for transfer in copy.transfers} == {"kv"}
     assert copy.publishes is lower
-    assert set(writer(sim).owed) == {CopyRequest(upper, STATES), CopyRequest(lower, STATES)}
-    assert sim.planner.books.counters.host_pressure == pressure + 2
-    sim.planner.copied(copy, None)
+    assert set(writer(sim).postponed) == {CopyRequest(upper, STATES), CopyRequest(lower, STATES)}
+    assert sim.planner.state.counters.host_pressure == pressure + 2
+    sim.planner.copy_finished(copy, None)
 
     assert writer(sim).retry() == [], "there is still none"
-    assert len(writer(sim).owed) == 2
-    writer(sim).wrote(work, stored=True)
-    (first, second) = writer(sim).retry()[:1], writer(sim).owed
+    assert len(writer(sim).postponed) == 2
+    writer(sim).write_finished(work, stored=True)
+    (first, second) = writer(sim).retry()[:1], writer(sim).postponed
     assert [transfer.pool for copy in first for transfer in copy.transfers] == ["mamba"]
     assert len(second) == 1, "one slot was given back"
     for copy in first:
-        sim.planner.copied(copy, None)
+        sim.planner.copy_finished(copy, None)
 
 
 def test_what_is_owed_keeps_its_period_and_its_order() -> None:
@@ -217,13 +217,13 @@ def test_what_is_owed_keeps_its_period_and_its_order() -> None:
     one, other = published(sim, [1, 2]), published(sim, [3, 4])
     assert writer(sim).backup(one, period=4) == writer(sim).backup(other, period=6) == []
 
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     copies = writer(sim).retry()
 
     assert [(copy.publishes, copy.period) for copy in copies] == [(one, 4), (other, 6)]
-    assert not writer(sim).owed
+    assert not writer(sim).postponed
     for copy in copies:
-        sim.planner.copied(copy, None)
+        sim.planner.copy_finished(copy, None)
 
 
 def test_what_is_saved_by_then_or_gone_is_owed_no_more() -> None:
@@ -231,13 +231,13 @@ def test_what_is_saved_by_then_or_gone_is_owed_no_more() -> None:
     work = held_host(sim, published(sim, list(range(90, 98))))
     one, other = published(sim, [1, 2]), published(sim, [3, 4])
     assert writer(sim).backup(one) == writer(sim).backup(other) == []
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     saved(sim, one)
-    sim.planner.books.evict(FULL_DEVICE, 64, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
     assert other.parent is None
 
     assert writer(sim).retry() == []
-    assert not writer(sim).owed
+    assert not writer(sim).postponed
 
 
 def test_too_much_that_is_owed_is_given_up_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +248,8 @@ def test_too_much_that_is_owed_is_given_up_the_oldest_first(monkeypatch: pytest.
 
     for node in nodes:
         assert writer(sim).backup(node) == []
-    assert [want.node for want in writer(sim).owed] == nodes[2:]
-    writer(sim).wrote(work, stored=True)
+    assert [want.node for want in writer(sim).postponed] == nodes[2:]
+    writer(sim).write_finished(work, stored=True)
 
 
 def test_a_state_that_is_owed_brings_its_own_pages_along(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,11 +260,11 @@ def test_a_state_that_is_owed_brings_its_own_pages_along(monkeypatch: pytest.Mon
     upper = published(sim, [1, 2])
     lower = published(sim, [1, 2, 3, 4])
     assert writer(sim).backup(lower) == []
-    assert set(writer(sim).owed) == {CopyRequest(lower, STATES)}
+    assert set(writer(sim).postponed) == {CopyRequest(lower, STATES)}
 
     assert writer(sim).retry() == [], "there is still no room"
-    assert set(writer(sim).owed) == {CopyRequest(lower, STATES)}
-    writer(sim).wrote(work, stored=True)
+    assert set(writer(sim).postponed) == {CopyRequest(lower, STATES)}
+    writer(sim).write_finished(work, stored=True)
     (copy,) = writer(sim).retry()
     moved = [(transfer.pool, list(transfer.sources)) for transfer in copy.transfers]
     assert moved == [
@@ -272,7 +272,7 @@ def test_a_state_that_is_owed_brings_its_own_pages_along(monkeypatch: pytest.Mon
         ("kv", lower.slots_at(FULL_DEVICE)),
         ("mamba", lower.slots_at(place(STATES, Tier.DEVICE))),
     ]
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
 
 
 def test_while_somebody_waits_for_a_path_nothing_else_is_given_host_slots() -> None:
@@ -281,16 +281,16 @@ def test_while_somebody_waits_for_a_path_nothing_else_is_given_host_slots() -> N
     writer(sim).urgent.append(urgent)
 
     assert writer(sim).backup(other, period=5) == []
-    assert writer(sim).owed == {CopyRequest(other, FULL): 5}
+    assert writer(sim).postponed == {CopyRequest(other, FULL): 5}
     (copy,) = writer(sim).retry()
     assert copy.publishes is urgent
-    assert writer(sim).owed == {CopyRequest(other, FULL): 5}, "its turn comes later"
-    sim.planner.copied(copy, None)
+    assert writer(sim).postponed == {CopyRequest(other, FULL): 5}, "its turn comes later"
+    sim.planner.copy_finished(copy, None)
     assert writer(sim).backup(urgent) == []
     writer(sim).urgent.remove(urgent)
     (copy,) = writer(sim).retry()
     assert (copy.publishes, copy.period) == (other, 5)
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
 
 
 def test_where_nothing_can_be_on_the_host_nothing_is_owed() -> None:
@@ -299,7 +299,7 @@ def test_where_nothing_can_be_on_the_host_nothing_is_owed() -> None:
     writer(sim).urgent.append(urgent)
 
     assert writer(sim).backup(other) == writer(sim).retry() == []
-    assert not writer(sim).owed
+    assert not writer(sim).postponed
     writer(sim).urgent.clear()
 
 
@@ -307,10 +307,10 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     """The host gives up a window, and with it goes a state that is on the device only, and just about to be
     copied: it could not be resumed at."""
     sim = simulation(mamba=(8, 8), swa=(16, 2))
-    state, window = (sim.planner.books.names.index(name) for name in ("mamba", "swa"))
+    state, window = (sim.planner.state.names.index(name) for name in ("mamba", "swa"))
     upper = published(sim, HEAD)
     saved(sim, upper)
-    books = sim.planner.books
+    books = sim.planner.state
     books.evict(place(state, Tier.HOST), 8, dirty=True)
     lower = published(sim, [*HEAD, 5, 6, 7, 8])
     books.evict(place(window, Tier.DEVICE), 2, dirty=True)
@@ -323,7 +323,7 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     assert sorted(moved) == [("kv", 2), ("mamba", 1), ("mamba", 1), ("swa", 2)]
     assert not upper.slots_at(place(window, Tier.HOST)), "it had to make room"
     for copy in copies:
-        sim.planner.copied(copy, None)
+        sim.planner.copy_finished(copy, None)
 
 
 def test_a_backup_that_somebody_waits_for_begins_though_others_wait_too() -> None:
@@ -335,7 +335,7 @@ def test_a_backup_that_somebody_waits_for_begins_though_others_wait_too() -> Non
     assert [copy.publishes for copy in copies] == nodes
     writer(sim).urgent.clear()
     for copy in copies:
-        sim.planner.copied(copy, None)
+        sim.planner.copy_finished(copy, None)
 
 
 # Ahead of need
@@ -355,12 +355,12 @@ def test_so_many_pages_are_kept_free_or_clean(more: int, cleaned: int) -> None:
 
     copies = writer(sim).clean()
 
-    assert sim.planner.books.free[FULL_DEVICE].available == 6 - more
+    assert sim.planner.state.free[FULL_DEVICE].available == 6 - more
     assert [copy.publishes for copy in copies] == [first, second][:cleaned]
     for copy in copies:
-        sim.planner.copied(copy, None)
-    sim.planner.books.evict(FULL_DEVICE, 64, dirty=False)
-    assert sim.planner.books.free[FULL_DEVICE].available == 6 - more + 2 * cleaned, (
+        sim.planner.copy_finished(copy, None)
+    sim.planner.state.evict(FULL_DEVICE, 64, dirty=False)
+    assert sim.planner.state.free[FULL_DEVICE].available == 6 - more + 2 * cleaned, (
         "those that are clean may go"
     )
 
@@ -401,9 +401,9 @@ def test_a_write_has_what_is_on_the_host_and_not_in_storage() -> None:
     assert (upper.stored, lower.stored) == (0b11, 0b11)
     assert writer(sim).store(lower) is None, "nobody writes it twice"
     assert writer(sim).storing() == {lower}
-    assert writer(sim).under_way() == {(lower, FULL), (lower, STATES)}
-    writer(sim).wrote(work, stored=True)
-    assert (writer(sim).storing(), writer(sim).under_way(), lower.stored) == (set(), set(), 0b11)
+    assert writer(sim).writes_in_flight() == {(lower, FULL), (lower, STATES)}
+    writer(sim).write_finished(work, stored=True)
+    assert (writer(sim).storing(), writer(sim).writes_in_flight(), lower.stored) == (set(), set(), 0b11)
 
 
 def test_what_a_write_reads_stays_until_it_ends() -> None:
@@ -412,12 +412,12 @@ def test_what_a_write_reads_stays_until_it_ends() -> None:
     saved(sim, node)
     work = writer(sim).store(node)
     assert work is not None
-    books = sim.planner.books
+    books = sim.planner.state
     books.evict(place(STATES, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
     assert [free.held for free in books.free] == [2, 2, 1, 1]
 
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     books.evict(place(STATES, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
     assert [free.held for free in books.free] == [2, 0, 1, 0]
@@ -431,10 +431,10 @@ def test_a_state_alone_keeps_the_pages_that_it_is_behind() -> None:
     work = writer(sim).store(node)
     assert work is not None
     assert [*work.pages] == ["mamba"]
-    sim.planner.books.evict(FULL_DEVICE, 64, dirty=True)
-    sim.planner.books.evict(FULL_HOST, 64, dirty=True)
-    assert sim.planner.books.free[FULL_HOST].held == 2
-    writer(sim).wrote(work, stored=True)
+    sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
+    sim.planner.state.evict(FULL_HOST, 64, dirty=True)
+    assert sim.planner.state.free[FULL_HOST].held == 2
+    writer(sim).write_finished(work, stored=True)
 
 
 def test_a_path_is_in_flight_from_the_first_copy_to_the_end_of_the_write() -> None:
@@ -443,12 +443,12 @@ def test_a_path_is_in_flight_from_the_first_copy_to_the_end_of_the_write() -> No
     assert (writer(sim).in_flight(node), writer(sim).is_stored(node)) == (False, False)
     (copy,) = writer(sim).backup(node)
     assert writer(sim).in_flight(node)
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
     assert (writer(sim).in_flight(node), writer(sim).is_stored(node)) == (False, False)
     work = writer(sim).store(node)
     assert work is not None
     assert (writer(sim).in_flight(node), writer(sim).is_stored(node)) == (True, False)
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     assert (writer(sim).in_flight(node), writer(sim).is_stored(node)) == (False, True)
 
 
@@ -460,11 +460,11 @@ def test_a_path_is_in_flight_where_any_of_its_nodes_is() -> None:
     other = published(sim, [7, 8])
 
     assert (writer(sim).in_flight(lower), writer(sim).in_flight(other)) == (True, False)
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     assert not writer(sim).in_flight(lower)
     (copy,) = writer(sim).backup(lower)
     assert (writer(sim).in_flight(upper), writer(sim).in_flight(lower)) == (False, True)
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
 
 
 def test_what_is_stored_already_is_not_in_flight_though_it_is_copied() -> None:
@@ -476,7 +476,7 @@ def test_what_is_stored_already_is_not_in_flight_though_it_is_copied() -> None:
 
     assert not writer(sim).in_flight(node)
     assert writer(sim).is_stored(node)
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
 
 
 def test_each_component_of_a_path_must_be_stored() -> None:
@@ -532,7 +532,7 @@ def test_uses_are_told_beginnings_last_and_the_last_path_last() -> None:
         saved(sim, node)
         stored_now = writer(sim).store(node)
         assert stored_now is not None
-        writer(sim).wrote(stored_now, stored=True)
+        writer(sim).write_finished(stored_now, stored=True)
     first, second = digests([*HEAD, 5, 6, 7, 8]), digests([*HEAD, 9, 10])
 
     assert writer(sim).uses([one, other]) == {
@@ -556,7 +556,7 @@ def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
     upper, middle, lower = published(sim, HEAD), published(sim, tokens[:8]), published(sim, tokens)
     for node in (upper, middle, lower):
         saved(sim, node)
-    for node in sim.planner.books.tree.nodes():  # some were cut where a window begins
+    for node in sim.planner.state.tree.nodes():  # some were cut where a window begins
         node.stored = 0b11
     chain = digests(tokens)
 
@@ -572,12 +572,12 @@ def test_a_window_that_storage_lost_a_page_of_is_written_anew() -> None:
     stored(sim, node)
     assert node.stored == 0b11
 
-    writer(sim).take_back(node, 1, {0: False, 1: True}, written=())
+    writer(sim).unmark(node, 1, {0: False, 1: True}, written=())
     assert node.stored == 0b01
     work = writer(sim).store(node)
     assert work is not None
     assert work.pages == {"swa": (digests(HEAD)[:1], node.slots_at(place(1, Tier.HOST))[:1])}
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
 
 
 def test_claims_are_all_pages_of_a_path_and_what_is_marked_of_others() -> None:
@@ -606,20 +606,20 @@ def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:
     chain = digests(tokens)
 
     answers = {0: True, 1: True, 2: True, 3: False, 4: True}
-    writer(sim).take_back(lower, FULL, answers, written=())
+    writer(sim).unmark(lower, FULL, answers, written=())
     assert (upper.stored, lower.stored) == (0b11, 0b10)
     work = writer(sim).store(lower)
     assert work is not None
     assert work.pages == {"kv": ([chain[3]], [lower.slots_at(FULL_HOST)[1]])}
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     assert lower.stored == 0b11
 
-    writer(sim).take_back(lower, STATES, {1: False, 4: True}, written=())
+    writer(sim).unmark(lower, STATES, {1: False, 4: True}, written=())
     assert (upper.stored, lower.stored) == (0b01, 0b11), "the state of the upper one's end"
     work = writer(sim).store(lower)
     assert work is not None
     assert work.pages == {"mamba": ([chain[1]], upper.slots_at(place(STATES, Tier.HOST)))}
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
 
 
 @pytest.mark.parametrize(("lost", "upper_bits", "lower_bits"), [(0, 0, 1), (1, 0, 1), (2, 1, 0), (4, 1, 0)])
@@ -629,7 +629,7 @@ def test_a_page_belongs_to_one_node(lost: int, upper_bits: int, lower_bits: int)
     for node in (upper, lower):
         stored(sim, node)
 
-    writer(sim).take_back(lower, FULL, {page: page != lost for page in range(5)}, written=())
+    writer(sim).unmark(lower, FULL, {page: page != lost for page in range(5)}, written=())
     assert (upper.stored, lower.stored) == (upper_bits, lower_bits)
 
 
@@ -638,14 +638,14 @@ def test_what_was_on_its_way_when_storage_was_asked_is_not_lost() -> None:
     node = published(sim, HEAD)
     stored(sim, node)
 
-    writer(sim).take_back(node, FULL, {0: False, 1: False}, written={node})
+    writer(sim).unmark(node, FULL, {0: False, 1: False}, written={node})
     assert node.stored == 1
     node.stored = 0
     work = writer(sim).store(node)
     assert work is not None
-    writer(sim).take_back(node, FULL, {0: False, 1: False}, written=())
+    writer(sim).unmark(node, FULL, {0: False, 1: False}, written=())
     assert node.stored == 1, "it is being written again"
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
 
 
 def test_too_much_to_remember_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,14 +654,14 @@ def test_too_much_to_remember_is_written_again(monkeypatch: pytest.MonkeyPatch) 
     first, second = published(sim, [1, 2, 3, 4, 5, 6]), published(sim, [7, 8, 9, 10, 11, 12])
     for node in (first, second):
         stored(sim, node)
-        writer(sim).take_back(node, FULL, {0: True, 1: True, 2: False}, written=())
+        writer(sim).unmark(node, FULL, {0: True, 1: True, 2: False}, written=())
 
     sizes = []
     for node in (first, second):
         work = writer(sim).store(node)
         assert work is not None
         sizes.append(len(work.pages["kv"][0]))
-        writer(sim).wrote(work, stored=True)
+        writer(sim).write_finished(work, stored=True)
     assert sizes == [3, 1]
 
 
@@ -684,7 +684,7 @@ class Listener:
 
 def listening(sim: Simulation) -> Listener:
     listener = Listener()
-    sim.planner.books.tree.watcher = listener
+    sim.planner.state.tree.watcher = listener
     return listener
 
 
@@ -694,10 +694,10 @@ def test_what_is_stored_is_told_of_parents_first() -> None:
     saved(sim, node)
     work = writer(sim).store(node)
     assert work is not None
-    upper = sim.planner.books.tree.split(node, 1)
+    upper = sim.planner.state.tree.split(node, 1)
     listener = listening(sim)
 
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)
     assert listener.told == [(upper, FULL), (node, FULL), (node, STATES)]
 
 
@@ -712,7 +712,7 @@ def test_what_is_not_there_is_not_told_of(outcome: str) -> None:
         writer(sim).forget_stored()
     listener = listening(sim)
 
-    writer(sim).wrote(work, stored=outcome == "forgotten")
+    writer(sim).write_finished(work, stored=outcome == "forgotten")
     assert listener.told == []
     assert node.stored == 0
     assert not writer(sim).storing()
@@ -723,7 +723,7 @@ def test_storage_that_is_empty_has_nothing_of_the_whole_tree() -> None:
     nodes = [published(sim, HEAD), published(sim, [*HEAD, 5, 6]), published(sim, [9, 9])]
     for node in nodes:
         stored(sim, node)
-    writer(sim).take_back(nodes[0], FULL, {0: True, 1: False}, written=())
+    writer(sim).unmark(nodes[0], FULL, {0: True, 1: False}, written=())
     listener = listening(sim)
     forgotten = writer(sim).forgotten
 
@@ -735,4 +735,4 @@ def test_storage_that_is_empty_has_nothing_of_the_whole_tree() -> None:
     work = writer(sim).store(nodes[0])
     assert work is not None
     assert len(work.pages["kv"][0]) == 2, "what it had of it is gone too"
-    writer(sim).wrote(work, stored=True)
+    writer(sim).write_finished(work, stored=True)

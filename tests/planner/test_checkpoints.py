@@ -10,7 +10,7 @@ from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.errors import ConfigError
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 
 PAGE = 4
 SLOTS = {"kv": (64, 0), "mamba": (16, 0)}
@@ -28,10 +28,10 @@ def serve(planner: Planner, tokens: list[int]) -> tuple[int, tuple[int, ...]]:
     return sequence.hit_pages, cuts
 
 
-def settle(planner: Planner, sequence: Sequence, length: int | None) -> None:
-    copies = planner.loader.load(sequence) if length is None else planner.publish(sequence, length)
+def settle(planner: Planner, sequence: RequestState, length: int | None) -> None:
+    copies = planner.loads.load(sequence) if length is None else planner.publish(sequence, length)
     for copy in copies:
-        planner.copied(copy, None)
+        planner.copy_finished(copy, None)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_prompts_with_a_common_beginning_hit_from_the_third_on():
     system = list(range(10))  # two pages and a half
     served = [serve(planner, [*system, *range(first, first + 7)]) for first in (100, 200, 300)]
     assert served == [(0, (16,)), (0, (8, 16)), (2, (16,))]
-    assert planner.books.verify() == []
+    assert planner.state.verify() == []
 
 
 def test_without_branch_points_they_never_hit():

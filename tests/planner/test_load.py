@@ -10,7 +10,7 @@ import pytest
 from asynchicache.errors import CapacityError
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.load import by_place
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place
@@ -31,7 +31,7 @@ def _clean() -> Iterator[None]:
             sim.close(sequence)
         sim.settle()
         sim.verify()
-        assert all(not any(node.pins) for node in sim.planner.books.tree.nodes())
+        assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
 
 
 def simulation(
@@ -80,7 +80,7 @@ def _plain(value: object) -> object:
 
 def back_up(sim: Simulation, node: Node) -> None:
     """Copy a path to the host, and leave it there."""
-    copies = sim.planner.writer.backup(node)
+    copies = sim.planner.backups.backup(node)
     for copy in copies:
         copy.publishes = None
     end(sim, copies)
@@ -88,10 +88,10 @@ def back_up(sim: Simulation, node: Node) -> None:
 
 def off_the_device(sim: Simulation, *numbers: int) -> None:
     for number in numbers:
-        sim.planner.books.evict(place(number, Tier.DEVICE), 64, dirty=True)
+        sim.planner.state.evict(place(number, Tier.DEVICE), 64, dirty=True)
 
 
-def sources(sequence: Sequence) -> dict[tuple[str, Tier], int]:
+def sources(sequence: RequestState) -> dict[tuple[str, Tier], int]:
     return {at: count for at, count in sequence.sources.items() if count}
 
 
@@ -103,7 +103,7 @@ def test_a_prefix_on_the_device_is_borrowed_as_it_is() -> None:
     upper, lower = published(sim, HEAD), published(sim, LONG)
     sequence = sim.open([*LONG, 9])
 
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
 
     assert moved(copies) == []
     assert [copy.direction for copy in copies] == [Direction.LOAD]
@@ -121,12 +121,12 @@ def test_what_is_on_the_host_only_is_copied() -> None:
     sim = simulation()
     upper, lower = published(sim, HEAD), published(sim, LONG)
     back_up(sim, lower)
-    sim.planner.books.evict(FULL_DEVICE, 2, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
     assert not lower.slots_at(FULL_DEVICE)
     sequence = sim.open([*LONG, 9])
-    assert sim.planner.loader.tier(sequence) is Tier.HOST
+    assert sim.planner.loads.tier(sequence) is Tier.HOST
 
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
 
     assert moved(copies) == [(Direction.LOAD, "kv", lower.slots_at(FULL_HOST), lower.slots_at(FULL_DEVICE))]
     assert sequence.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
@@ -141,7 +141,7 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
     (source,) = node.slots_at(place(1, Tier.DEVICE))
     sequence = sim.open(LONG)
 
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
 
     assert moved(copies) == [(Direction.FORK, "mamba", [source], [sequence.states[1]])]
     assert [copy.direction for copy in copies] == [Direction.FORK, Direction.LOAD], "the last one covers all"
@@ -155,7 +155,7 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
     off_the_device(sim, 1, 0)
     (source,) = node.slots_at(place(1, Tier.HOST))
     sequence = sim.open(LONG)
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
     assert moved(copies) == [
         (Direction.LOAD, "kv", node.slots_at(FULL_HOST), node.slots_at(FULL_DEVICE)),
         (Direction.LOAD, "mamba", [source], [sequence.states[1]]),
@@ -176,11 +176,11 @@ def test_a_tier_is_the_farthest_that_any_pool_comes_from(lower_on_host: bool) ->
     sequence = sim.open(LONG)
     expected = Tier.HOST if lower_on_host else Tier.DEVICE
 
-    assert sim.planner.loader.tier(sequence) is expected
+    assert sim.planner.loads.tier(sequence) is expected
     sim.load(sequence)
     assert sequence.tier is expected
     empty = sim.open([9, 9])
-    assert sim.planner.loader.tier(empty) is Tier.DEVICE
+    assert sim.planner.loads.tier(empty) is Tier.DEVICE
 
 
 def test_what_a_prefetch_brought_is_counted_for_storage() -> None:
@@ -228,7 +228,7 @@ def test_a_match_that_became_shorter_was_fetched_no_further() -> None:
     sequence = sim.open([*LONG, 9])
     sequence.fetched_pages = 4
     sim.planner.rest(sequence)
-    sim.planner.books.evict(FULL_DEVICE, 1, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 1, dirty=True)
     assert node.pages == 3
 
     sim.planner.rematch(sequence)
@@ -244,8 +244,8 @@ def test_what_a_load_reads_stays_until_it_has_ended() -> None:
     back_up(sim, node)
     off_the_device(sim, 1, 0)
     sequence = sim.open(LONG)
-    copies = sim.planner.loader.load(sequence)
-    books = sim.planner.books
+    copies = sim.planner.loads.load(sequence)
+    books = sim.planner.state
 
     books.evict(place(1, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
@@ -263,9 +263,9 @@ def test_a_state_that_is_copied_on_the_device_stays_until_it_is() -> None:
     sim = simulation(mamba=(8, 0))
     published(sim, HEAD)
     sequence = sim.open(LONG)
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
     sim.close(sequence)
-    books = sim.planner.books
+    books = sim.planner.state
     books.evict(place(1, Tier.DEVICE), 8, dirty=True)
     assert books.free[place(1, Tier.DEVICE)].held == 2
     end(sim, copies)
@@ -281,11 +281,11 @@ def test_a_load_waits_for_what_another_one_is_still_bringing() -> None:
     off_the_device(sim, 1, 0)
     first, second = sim.open([*LONG, 9]), sim.open([*LONG, 8])
 
-    bringing = sim.planner.loader.load(first)
-    waiting = sim.planner.loader.load(second)
+    bringing = sim.planner.loads.load(first)
+    waiting = sim.planner.loads.load(second)
 
     assert moved(waiting) == []
-    tree = sim.planner.books.tree
+    tree = sim.planner.state.tree
     window = [node for node in tree.nodes() if node.slots_at(place(1, Tier.DEVICE))]
     assert [node.end for node in window] == [4]
     pages = {slot for pool, slots in waiting[-1].reads if pool == "kv" for slot in slots}
@@ -295,7 +295,7 @@ def test_a_load_waits_for_what_another_one_is_still_bringing() -> None:
     ]
     end(sim, bringing + waiting)
     third = sim.open([*LONG, 7])
-    copies = sim.planner.loader.load(third)
+    copies = sim.planner.loads.load(third)
     assert copies[-1].reads == []
     end(sim, copies)
 
@@ -312,7 +312,7 @@ def test_without_a_slot_for_its_state_a_request_is_given_nothing() -> None:
         sim.load(other)
     sequence = sim.open(LONG)
     assert sequence.matched_pages == 2
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
 
     assert moved(copies) == []
     assert (sequence.hit_pages, sequence.pages, sequence.states) == (0, [], {})
@@ -332,7 +332,7 @@ def test_a_request_after_a_failure_is_served_without_the_cache() -> None:
     published(sim, HEAD)
     sequence = sim.open(LONG)
 
-    copies = sim.planner.loader.start_cold(sequence)
+    copies = sim.planner.loads.load_nothing(sequence)
 
     assert (moved(copies), len(copies), sequence.users) == ([], 1, 2)
     assert sequence.loaded
@@ -397,7 +397,7 @@ def test_where_a_window_has_no_room_no_pages_are_taken() -> None:
 # Windows
 
 
-def grown(sim: Simulation, tokens: list[int], length: int) -> Sequence:
+def grown(sim: Simulation, tokens: list[int], length: int) -> RequestState:
     sequence = sim.open(tokens)
     sim.load(sequence)
     sim.planner.extend(sequence, length)
@@ -432,12 +432,12 @@ def test_a_request_lets_go_of_what_lies_before_its_window(length: int, first: in
 
     assert (window.first, window.slots, window.own) == (first, slots[first:], set(slots[first:]))
     assert (retired is None) == (freed == 0)
-    assert sim.planner.books.verify() == [], "a forward may still read them"
+    assert sim.planner.state.verify() == [], "a forward may still read them"
     if retired is not None:
         assert retired.slots == {at: sorted(slots[:freed])}
-        assert sim.planner.books.free[at].held == 5
+        assert sim.planner.state.free[at].held == 5
         sim.planner.windows.finish(retired)
-    assert sim.planner.books.free[at].held == 5 - freed
+    assert sim.planner.state.free[at].held == 5 - freed
 
 
 def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> None:
@@ -447,7 +447,7 @@ def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> 
     assert retired is not None
     sim.planner.windows.finish(retired, RuntimeError("the device failed"))
 
-    assert sim.planner.books.free[place(1, Tier.DEVICE)].quarantined == 2
+    assert sim.planner.state.free[place(1, Tier.DEVICE)].quarantined == 2
 
 
 @pytest.mark.parametrize(("snapshot", "first"), [(2, 0), (4, 0), (6, 1), (8, 2), (10, 3)])
@@ -457,7 +457,7 @@ def test_a_snapshot_that_may_yet_be_published_keeps_its_window(snapshot: int, fi
     end(sim, sim.planner.snapshot(sequence, snapshot))
 
     retired = sim.planner.windows.retire(sequence, 10)
-    assert sequence.windows[sim.planner.books.names.index("swa")].first == first
+    assert sequence.windows[sim.planner.state.names.index("swa")].first == first
     if retired is not None:
         sim.planner.windows.finish(retired)
 
@@ -507,7 +507,7 @@ def test_the_second_request_on_a_path_makes_it_due() -> None:
     assert sim.flying == [copy], "it is on its way"
     sim.close(sim.open([*LONG, 50]))
     assert [copy.publishes for copy in sim.flying] == [upper, lower]
-    assert sim.planner.books.counters.backed_up == 4
+    assert sim.planner.state.counters.backed_up == 4
 
 
 def test_hits_are_counted_where_the_order_of_evictions_needs_them() -> None:
@@ -525,7 +525,7 @@ def test_all_that_a_request_has_of_its_own_goes_back(poisoned: bool) -> None:
     sim = simulation(mamba=(8, 0), swa=(16, 0))
     sequence = grown(sim, LONG, 8)
     end(sim, sim.planner.snapshot(sequence, 8))
-    books = sim.planner.books
+    books = sim.planner.state
     held = [free.held for free in books.free]
     assert sorted(held) == [0, 0, 0, 2, 4, 4]
     sequence.poisoned = poisoned
@@ -541,13 +541,13 @@ def test_a_request_is_given_back_with_the_last_copy_for_it() -> None:
     sim = simulation(mamba=(8, 0))
     published(sim, HEAD)
     sequence = sim.open(LONG)
-    copies = sim.planner.loader.load(sequence)
+    copies = sim.planner.loads.load(sequence)
     assert sequence.users == 3
     sim.close(sequence)
     for copy in copies:
-        assert sequence in sim.planner.books.sequences
-        assert sim.planner.copied(copy, None) is None
-    assert sequence not in sim.planner.books.sequences
+        assert sequence in sim.planner.state.sequences
+        assert sim.planner.copy_finished(copy, None) is None
+    assert sequence not in sim.planner.state.sequences
 
 
 def test_a_copy_that_failed_makes_nothing_due_and_its_request_poisoned() -> None:
@@ -556,7 +556,7 @@ def test_a_copy_that_failed_makes_nothing_due_and_its_request_poisoned() -> None
     (copy,) = sim.planner.publish(sequence, 8)
     assert copy.publishes is sequence.lease.node
     assert copy.user is None
-    assert sim.planner.copied(copy, RuntimeError("planted")) is None
+    assert sim.planner.copy_finished(copy, RuntimeError("planted")) is None
     assert not sequence.poisoned, "it was no copy for the request"
-    assert sim.planner.books.free[FULL_HOST].quarantined == 4
-    assert sim.planner.books.tier_copies == []
+    assert sim.planner.state.free[FULL_HOST].quarantined == 4
+    assert sim.planner.state.tier_copies == []

@@ -90,7 +90,7 @@ def test_no_room_for_a_load_falls_back():
     sim.load(holder)
     assert sim.compute(holder, 4)
     sequence = sim.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
-    sim.planner.books.free[0].allocate(sim.planner.books.free[0].available)
+    sim.planner.state.free[0].allocate(sim.planner.state.free[0].available)
     assert sequence.matched_pages == 4
     sim.load(sequence)
     assert sequence.hit_pages in (0, 4)
@@ -104,10 +104,10 @@ def test_a_closed_cache_lets_go_of_what_only_finished_requests_borrow():
     sim = Simulation(random.Random(0), slots=ROOMY)
     _serve(sim, [1, 2, 3, 4])
     finished, running = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
-    sim.start(sim.planner.loader.load(finished))
+    sim.start(sim.planner.loads.load(finished))
     finished.closed = True
     sim.close(finished)  # its copy is under way, and nobody will tell of its end
-    assert finished in sim.planner.books.sequences
+    assert finished in sim.planner.state.sequences
 
     sim.planner.abandon()
 
@@ -122,7 +122,7 @@ def test_a_state_whose_copy_fails_after_it_became_the_trees_is_nobodys_again():
     sim = Simulation(random.Random(0), slots=ROOMY)
     _serve(sim, [1, 2, 3, 4])
     sequence = sim.open([1, 2, 3, 4, 5, 6])
-    sim.start(sim.planner.loader.load(sequence))  # brings the state to a slot of the request's own
+    sim.start(sim.planner.loads.load(sequence))  # brings the state to a slot of the request's own
     (slot,) = sequence.states.values()
     sim.planner.extend(sequence, 2)
     sim.start(sim.planner.publish(sequence, 6, final=True))  # which is the tree's from now on
@@ -133,7 +133,7 @@ def test_a_state_whose_copy_fails_after_it_became_the_trees_is_nobodys_again():
     sim.close(sequence)
     sim.planner.flush()
 
-    states = sim.planner.books.free[place(1, Tier.DEVICE)]
+    states = sim.planner.state.free[place(1, Tier.DEVICE)]
     assert (states.held, states.quarantined) == (0, 1)
     assert slot not in states.allocate(states.available)
 
@@ -160,12 +160,12 @@ class _Listener:
 def test_a_flush_is_told_of_in_one_word():
     sim = Simulation(random.Random(0), slots=ROOMY)
     _serve(sim, [1, 2, 3, 4])
-    sim.planner.books.tree.watcher = listener = _Listener()
+    sim.planner.state.tree.watcher = listener = _Listener()
 
     sim.planner.flush()
 
     assert listener.told == [(Tier.DEVICE, Tier.HOST)]
-    assert list(sim.planner.books.tree.nodes()) == []
+    assert list(sim.planner.state.tree.nodes()) == []
     _serve(sim, [1, 2])
     assert ("arrived", FULL_DEVICE) in listener.told
 
@@ -189,7 +189,7 @@ def test_write_back_cleans_ahead_of_need():
     sim = Simulation(random.Random(0), slots=slots, policy=WritePolicy.WRITE_BACK)
     for client in range(6):
         _serve(sim, [client, 1, 2, 3, 4, 5])
-    counters = sim.planner.books.counters
+    counters = sim.planner.state.counters
     assert counters.backed_up
     assert counters.demoted
     assert not counters.lost
@@ -239,7 +239,7 @@ def _press(policy: WritePolicy, states: bool, windows: dict[str, int], seed: int
         sim.close(sequence)
     sim.settle()
     sim.verify()
-    assert all(not any(node.pins) for node in sim.planner.books.tree.nodes())
+    assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
     assert sim.hit_tokens
 
 
@@ -258,13 +258,13 @@ def test_a_failed_device_leaks_and_lends_nothing(seed: int):
     while sim.writing:
         sim.end_write(0)
     sim.verify()
-    quarantined = {free.name: free.quarantined for free in sim.planner.books.free}
-    for free in sim.planner.books.free:
+    quarantined = {free.name: free.quarantined for free in sim.planner.state.free}
+    for free in sim.planner.state.free:
         assert free.held == sum(
             len(node.slots_at(at))
-            for at, other in enumerate(sim.planner.books.free)
+            for at, other in enumerate(sim.planner.state.free)
             if other is free
-            for node in sim.planner.books.tree.nodes()
+            for node in sim.planner.state.tree.nodes()
         ), quarantined
 
 
@@ -305,15 +305,15 @@ def test_a_backup_that_found_no_room_is_made_up_for():
         open_requests.append(sequence)
     while sim.flying:
         sim.end(0)  # every host slot is now taken by a write that has not ended
-    assert sim.planner.writer.owed
+    assert sim.planner.backups.postponed
     while sim.writing or sim.flying:
         if sim.flying:
             sim.end(0)
         else:
             sim.end_write(0)
-            sim.start(sim.planner.writer.retry())
+            sim.start(sim.planner.backups.retry())
     for sequence in open_requests:
         sim.close(sequence)
     sim.verify()
     assert sum(pool == "mamba" for pool, _ in sim.storage) == 8
-    assert not sim.planner.writer.owed
+    assert not sim.planner.backups.postponed

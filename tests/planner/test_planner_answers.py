@@ -11,7 +11,7 @@ import pytest
 from asynchicache.errors import CapacityError
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.tree.node import FULL_DEVICE
 from asynchicache.types import MissReason, Tier
 from controller.simulation import Simulation
@@ -30,7 +30,7 @@ def _closed() -> Iterator[None]:
         for sequence in list(sim.live):
             sim.close(sequence)
         for copy in sim.flying:
-            sim.planner.copied(copy, None)
+            sim.planner.copy_finished(copy, None)
 
 
 def simulation(*, states: bool = True, window: int = 0, **slots: tuple[int, int]) -> Simulation:
@@ -51,7 +51,7 @@ def served(sim: Simulation, tokens: list[int], *stops: int) -> None:
     sim.settle()
 
 
-def asked(sim: Simulation, tokens: list[int]) -> Sequence:
+def asked(sim: Simulation, tokens: list[int]) -> RequestState:
     return sim.open(tokens)
 
 
@@ -169,7 +169,7 @@ def test_a_request_rests_and_matches_again() -> None:
     sim.planner.rest(sequence)
     sim.planner.flush()
 
-    assert sim.planner.books.free[FULL_DEVICE].held == 0
+    assert sim.planner.state.free[FULL_DEVICE].held == 0
     sim.planner.rematch(sequence, fetched=False)
     assert (sequence.matched_pages, sequence.resting) == (0, False)
     sim.close(sequence)
@@ -180,7 +180,7 @@ def test_a_request_rests_and_matches_again() -> None:
 def test_without_room_for_the_rest_what_is_on_the_device_is_the_hit(window: int) -> None:
     sim = simulation(window=window, kv=(6, 64))
     served(sim, SYSTEM, 4, 8)
-    sim.planner.books.evict(FULL_DEVICE, 2, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
     blocker = asked(sim, [90] * 8)
     sim.load(blocker)
     sim.planner.extend(blocker, 8)
@@ -200,8 +200,8 @@ def test_pages_on_the_device_without_a_state_are_no_hit(window: int) -> None:
     sim.load(other)
     sim.compute(other, 8)
     sim.settle()
-    sim.planner.books.evict(FULL_DEVICE, 1, dirty=True)
-    free = sim.planner.books.free[FULL_DEVICE].available
+    sim.planner.state.evict(FULL_DEVICE, 1, dirty=True)
+    free = sim.planner.state.free[FULL_DEVICE].available
     blocker = asked(sim, [70] * 2 * free)
     sim.load(blocker)
     sim.planner.extend(blocker, 2 * free)
@@ -226,7 +226,7 @@ def test_a_snapshot_is_published_where_it_was_taken() -> None:
 
     assert sequence.snapshots == {1: slot}, "the one that it has is written again"
     sim.settle()
-    name = sim.planner.books.names[1]
+    name = sim.planner.state.names[1]
     assert sim.memory[name, Tier.DEVICE][slot] == sim.stamp(name, sim.digests(sequence)[3])
     sim.start(sim.planner.publish(sequence, 8))
     sim.settle()
@@ -238,10 +238,10 @@ def test_without_room_for_a_snapshot_the_state_does_not_pass_for_it() -> None:
     sequence = asked(sim, SYSTEM)
     sim.load(sequence)
     assert sim.compute(sequence, 4)
-    skipped = sim.planner.books.counters.states_skipped
+    skipped = sim.planner.state.counters.states_skipped
 
     assert sim.planner.snapshot(sequence, 4) == []
-    assert sim.planner.books.counters.states_skipped == skipped + 1
+    assert sim.planner.state.counters.states_skipped == skipped + 1
     assert sequence.snapshot_tokens == 4
     sim.start(sim.planner.publish(sequence, 4))
     assert {transfer.pool for copy in sim.flying for transfer in copy.transfers} == {"kv"}, "no state"
@@ -313,13 +313,13 @@ def test_checkpoints_that_no_page_ends_at_are_refused() -> None:
 def test_what_failed_to_come_is_in_quarantine() -> None:
     sim = simulation()
     served(sim, SYSTEM)
-    sim.planner.books.evict(FULL_DEVICE, 64, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
     sequence = asked(sim, [*SYSTEM, 9])
-    for copy in sim.planner.loader.load(sequence):
+    for copy in sim.planner.loads.load(sequence):
         sim.start([copy])
         sim.end(sim.flying.index(copy), failed=True)
 
-    assert sim.planner.books.free[FULL_DEVICE].quarantined == 4
+    assert sim.planner.state.free[FULL_DEVICE].quarantined == 4
     assert sim.planner.publish(sequence, 8) == [], "what it stood on is gone"
     assert sequence.poisoned
     assert sequence.unpublished

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynchicache.hashing import page_digests
-from asynchicache.planner.fetch import Gained, Query, Read
+from asynchicache.planner.fetch import ReadResult, StorageQuery, StorageRead
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -38,8 +38,8 @@ def served(sim: Simulation, length: int) -> None:
     sim.settle()
 
 
-def asked(sim: Simulation) -> Query:
-    query = sim.planner.reader.ask(sim.open(PROMPT).tokens, b"")
+def asked(sim: Simulation) -> StorageQuery:
+    query = sim.planner.fetches.ask(sim.open(PROMPT).tokens, b"")
     assert query is not None
     return query
 
@@ -49,13 +49,13 @@ def test_a_read_is_as_long_as_the_host_has_room_for(simulations: list[Simulation
     simulations.append(sim)
     served(sim, 4)
     query = asked(sim)
-    choice = sim.planner.reader.choose(query, {0: b"\1" * PAGES})
+    choice = sim.planner.fetches.choose(query, {0: b"\1" * PAGES})
     sim.start(choice.backups)
 
     assert choice.read is not None
     assert choice.read.target == 5  # two pages are there, and stay
-    sim.planner.reader.deliver(choice.read, {0: [Outcome.MISS] * len(choice.read.slots[0])})
-    sim.planner.reader.finish(choice.read)
+    sim.planner.fetches.deliver(choice.read, {0: [Outcome.MISS] * len(choice.read.slots[0])})
+    sim.planner.fetches.finish(choice.read)
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
@@ -67,14 +67,14 @@ def test_pages_on_the_device_stay_while_storage_is_asked(
     served(sim, 4)
     query = asked(sim)
     sim.settle()
-    books = sim.planner.books
+    books = sim.planner.state
     held = books.free[FULL_DEVICE].held
     books.evict(FULL_DEVICE, 64, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
 
     assert books.free[FULL_DEVICE].held == held
     assert books.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
-    sim.planner.reader.drop(query)
+    sim.planner.fetches.drop(query)
 
 
 def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[Simulation]) -> None:
@@ -82,10 +82,10 @@ def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[S
     simulations.append(sim)
     query = asked(sim)
 
-    choice = sim.planner.reader.choose(query, {0: b"\1" * PAGES})
+    choice = sim.planner.fetches.choose(query, {0: b"\1" * PAGES})
 
     assert (choice.read, choice.reason, choice.backups) == (None, MissReason.STATE, [])
-    sim.planner.reader.drop(query)
+    sim.planner.fetches.drop(query)
 
 
 # How far, and from where
@@ -108,18 +108,18 @@ def roomy(simulations: list[Simulation], *, mamba: bool = False, swa: int = 0, h
     return sim
 
 
-def chosen(sim: Simulation, query: Query, *present: bytes, join: bool = True) -> Read:
-    choice = sim.planner.reader.choose(query, dict(enumerate(present)), join=join)
+def chosen(sim: Simulation, query: StorageQuery, *present: bytes, join: bool = True) -> StorageRead:
+    choice = sim.planner.fetches.choose(query, dict(enumerate(present)), join=join)
     sim.start(choice.backups)
     assert choice.read is not None
     assert choice.reason is MissReason.NONE
     return choice.read
 
 
-def answered(sim: Simulation, read: Read, **outcomes: list[Outcome]) -> list[Gained]:
+def answered(sim: Simulation, read: StorageRead, **outcomes: list[Outcome]) -> list[ReadResult]:
     """What a read brings; all of it, but for the outcomes of pools that are named."""
-    names = sim.planner.books.names
-    gained = sim.planner.reader.deliver(
+    names = sim.planner.state.names
+    gained = sim.planner.fetches.deliver(
         read,
         {
             number: outcomes.get(names[number], [Outcome.HIT] * len(slots))
@@ -128,13 +128,13 @@ def answered(sim: Simulation, read: Read, **outcomes: list[Outcome]) -> list[Gai
     )
     for one in gained:
         sim.start(one.backups)
-        sim.planner.reader.finish(one.read)
+        sim.planner.fetches.finish(one.read)
     return gained
 
 
 def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    reader = sim.planner.reader
+    reader = sim.planner.fetches
     tokens = sim.open(PROMPT).tokens
 
     assert reader.lacks(tokens, b"") == 8
@@ -155,15 +155,15 @@ def test_a_host_without_slots_asks_for_nothing(simulations: list[Simulation]) ->
     sim = roomy(simulations, host=0)
     tokens = sim.open(PROMPT).tokens
 
-    assert not sim.planner.reader.asks(0)
-    assert sim.planner.reader.lacks(tokens, b"") == 0
-    assert sim.planner.reader.ask(tokens, b"") is None
+    assert not sim.planner.fetches.asks(0)
+    assert sim.planner.fetches.lacks(tokens, b"") == 0
+    assert sim.planner.fetches.ask(tokens, b"") is None
 
 
 def test_digests_are_computed_once(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
     served(sim, 6)
-    reader, tokens = sim.planner.reader, sim.open(PROMPT).tokens
+    reader, tokens = sim.planner.fetches, sim.open(PROMPT).tokens
     chain = page_digests(tokens[:16], 2, b"")
 
     assert reader.known_digests(tokens, b"") == []
@@ -188,8 +188,8 @@ def test_the_first_page_of_a_window_that_a_longer_prefix_may_need(
     query = asked(sim)
 
     assert query.base == 3
-    assert sim.planner.reader.first_page(query, 1) == first
-    sim.planner.reader.drop(query)
+    assert sim.planner.fetches.first_page(query, 1) == first
+    sim.planner.fetches.drop(query)
 
 
 HAS = b"\1" * PAGES
@@ -242,9 +242,9 @@ def test_why_nothing_is_read(
     served(sim, 6)
     query = asked(sim)
 
-    choice = sim.planner.reader.choose(query, {0: kv, 1: mamba})
+    choice = sim.planner.fetches.choose(query, {0: kv, 1: mamba})
     assert (choice.read, choice.reason, choice.backups) == (None, reason, [])
-    sim.planner.reader.drop(query)
+    sim.planner.fetches.drop(query)
 
 
 def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> None:
@@ -252,20 +252,20 @@ def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> No
     sim = Simulation(random.Random(0), windows={"swa": 2}, slots=slots)
     simulations.append(sim)
     query = asked(sim)
-    choose = sim.planner.reader.choose
+    choose = sim.planner.fetches.choose
 
     found = [
         choose(query, {0: HAS, 1: mamba, 2: swa}).reason
         for mamba, swa in ((b"\0\0\0\0\1", b"\0" * 8), (b"\0" * 8, b"\0\0\0\1\1"), (b"\0\1", b"\0\0\1\1"))
     ]
     assert found == [MissReason.WINDOW, MissReason.STATE, MissReason.STATE]
-    sim.planner.reader.drop(query)
+    sim.planner.fetches.drop(query)
 
 
 def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, swa=3)
     served(sim, 8)
-    sim.planner.books.evict(place(1, Tier.DEVICE), 1, dirty=True)
+    sim.planner.state.evict(place(1, Tier.DEVICE), 1, dirty=True)
     query = asked(sim)
     assert bytes(query.local[1]) == b"\0\1\1\1"
 
@@ -301,24 +301,24 @@ def test_what_comes_of_a_read_that_falls_short(
 
     assert (gained.pages, gained.arrived, gained.reason) == (pages, outcomes.count(Outcome.HIT), reason)
     assert sim.open(PROMPT).matched_pages == pages
-    host = sim.planner.books.free[FULL_HOST]
-    assert host.held == sum(len(node.slots_at(FULL_HOST)) for node in sim.planner.books.tree.nodes())
+    host = sim.planner.state.free[FULL_HOST]
+    assert host.held == sum(len(node.slots_at(FULL_HOST)) for node in sim.planner.state.tree.nodes())
 
 
 def test_slots_of_a_late_page_stay_with_the_read_until_it_is_finished(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
     read = chosen(sim, asked(sim), HAS)
     late = read.slots[0][4]
-    host = sim.planner.books.free[FULL_HOST]
+    host = sim.planner.state.free[FULL_HOST]
     outcomes = [Outcome.HIT] * 3 + [Outcome.MISS, Outcome.TIMEOUT] + [Outcome.HIT] * 3
 
-    (gained,) = sim.planner.reader.deliver(read, {0: outcomes})
+    (gained,) = sim.planner.fetches.deliver(read, {0: outcomes})
 
     assert gained.pages == 3
     assert read.slots == {0: [late]}
     assert host.held == 3 + 1
     sim.verify()
-    sim.planner.reader.finish(read)
+    sim.planner.fetches.finish(read)
     assert (host.held, host.quarantined) == (3, 0)
 
 
@@ -327,35 +327,35 @@ def test_slots_that_an_engine_may_write_to_for_ever_are_never_lent_again(
 ) -> None:
     sim = roomy(simulations)
     read = chosen(sim, asked(sim), HAS)
-    sim.planner.reader.deliver(read, {0: [Outcome.TIMEOUT] * 8})
-    sim.planner.reader.finish(read, safe=False)
+    sim.planner.fetches.deliver(read, {0: [Outcome.TIMEOUT] * 8})
+    sim.planner.fetches.finish(read, safe=False)
 
-    host = sim.planner.books.free[FULL_HOST]
+    host = sim.planner.state.free[FULL_HOST]
     assert (host.held, host.quarantined) == (0, 8)
 
 
 def test_what_storage_brought_is_known_to_be_there(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, mamba=True)
     answered(sim, chosen(sim, asked(sim), HAS, HAS))
-    assert [(node.pages, node.stored) for node in sim.planner.books.tree.nodes()] == [(8, 0b11)]
+    assert [(node.pages, node.stored) for node in sim.planner.state.tree.nodes()] == [(8, 0b11)]
 
 
 def test_what_came_while_storage_was_forgotten_is_not(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, mamba=True)
     read = chosen(sim, asked(sim), HAS, HAS)
-    sim.planner.writer.forget_stored()
+    sim.planner.backups.forget_stored()
 
     assert answered(sim, read)[0].pages == 8
-    assert [node.stored for node in sim.planner.books.tree.nodes()] == [0]
+    assert [node.stored for node in sim.planner.state.tree.nodes()] == [0]
 
 
 def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, mamba=True)
     read = chosen(sim, asked(sim), HAS, HAS)
     served(sim, 10)
-    books = sim.planner.books
+    books = sim.planner.state
     for node in list(books.tree.nodes()):
-        sim.start(sim.planner.writer.backup(node))
+        sim.start(sim.planner.backups.backup(node))
     sim.settle()
 
     (gained,) = answered(sim, read)
@@ -370,13 +370,13 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
     sim = roomy(simulations, host=5)
     served(sim, 6)
     query = asked(sim)
-    books = sim.planner.books
+    books = sim.planner.state
     taken = books.free[FULL_HOST].allocate(3)  # two are left for three pages
-    choice = sim.planner.reader.choose(query, {0: HAS})
+    choice = sim.planner.fetches.choose(query, {0: HAS})
 
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     books.free[FULL_HOST].release(taken)
-    sim.planner.reader.drop(query)
+    sim.planner.fetches.drop(query)
 
 
 # Side by side
@@ -384,7 +384,7 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
 
 def test_a_read_leaves_out_what_another_one_brings_and_waits_for_it(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first = chosen(sim, short, HAS)
     second = chosen(sim, asked(sim), HAS)
@@ -405,7 +405,7 @@ def test_who_has_waited_in_vain_reads_by_itself(simulations: list[Simulation]) -
     assert (second.needs, second.joined) == ([], False)
     assert [one.pages for one in answered(sim, first)] == [8]
     assert [one.pages for one in answered(sim, second)] == [8]
-    assert sim.planner.books.free[FULL_HOST].held == 8
+    assert sim.planner.state.free[FULL_HOST].held == 8
 
 
 def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
@@ -414,13 +414,13 @@ def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
     """Their sequences part after three pages, of which both have two in memory already."""
     sim = roomy(simulations)
     served(sim, 4)
-    other = sim.planner.reader.ask(sim.open([*PROMPT[:6], *range(50, 61)]).tokens, b"")
+    other = sim.planner.fetches.ask(sim.open([*PROMPT[:6], *range(50, 61)]).tokens, b"")
     assert other is not None
     first, second = chosen(sim, other, HAS), chosen(sim, asked(sim), HAS)
 
     assert first.pages == {0: [2, 3, 4, 5, 6, 7]}
     assert (second.pages, second.needs) == ({0: [3, 4, 5, 6, 7]}, [first])
-    third = sim.planner.reader.ask(sim.open([*PROMPT[:4], *range(70, 75)]).tokens, b"")
+    third = sim.planner.fetches.ask(sim.open([*PROMPT[:4], *range(70, 75)]).tokens, b"")
     assert third is not None
     apart = chosen(sim, third, HAS)
     assert (apart.pages, apart.needs, apart.joined) == ({0: [2, 3]}, [], False)
@@ -430,20 +430,20 @@ def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
 
 def test_who_waited_for_a_read_that_failed_is_given_what_still_fits(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
     assert answered(sim, second) == []
 
     gained = answered(sim, first, kv=[Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT])
     assert [(one.read, one.pages) for one in gained] == [(first, 2), (second, 2)]
-    assert sim.planner.books.free[FULL_HOST].held == 2
+    assert sim.planner.state.free[FULL_HOST].held == 2
 
 
 def test_pages_without_a_state_are_put_in_where_others_stand_on_them(simulations: list[Simulation]) -> None:
     """The first read fails to bring its state; the second one's prefix needs only the state at its end."""
     sim = roomy(simulations, mamba=True)
-    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first = chosen(sim, short, HAS, HAS)
     second = chosen(sim, asked(sim), HAS, HAS)
@@ -457,13 +457,13 @@ def test_pages_without_a_state_are_put_in_where_others_stand_on_them(simulations
 
 def test_what_a_read_stands_on_stays_while_it_waits(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.reader.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
     answered(sim, first)
-    sim.planner.books.evict(FULL_HOST, 64, dirty=True)
+    sim.planner.state.evict(FULL_HOST, 64, dirty=True)
 
-    assert sim.planner.books.free[FULL_HOST].held == 5 + 3
+    assert sim.planner.state.free[FULL_HOST].held == 5 + 3
     assert [one.pages for one in answered(sim, second)] == [8]
 
 
@@ -474,4 +474,4 @@ def test_pages_that_were_published_during_a_read_get_digests_with_those_that_it_
     read = chosen(sim, asked(sim), b"\1" * PAGES)
     served(sim, 4)
     answered(sim, read)
-    assert sim.planner.books.verify() == []
+    assert sim.planner.state.verify() == []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue
 from controller.simulation import Simulation
 
@@ -21,18 +21,18 @@ def sim() -> Iterator[Simulation]:
     sim.settle()
 
 
-def new(sim: Simulation) -> Sequence:
+def new(sim: Simulation) -> RequestState:
     """A request that only matched."""
     return sim.open([len(sim.live), 1, 2, 3])
 
 
-def loaded(sim: Simulation) -> Sequence:
+def loaded(sim: Simulation) -> RequestState:
     sequence = new(sim)
     sim.load(sequence)
     return sequence
 
 
-def begun(sim: Simulation) -> Sequence:
+def begun(sim: Simulation) -> RequestState:
     """A request with slots of its own."""
     sequence = loaded(sim)
     sim.planner.extend(sequence, 2)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from asynchicache.errors import ConfigError
-from asynchicache.planner.request_state import Sequence
-from asynchicache.planner.state import Counters
+from asynchicache.planner.request_state import RequestState
+from asynchicache.planner.state import PlannerCounters
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -34,8 +34,8 @@ def published(sim: Simulation, tokens: list[int], *stops: int) -> Node:
 
 
 def saved(sim: Simulation, node: Node) -> None:
-    for copy in sim.planner.writer.backup(node):
-        sim.planner.copied(copy, None)
+    for copy in sim.planner.backups.backup(node):
+        sim.planner.copy_finished(copy, None)
 
 
 # Room
@@ -44,10 +44,10 @@ def saved(sim: Simulation, node: Node) -> None:
 def test_room_that_is_free_costs_nothing() -> None:
     sim = simulation(kv=(8, 8))
     published(sim, [1, 2, 3, 4])
-    books = sim.planner.books
+    books = sim.planner.state
 
     assert books.make_room(FULL_DEVICE, 6)
-    assert books.counters == Counters(evicted=[0, 0])
+    assert books.counters == PlannerCounters(evicted=[0, 0])
     assert books.make_room(FULL_DEVICE, 7)
     assert books.counters.evicted == [1, 0], "no more than it takes"
     assert books.free[FULL_DEVICE].available == 7
@@ -59,7 +59,7 @@ def test_room_that_cannot_be_made_is_refused_and_what_may_go_has_gone() -> None:
     running = sim.open([5, 6, 7, 8])
     sim.load(running)
     sim.planner.extend(running, 4)
-    books = sim.planner.books
+    books = sim.planner.state
 
     assert not books.make_room(FULL_DEVICE, 7)
     assert books.free[FULL_DEVICE].available == 6
@@ -81,7 +81,7 @@ def test_under_write_back_pages_with_a_copy_on_the_host_go_first(
     dirty = published(sim, [1, 2, 3, 4])
     clean = published(sim, [5, 6, 7, 8])
     saved(sim, clean)
-    books = sim.planner.books
+    books = sim.planner.state
 
     assert books.make_room(FULL_DEVICE, 4)
     assert (books.counters.demoted, books.counters.lost) == (demoted, lost)
@@ -96,7 +96,7 @@ def test_what_is_evicted_is_counted_by_place() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
     for first in (1, 3):
         saved(sim, published(sim, [first, 2, 3, 4]))
-    books = sim.planner.books
+    books = sim.planner.state
 
     books.evict(place(1, Tier.HOST), 1, dirty=True)
     books.evict(FULL_DEVICE, 4, dirty=True)
@@ -126,10 +126,10 @@ def test_an_eviction_is_traced_with_what_became_of_it() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
     saved(sim, published(sim, [1, 2, 3, 4]))
     published(sim, [5, 6])
-    tracer = sim.planner.books.tracer = Tracer()  # type: ignore[assignment]
+    tracer = sim.planner.state.tracer = Tracer()  # type: ignore[assignment]
 
-    sim.planner.books.evict(FULL_DEVICE, 8, dirty=True)
-    sim.planner.books.evict(place(1, Tier.HOST), 1, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 8, dirty=True)
+    sim.planner.state.evict(place(1, Tier.HOST), 1, dirty=True)
     assert tracer.told == [
         ("kv", "device", 8),
         {"freed": 3, "demoted": 2, "lost": 1},
@@ -139,12 +139,12 @@ def test_an_eviction_is_traced_with_what_became_of_it() -> None:
 
 
 def test_a_copy_of_the_counters_stays_as_it_was() -> None:
-    counters = Counters(evicted=[1, 2], demoted=3)
+    counters = PlannerCounters(evicted=[1, 2], demoted=3)
     copy = counters.copy()
     assert copy == counters
     counters.evicted[0] += 1
     counters.demoted += 1
-    assert copy == Counters(evicted=[1, 2], demoted=3)
+    assert copy == PlannerCounters(evicted=[1, 2], demoted=3)
 
 
 # Windows
@@ -165,7 +165,7 @@ def test_a_pool_without_room_for_a_window_is_refused(device: int, host: int, wor
 @pytest.mark.parametrize(("device", "host"), [(4, 0), (4, 3)])
 def test_room_for_one_window_is_enough(device: int, host: int) -> None:
     sim = simulation(windows={"swa": 3}, kv=(8, 8), swa=(device, host))
-    assert [free.capacity for free in sim.planner.books.free] == [8, 8, device, host]
+    assert [free.capacity for free in sim.planner.state.free] == [8, 8, device, host]
 
 
 # Slots of others
@@ -178,7 +178,7 @@ def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
     def note(pool: str, slots: Iterable[int]) -> None:
         left.append((pool, list(slots)))
 
-    books = sim.planner.books
+    books = sim.planner.state
     books.watch_host(note)
     node = published(sim, [1, 2])
     saved(sim, node)
@@ -193,7 +193,7 @@ def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_slots_that_a_device_may_still_write_to_are_not_lent_again(poisoned: bool) -> None:
     sim = simulation(kv=(8, 8))
-    books = sim.planner.books
+    books = sim.planner.state
     slots = books.free[FULL_HOST].allocate(2)
 
     books.give_back(FULL_HOST, slots, poisoned=poisoned)
@@ -203,7 +203,7 @@ def test_slots_that_a_device_may_still_write_to_are_not_lent_again(poisoned: boo
 
 def test_a_failed_copy_condemns_where_it_went() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
-    books = sim.planner.books
+    books = sim.planner.state
     slots = books.free[place(1, Tier.HOST)].allocate(1)
 
     books.condemn(Tier.HOST, books.transfers(1, [0], slots))
@@ -213,7 +213,7 @@ def test_a_failed_copy_condemns_where_it_went() -> None:
 
 def test_host_slots_that_are_not_ready_are_not_lent() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
-    books = sim.planner.books
+    books = sim.planner.state
 
     books.open_host("mamba", 1)
     books.open_host("kv", 3)
@@ -223,29 +223,29 @@ def test_host_slots_that_are_not_ready_are_not_lent() -> None:
 # What is wrong
 
 
-def leaked(sim: Simulation, sequence: Sequence) -> None:
-    sim.planner.books.free[FULL_DEVICE].allocate(1)
+def leaked(sim: Simulation, sequence: RequestState) -> None:
+    sim.planner.state.free[FULL_DEVICE].allocate(1)
 
 
-def stolen(sim: Simulation, sequence: Sequence) -> None:
+def stolen(sim: Simulation, sequence: RequestState) -> None:
     sequence.pages.append(sequence.pages[-1] + 1)
 
 
-def shared(sim: Simulation, sequence: Sequence) -> None:
+def shared(sim: Simulation, sequence: RequestState) -> None:
     sequence.duplicates.append(sequence.pages[-1])
 
 
-def state_leaked(sim: Simulation, sequence: Sequence) -> None:
-    sim.planner.books.free[place(1, Tier.DEVICE)].allocate(1)
+def state_leaked(sim: Simulation, sequence: RequestState) -> None:
+    sim.planner.state.free[place(1, Tier.DEVICE)].allocate(1)
 
 
-def state_shared(sim: Simulation, sequence: Sequence) -> None:
+def state_shared(sim: Simulation, sequence: RequestState) -> None:
     sequence.snapshots[1] = sequence.states[1]
 
 
-def window_shared(sim: Simulation, sequence: Sequence) -> None:
-    number = sim.planner.books.names.index("swa")
-    sim.planner.books.private.append(
+def window_shared(sim: Simulation, sequence: RequestState) -> None:
+    number = sim.planner.state.names.index("swa")
+    sim.planner.state.private.append(
         lambda: {place(number, Tier.DEVICE): list(sequence.windows[number].own)[:1]}
     )
 
@@ -267,10 +267,10 @@ def test_a_slot_has_one_owner(damage, words: list[str]) -> None:
     sequence = sim.open([1, 2])
     sim.load(sequence)
     sim.planner.extend(sequence, 2)
-    assert sim.planner.books.verify() == []
+    assert sim.planner.state.verify() == []
 
     damage(sim, sequence)
-    assert sim.planner.books.verify() == words
+    assert sim.planner.state.verify() == words
     sequence.lease.close()
 
 
@@ -278,13 +278,13 @@ def test_slots_of_a_copy_whose_page_is_gone_have_an_owner() -> None:
     sim = simulation(kv=(8, 8))
     node = published(sim, [1, 2, 3, 4])
     saved(sim, node)
-    sim.planner.books.evict(FULL_DEVICE, 2, dirty=True)
+    sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
     first, second = sim.open([1, 2, 3, 4, 5]), sim.open([1, 2, 3, 4, 6])
-    (load,) = sim.planner.loader.load(first)
-    assert sim.planner.books.verify() == []
-    sim.planner.copied(load, RuntimeError("planted"))
-    assert sim.planner.books.verify() == []
-    assert sim.planner.books.free[FULL_DEVICE].quarantined == 2
+    (load,) = sim.planner.loads.load(first)
+    assert sim.planner.state.verify() == []
+    sim.planner.copy_finished(load, RuntimeError("planted"))
+    assert sim.planner.state.verify() == []
+    assert sim.planner.state.free[FULL_DEVICE].quarantined == 2
     for sequence in (first, second):
         sim.close(sequence)
     sim.verify()

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from asynchicache.controller.executor import Executor
-from asynchicache.controller.prefetch import Fetcher
+from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.controller.request import Request
-from asynchicache.controller.storage_writer import Storer
+from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.hashing import page_digests, pool_fingerprint
 from asynchicache.planner.activity import Activity
-from asynchicache.planner.backup import Writer
-from asynchicache.planner.fetch import Reader
-from asynchicache.planner.load import Loader
+from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.fetch import FetchPlanner
+from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
@@ -79,7 +79,7 @@ def backup_does_not_wait_for_the_forward(patch: Patch) -> None:
 
 @bug
 def loading_page_served_without_its_fence(patch: Patch) -> None:
-    patch.setattr(Loader, "_arriving", lambda *_: [])
+    patch.setattr(LoadPlanner, "_arriving", lambda *_: [])
 
 
 @bug
@@ -106,8 +106,8 @@ def freed_under_a_running_forward(patch: Patch) -> None:
 def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
     release = Planner.release
 
-    def at_once(self: Planner, sequence: Sequence, error: BaseException | None = None) -> None:
-        if sequence in self.books.sequences:
+    def at_once(self: Planner, sequence: RequestState, error: BaseException | None = None) -> None:
+        if sequence in self.state.sequences:
             sequence.users = 1
             release(self, sequence, error)
 
@@ -122,14 +122,14 @@ def poisoned_page_is_handed_out_again(patch: Patch) -> None:
 
 @bug
 def freed_twice(patch: Patch) -> None:
-    give_back = Books.give_back
+    give_back = CacheState.give_back
 
-    def twice(self: Books, at: int, slots: list[int], *, poisoned: bool) -> None:
+    def twice(self: CacheState, at: int, slots: list[int], *, poisoned: bool) -> None:
         give_back(self, at, slots, poisoned=poisoned)
         if slots and at == place(FULL, Tier.HOST):
             self.free[at]._free.append(slots[0])
 
-    patch.setattr(Books, "give_back", twice)
+    patch.setattr(CacheState, "give_back", twice)
 
 
 @bug
@@ -179,23 +179,23 @@ def published_window_is_anybodys(patch: Patch) -> None:
 
 @bug
 def duplicates_leak(patch: Patch) -> None:
-    own = Sequence.own_pages
+    own = RequestState.own_pages
     patch.setattr(
-        Sequence, "own_pages", lambda self: [slot for slot in own(self) if slot not in self.duplicates]
+        RequestState, "own_pages", lambda self: [slot for slot in own(self) if slot not in self.duplicates]
     )
 
 
 @bug
 def needless_quarantine_leaks(patch: Patch) -> None:
-    finish = Reader.finish
-    patch.setattr(Reader, "finish", lambda self, read, *, safe=True: finish(self, read, safe=False))
+    finish = FetchPlanner.finish
+    patch.setattr(FetchPlanner, "finish", lambda self, read, *, safe=True: finish(self, read, safe=False))
 
 
 @bug
 def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
-    prefetch = Fetcher.prefetch
+    prefetch = Prefetcher.prefetch
 
-    async def impatient(self: Fetcher, sequence: Sequence) -> None:
+    async def impatient(self: Prefetcher, sequence: RequestState) -> None:
         try:
             await prefetch(self, sequence)
         except asyncio.CancelledError:
@@ -204,7 +204,7 @@ def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
                     self._reader.finish(read)
             raise
 
-    patch.setattr(Fetcher, "prefetch", impatient)
+    patch.setattr(Prefetcher, "prefetch", impatient)
 
 
 # Names
@@ -266,8 +266,8 @@ def page_compared_one_page_too_short(patch: Patch) -> None:
 
 @bug
 def state_not_copied_on_write(patch: Patch) -> None:
-    def lend(self: Planner, sequence: Sequence, node: Any, length: int) -> None:
-        if length % self.books.page_size == 0 and node.parent is not None:
+    def lend(self: Planner, sequence: RequestState, node: Any, length: int) -> None:
+        if length % self.state.page_size == 0 and node.parent is not None:
             for component_id, slot in sequence.states.items():
                 self._tree.take_state(node, component_id, Tier.DEVICE, slot)
 
@@ -278,8 +278,8 @@ def state_not_copied_on_write(patch: Patch) -> None:
 def state_published_inside_a_page(patch: Patch) -> None:
     publish = Planner._publish_states
 
-    def rounded(self: Planner, sequence: Sequence, node: Any, length: int) -> Any:
-        return publish(self, sequence, node, length - length % self.books.page_size)
+    def rounded(self: Planner, sequence: RequestState, node: Any, length: int) -> Any:
+        return publish(self, sequence, node, length - length % self.state.page_size)
 
     patch.setattr(Planner, "_publish_states", rounded)
 
@@ -288,14 +288,14 @@ def state_published_inside_a_page(patch: Patch) -> None:
 def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
     take = Planner._take_snapshots
 
-    def late(self: Planner, sequence: Sequence) -> bool:
+    def late(self: Planner, sequence: RequestState) -> bool:
         return bool(sequence.snapshots) or take(self, sequence)
 
-    def without_copy(self: Planner, sequence: Sequence, length: int) -> list[Any]:
+    def without_copy(self: Planner, sequence: RequestState, length: int) -> list[Any]:
         had = bool(sequence.snapshots)
         planned = snapshot(self, sequence, length)
         if had and planned:
-            self.books.tier_copies.remove(planned[0].tier_copy)
+            self.state.tier_copies.remove(planned[0].tier_copy)
             copies.finish(self._tree, planned[0].tier_copy, arrived=True)
             sequence.users -= 1
             return []
@@ -377,7 +377,7 @@ def checksum_not_checked(patch: Patch) -> None:
 @bug
 def partial_read_counts_as_whole(patch: Patch) -> None:
     patch.setattr(
-        Reader,
+        FetchPlanner,
         "_came",
         staticmethod(lambda read, component_id, results: sum(1 << p for p in read.pages[component_id])),
     )
@@ -390,15 +390,17 @@ def index_not_asked_for(patch: Patch) -> None:
 
 @bug
 def acknowledged_before_it_is_durable(patch: Patch) -> None:
-    wrote = Writer.wrote
+    wrote = BackupPlanner.write_finished
     patch.setattr(
-        Writer, "wrote", lambda self, work, *, stored, late=False: wrote(self, work, stored=True, late=late)
+        BackupPlanner,
+        "write_finished",
+        lambda self, work, *, stored, late=False: wrote(self, work, stored=True, late=late),
     )
 
 
 @bug
 def stale_marks_after_storage_was_cleared(patch: Patch) -> None:
-    patch.setattr(Writer, "forget_stored", nothing)
+    patch.setattr(BackupPlanner, "forget_stored", nothing)
 
 
 @bug
@@ -413,20 +415,20 @@ def no_deadline(patch: Patch) -> None:
 
 @bug
 def write_forgets_to_let_go(patch: Patch) -> None:
-    patch.setattr(Writer, "finish", nothing)
+    patch.setattr(BackupPlanner, "finish", nothing)
 
 
 @bug
 def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
-    store = Writer.store
+    store = BackupPlanner.store
 
-    def unpinned(self: Writer, node: Any) -> Any:
+    def unpinned(self: BackupPlanner, node: Any) -> Any:
         work = store(self, node)
         if work is not None:
-            self._books.drop(work.pins)
+            self._state.drop(work.pins)
         return work
 
-    patch.setattr(Writer, "store", unpinned)
+    patch.setattr(BackupPlanner, "store", unpinned)
 
 
 # Value: what a user asks, beside right bytes
@@ -435,10 +437,10 @@ def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
 @bug
 def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
     """Each waits for any read of its beginning, and after four of them gives up what storage has."""
-    read_all = Fetcher._read_all
+    read_all = Prefetcher._read_all
 
-    async def in_turn(self: Fetcher, prefetch: Any) -> MissReason:
-        sequence, size = prefetch.sequence, self._planner.books.page_size
+    async def in_turn(self: Prefetcher, prefetch: Any) -> MissReason:
+        sequence, size = prefetch.sequence, self._planner.state.page_size
         busy = self.__dict__.setdefault("planted", {})
         head = (sequence.seed, sequence.tokens[:size].tobytes())
         for _ in range(4):
@@ -453,30 +455,30 @@ def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
         finally:
             busy.pop(head).set()
 
-    patch.setattr(Fetcher, "_read_all", in_turn)
+    patch.setattr(Prefetcher, "_read_all", in_turn)
 
 
 @bug
 def storage_is_not_told_of_uses_in_memory(patch: Patch) -> None:
-    patch.setattr(Storer, "use", nothing)
+    patch.setattr(StorageWriter, "use", nothing)
 
 
 @bug
 def beginnings_are_told_of_first(patch: Patch) -> None:
-    uses = Writer.uses
+    uses = BackupPlanner.uses
 
-    def reversed_uses(self: Writer, ends: Any) -> dict[int, list[bytes]]:
+    def reversed_uses(self: BackupPlanner, ends: Any) -> dict[int, list[bytes]]:
         return {component_id: digests[::-1] for component_id, digests in uses(self, ends).items()}
 
-    patch.setattr(Writer, "uses", reversed_uses)
+    patch.setattr(BackupPlanner, "uses", reversed_uses)
 
 
 @bug
 def durable_believes_its_marks(patch: Patch) -> None:
-    async def yes(self: Storer, node: Any) -> bool:
+    async def yes(self: StorageWriter, node: Any) -> bool:
         return True
 
-    patch.setattr(Storer, "confirm", yes)
+    patch.setattr(StorageWriter, "confirm", yes)
 
 
 @bug

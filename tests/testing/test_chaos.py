@@ -107,7 +107,7 @@ def test_errors_that_the_library_only_logs_are_violations(monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise InternalError("planted")
 
-    monkeypatch.setattr(Planner, "copied", fail)
+    monkeypatch.setattr(Planner, "copy_finished", fail)
     script = msgspec.structs.replace(draw_script(0), lives=draw_script(0).lives[:1])
     before = logging.getLogger("asynchicache").handlers[:]
 

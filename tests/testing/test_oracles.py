@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from asynchicache.controller.prefetch import Fetcher
+from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.hashing import ObjectKey
-from asynchicache.planner.fetch import Choice, Reader
-from asynchicache.planner.load import Loader
+from asynchicache.planner.fetch import FetchPlanner, ReadChoice
+from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence as RequestSequence
-from asynchicache.planner.state import Books
+from asynchicache.planner.request_state import RequestState
+from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.calls import Call
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.ledger import Ledger
@@ -521,7 +521,7 @@ def test_what_is_in_memory_is_found_page_by_page() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     published(sim, HEAD)
     published(sim, LONG)
-    tree = sim.planner.books.tree
+    tree = sim.planner.state.tree
 
     def seen(tokens: list[int], pages: int, seed: bytes = b"") -> list[bytes]:
         return [bytes(flags) for flags in in_memory(tree, array("q", tokens), seed, pages)]
@@ -538,7 +538,7 @@ def test_what_is_in_memory_is_found_page_by_page() -> None:
 def test_pages_that_are_shared_follow_one_another() -> None:
     sim = simulation(kv=(64, 64))
     node = published(sim, LONG)
-    size = sim.planner.books.tree.page_bytes
+    size = sim.planner.state.tree.page_bytes
 
     def shared(tokens: list[int], at: int = 0) -> int:
         return shared_pages(node, memoryview(array("q", tokens)).cast("B"), at, len(tokens) // 2, size)
@@ -556,14 +556,14 @@ def test_pages_that_are_shared_follow_one_another() -> None:
 def test_a_page_is_held_in_either_tier_and_on_its_way_up() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     node = published(sim, HEAD)
-    tree, books = sim.planner.books.tree, sim.planner.books
+    tree, books = sim.planner.state.tree, sim.planner.state
     assert (span(tree, node, 0), span(tree, node, 1)) == ((0, 2), (1, 2))
     assert (is_held(node, 0), is_held(node, 1)) == (True, True)
     books.evict(place(1, Tier.DEVICE), 1, dirty=True)
     assert (is_held(node, 0), is_held(node, 1)) == (True, False)
-    (copy,) = sim.planner.writer.backup(node)
+    (copy,) = sim.planner.backups.backup(node)
     books.tree.pin_all([])
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
     books.evict(FULL_DEVICE, 2, dirty=True)
     assert is_held(node, 0)
     sequence = sim.open(LONG)
@@ -578,7 +578,7 @@ def test_room_could_be_made_of_ends_of_paths_that_nobody_keeps() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     published(sim, HEAD)
     lower = published(sim, LONG)
-    tree = sim.planner.books.tree
+    tree = sim.planner.state.tree
     device, states = FULL_DEVICE, place(1, Tier.DEVICE)
     assert (reclaimable(tree, device), reclaimable(tree, FULL_HOST), reclaimable(tree, states)) == (4, 0, 2)
 
@@ -587,9 +587,9 @@ def test_room_could_be_made_of_ends_of_paths_that_nobody_keeps() -> None:
     longer = sim.open([*LONG, 9])
     assert (reclaimable(tree, device), reclaimable(tree, states)) == (0, 0)
     sim.close(longer)
-    (copy,) = sim.planner.writer.backup(lower)
+    (copy,) = sim.planner.backups.backup(lower)
     assert reclaimable(tree, device) == 0, "they are being copied"
-    sim.planner.copied(copy, None)
+    sim.planner.copy_finished(copy, None)
     assert (reclaimable(tree, device), reclaimable(tree, FULL_HOST)) == (2, 4)
     sim.close(keeper)
     assert reclaimable(tree, device) == 4
@@ -626,14 +626,16 @@ def test_a_cache_that_gives_what_is_there_is_not_blamed() -> None:
 
 def test_a_match_has_to_be_all_that_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def shorter(self: Planner, tokens: array[int], seed: bytes) -> Any:
-        return self.books.tree.match(tokens, seed, limit=min(1, len(tokens) // 2))
+        return self.state.tree.match(tokens, seed, limit=min(1, len(tokens) // 2))
 
     monkeypatch.setattr(Planner, "_match", shorter)
     assert any(words.startswith("hit: 1 pages matched, and 4 of ") for words in found())
 
 
 def test_what_storage_has_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "choose", lambda *_, **__: Choice(None, MissReason.COLD, []))
+    monkeypatch.setattr(
+        FetchPlanner, "choose", lambda *_, **__: ReadChoice(None, MissReason.COLD, [], 0, None)
+    )
     assert any(
         words.startswith("hit: 0 pages, reason cold, though memory and storage had 4 of ")
         for words in found()
@@ -641,12 +643,12 @@ def test_what_storage_has_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_matched_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cold(self: Loader, sequence: RequestSequence) -> Any:
-        copies = self.start_cold(sequence)
+    def cold(self: LoadPlanner, sequence: RequestState) -> Any:
+        copies = self.load_nothing(sequence)
         sequence.reason = MissReason.COLD
         return copies
 
-    monkeypatch.setattr(Loader, "load", cold)
+    monkeypatch.setattr(LoadPlanner, "load", cold)
     assert any(
         words.startswith("hit: 0 of 8 tokens that matched, and nobody lacked room") for words in found()
     )
@@ -659,16 +661,16 @@ def test_a_reason_has_to_be_true(reason: MissReason, monkeypatch: pytest.MonkeyP
 
 
 def test_room_that_could_be_made_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Books, "make_room", lambda self, at, count: at != FULL_HOST or not count)
+    monkeypatch.setattr(CacheState, "make_room", lambda self, at, count: at != FULL_HOST or not count)
     assert any(words.startswith("room: ") and words.endswith("are free or could be") for words in found())
 
 
 def test_a_wait_is_no_longer_than_storage_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefetch = Fetcher.prefetch
+    prefetch = Prefetcher.prefetch
 
-    async def slow(self: Fetcher, sequence: RequestSequence) -> None:
+    async def slow(self: Prefetcher, sequence: RequestState) -> None:
         await prefetch(self, sequence)
         await asyncio.sleep(0.04)
 
-    monkeypatch.setattr(Fetcher, "prefetch", slow)
+    monkeypatch.setattr(Prefetcher, "prefetch", slow)
     assert any(words.startswith("wait: a request waited 0.04") for words in found())

@@ -15,7 +15,7 @@ from asynchicache.bench.synthetic import Transcript
 from asynchicache.bench.tally import Turn
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import FULL, Node
@@ -40,15 +40,15 @@ class InstantCache:
     def carry_out(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
             self.move(copy)
-            node = self.planner.copied(copy, None)
+            node = self.planner.copy_finished(copy, None)
             if node is None:
                 continue
             if copy.direction is Direction.BACKUP:
                 self.store(node)
             else:
-                self.carry_out(self.planner.writer.backup(node))
+                self.carry_out(self.planner.backups.backup(node))
 
-    def advance(self, sequence: RequestSequence, length: int) -> None:
+    def advance(self, sequence: RequestState, length: int) -> None:
         """Let a request go of what lies before its windows."""
         retired = self.planner.windows.retire(sequence, length)
         if retired is not None:
@@ -84,17 +84,17 @@ class VirtualCache(InstantCache):
                 written[target] = read[origin]
 
     def store(self, node: Node) -> None:
-        work = self.planner.writer.store(node)
+        work = self.planner.backups.store(node)
         if work is None:
             return
         for pool, (digests, slots) in work.pages.items():
             host = self.memory[pool, Tier.HOST]
             self._storage[pool].update(zip(digests, [host[slot] for slot in slots], strict=True))
-        self.planner.writer.wrote(work, stored=True)
+        self.planner.backups.write_finished(work, stored=True)
 
-    def prefetch(self, sequence: RequestSequence) -> None:
+    def prefetch(self, sequence: RequestState) -> None:
         """Bring what storage has of the prefix to the host."""
-        reader, names = self.planner.reader, self.planner.books.names
+        reader, names = self.planner.fetches, self.planner.state.names
         query = reader.ask(sequence.tokens, sequence.seed)
         if query is None:
             return
@@ -119,7 +119,7 @@ class VirtualCache(InstantCache):
         self.planner.rematch(sequence)
 
     def _asked(self) -> list[int]:
-        return [n for n in range(len(self.planner.books.names)) if self.planner.reader.asks(n)]
+        return [n for n in range(len(self.planner.state.names)) if self.planner.fetches.asks(n)]
 
     def _present(self, pool: str, digests: Sequence[bytes], first: int) -> bytes:
         """A byte for each page, 1 if storage has it, for those from number `first` on."""
@@ -134,15 +134,15 @@ class VirtualRunner:
         """`interval`: tokens between positions at which a prompt can be resumed; whole pages."""
         self._cache = cache
         self._planner = cache.planner
-        self._names = cache.planner.books.names
+        self._names = cache.planner.state.names
         self._page_size = page_size
         self._interval = interval
-        windows = [component.pages for component in cache.planner.books.tree.windows]
+        windows = [component.pages for component in cache.planner.state.tree.windows]
         self._chunk = min(windows, default=WHOLE) * page_size
 
     def problems(self) -> Sequence[str]:
         """What the cache's own check finds."""
-        return self._planner.books.verify()
+        return self._planner.state.verify()
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
@@ -153,7 +153,7 @@ class VirtualRunner:
         length = len(history.tokens)
         sequence = self._planner.open(array("q", history.tokens), b"")
         self._cache.prefetch(sequence)
-        self._cache.carry_out(self._planner.loader.load(sequence))
+        self._cache.carry_out(self._planner.loads.load(sequence))
         hit = sequence.hit_pages * self._page_size
         verified, wrong = self._check(sequence, history.digests)
         cuts = {*self._planner.cuts(sequence), *marks, length}
@@ -170,7 +170,7 @@ class VirtualRunner:
     def _on_grid(self, length: int) -> int:
         return length // self._interval * self._interval
 
-    def _compute(self, sequence: RequestSequence, length: int, digests: list[bytes]) -> None:
+    def _compute(self, sequence: RequestState, length: int, digests: list[bytes]) -> None:
         """Fill what lies before `length`, in chunks that windows move along with, and publish it."""
         while sequence.reserved < length:
             first, end = sequence.reserved // self._page_size, min(sequence.reserved + self._chunk, length)
@@ -182,7 +182,7 @@ class VirtualRunner:
         self._cache.carry_out(self._planner.publish(sequence, length))
         self._cache.advance(sequence, length)
 
-    def _fill(self, sequence: RequestSequence, first: int, digests: list[bytes]) -> None:
+    def _fill(self, sequence: RequestState, first: int, digests: list[bytes]) -> None:
         """Stamp the pages from number `first` on, in every pool that has pages."""
         for number, begin, slots in self._pages(sequence):
             memory = self._device(number)
@@ -191,7 +191,7 @@ class VirtualRunner:
             ):
                 memory[slot] = digest
 
-    def _check(self, sequence: RequestSequence, digests: list[bytes]) -> tuple[int, int]:
+    def _check(self, sequence: RequestState, digests: list[bytes]) -> tuple[int, int]:
         """How many restored pages and states were compared, and how many are not what was computed."""
         expected = digests[: sequence.hit_pages]
         verified = wrong = 0
@@ -211,7 +211,7 @@ class VirtualRunner:
         return sum(stamp != digest for stamp, digest in zip(held, digests, strict=True))
 
     @staticmethod
-    def _pages(sequence: RequestSequence) -> Iterator[tuple[int, int, list[int]]]:
+    def _pages(sequence: RequestState) -> Iterator[tuple[int, int, list[int]]]:
         """By component with pages: its number, the page that it begins with, and its slots."""
         yield FULL, 0, sequence.pages
         for number, window in sequence.windows.items():

@@ -11,7 +11,7 @@ from asynchicache.controller.executor import Executor
 from asynchicache.errors import CapacityError, RequestStateError
 from asynchicache.histograms import Histogram
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue, Waiter
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Admission:
         self._executor = executor
         self._queue = RoomQueue()
 
-    def extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+    def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
         """Give a request room for `tokens` more tokens at once.
 
         Raises:
@@ -40,18 +40,18 @@ class Admission:
             raise CapacityError("others wait for room: wait behind them (reserve)")
         return self._extend(sequence, tokens)
 
-    def _extend(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+    def _extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
         before = len(sequence.pages)
         slots = self._planner.extend(sequence, tokens)
         if len(sequence.pages) > before:  # not at each token of a decode
-            self._executor.run(self._planner.writer.clean())
+            self._executor.run(self._planner.backups.clean())
         return slots
 
-    async def admit(self, sequence: RequestSequence) -> None:
+    async def admit(self, sequence: RequestState) -> None:
         """Have what `load` takes of the device as soon as others have given back enough."""
         await self._timed(self._when_possible(sequence, partial(self._planner.admit, sequence)))
 
-    async def reserve(self, sequence: RequestSequence, tokens: int) -> dict[str, list[int]]:
+    async def reserve(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
         """Extend a request as soon as others have given back enough."""
         return await self._timed(self._when_possible(sequence, partial(self._extend, sequence, tokens)))
 
@@ -63,7 +63,7 @@ class Admission:
         finally:
             self.waits.observe(clock() - started)
 
-    async def _when_possible(self, sequence: RequestSequence, attempt: Callable[[], T]) -> T:
+    async def _when_possible(self, sequence: RequestState, attempt: Callable[[], T]) -> T:
         """Try when the request is next, and again whenever something was given back."""
         waiter = self._queue.enter(sequence)
         progress = self._executor.progress
@@ -81,7 +81,7 @@ class Admission:
             self._match_again(waiter)
             progress.set()
 
-    def _check_waiting(self, sequence: RequestSequence) -> None:
+    def _check_waiting(self, sequence: RequestState) -> None:
         if sequence.closed:
             raise RequestStateError("the request was closed while it waited for room")
         self._executor.check_open()
@@ -119,7 +119,7 @@ class Admission:
         Where all who hold slots wait for one another, those who have not loaded yet let go of what they
         matched; if that is not enough, the last one gives way.
         """
-        if self._executor.in_flight() or not self._queue.all_wait(self._planner.books.sequences):
+        if self._executor.in_flight() or not self._queue.all_wait(self._planner.state.sequences):
             return False
         others = [one for one in self._queue.holding() if one is not waiter]
         for other in others:

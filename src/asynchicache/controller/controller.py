@@ -9,15 +9,15 @@ from __future__ import annotations
 from asynchicache.controller.admission import Admission
 from asynchicache.controller.event_hub import EventHub
 from asynchicache.controller.executor import Executor
-from asynchicache.controller.hit_counters import Served
+from asynchicache.controller.hit_counters import HitCounters
 from asynchicache.controller.namespaces import Namespaces
-from asynchicache.controller.prefetch import Fetcher, PrefetchOptions
-from asynchicache.controller.presence_queries import PresenceQuestions
-from asynchicache.controller.storage_pools import StoredPools
-from asynchicache.controller.storage_writer import Storer
-from asynchicache.controller.verify import UnderWay, problems
+from asynchicache.controller.prefetch import Prefetcher, PrefetchOptions
+from asynchicache.controller.presence_queries import PresenceQueries
+from asynchicache.controller.storage_pools import StoragePools
+from asynchicache.controller.storage_writer import StorageWriter
+from asynchicache.controller.verify import InFlightWork, problems
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Tracer
 
 
@@ -28,18 +28,18 @@ class HybridCacheController:
         planner: decides.
         executor: carries out copies and storage calls.
         admission: gives requests device slots.
-        stored: the storage, if there is one.
-        fetcher, storer: read from it, and write to it.
+        storage: the storage, if there is one.
+        prefetcher, storage_writer: read from it, and write to it.
         namespaces: what the seeds of digests stand for.
         events: tells listeners what becomes of pages.
-        served: what requests were given.
+        hits: what requests were given.
     """
 
     def __init__(
         self,
         planner: Planner,
         executor: Executor,
-        stored: StoredPools,
+        stored: StoragePools,
         *,
         prefetch: PrefetchOptions,
         store_bytes: int,
@@ -57,37 +57,37 @@ class HybridCacheController:
         self.planner = planner
         self.executor = executor
         self.admission = Admission(planner, executor)
-        self.stored = stored
-        self.namespaces = Namespaces(planner.books.tree.roots)
+        self.storage = stored
+        self.namespaces = Namespaces(planner.state.tree.roots)
         self.events = EventHub(planner, self.namespaces)
-        self.served = Served()
-        questions = PresenceQuestions(stored)
-        self.storer = Storer(planner, executor, stored, questions, limit_bytes=store_bytes)
-        self.fetcher = Fetcher(planner, executor, stored, questions, self.storer, prefetch)
+        self.hits = HitCounters()
+        presence = PresenceQueries(stored)
+        self.storage_writer = StorageWriter(planner, executor, stored, presence, limit_bytes=store_bytes)
+        self.prefetcher = Prefetcher(planner, executor, stored, presence, self.storage_writer, prefetch)
         self._count_namespaces = count_namespaces
 
     def trace(self, tracer: Tracer | None) -> None:
         """Tell `tracer` from now on when copies, writes and evictions begin and end; None to tell no one."""
-        self.executor.tracer = self.planner.books.tracer = self.storer.tracer = tracer
+        self.executor.tracer = self.planner.state.tracer = self.storage_writer.tracer = tracer
 
-    def count_served(self, sequence: RequestSequence) -> None:
+    def count_served(self, sequence: RequestState) -> None:
         """Count a request whose prefix is loaded."""
-        prompt, hit = len(sequence.tokens), sequence.hit_pages * self.planner.books.page_size
+        prompt, hit = len(sequence.tokens), sequence.hit_pages * self.planner.state.page_size
         reason = self.planner.reason(sequence)
-        self.served.count(prompt, hit, sequence.tier, reason, self.planner.limiting_pool(sequence))
-        self.served.hit_slots.update(sequence.sources)
+        self.hits.count(prompt, hit, sequence.tier, reason, self.planner.limiting_pool(sequence))
+        self.hits.hit_slots.update(sequence.sources)
         if self._count_namespaces:
             name = self.namespaces.named(sequence.seed).name or ""
-            self.served.count_namespace(name, prompt, hit, self._count_namespaces)
+            self.hits.count_namespace(name, prompt, hit, self._count_namespaces)
 
     def verify(self, *, idle: bool) -> list[str]:
         """Broken invariants in words; `idle`: and whatever is held, in flight or lost."""
         executor = self.executor
-        under_way = UnderWay(executor.copies, executor.calls, executor.left_tasks, executor.in_flight())
+        under_way = InFlightWork(executor.copies, executor.calls, executor.left_tasks, executor.in_flight())
         return problems(self.planner, under_way, idle=idle)
 
     def stop(self) -> None:
         """Let nothing follow from what still is in flight; who waits for it is told."""
-        self.storer.stop()
+        self.storage_writer.stop()
         self.executor.stop()
         self.events.close()

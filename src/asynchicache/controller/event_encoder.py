@@ -13,7 +13,7 @@ from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier
 
 
-class Announcer:
+class TreeEvents:
     """Tells what a tree gains and loses; the `watcher` of the tree while somebody listens."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Self
 from weakref import WeakSet
 
-from asynchicache.controller.event_encoder import Announcer
+from asynchicache.controller.event_encoder import TreeEvents
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.errors import ConfigError
 from asynchicache.events import CacheEvent, EventsDropped, PagesStored
@@ -95,10 +95,10 @@ class EventHub:
     """The listeners of one cache."""
 
     def __init__(self, planner: Planner, namespaces: Namespaces) -> None:
-        books = planner.books
-        self._tree = books.tree
-        self._writer = planner.writer
-        self._announcer = Announcer(books.tree, books.spec.owners, namespaces, self._tell)
+        state = planner.state
+        self._tree = state.tree
+        self._writer = planner.backups
+        self._announcer = TreeEvents(state.tree, state.spec.owners, namespaces, self._tell)
         self._subscriptions: WeakSet[EventSubscription] = WeakSet()
 
     def subscribe(self, limit: int) -> EventSubscription:
@@ -133,7 +133,7 @@ class EventHub:
                 self._tree.digests(node)
             if turn % _NODES_A_TURN == _NODES_A_TURN - 1:
                 await asyncio.sleep(0)
-        under_way = self._writer.under_way()
+        under_way = self._writer.writes_in_flight()
         return [event for node in self._tree.nodes() for event in self._announcer.present(node, under_way)]
 
     def close(self) -> None:

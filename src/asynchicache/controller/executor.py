@@ -103,7 +103,7 @@ class Executor:
             self.copies_failed += 1
             self._failure = self._failure or error
         try:
-            node = self._planner.copied(copy, error)
+            node = self._planner.copy_finished(copy, error)
             if node is not None and not self.stopped:
                 self._schedule_next_tier(copy, node)
         finally:
@@ -114,7 +114,7 @@ class Executor:
         if copy.direction is Direction.BACKUP:
             self.on_backed_up(node, copy.period)
         else:
-            self.run(self._planner.writer.backup(node, period=copy.period))
+            self.run(self._planner.backups.backup(node, period=copy.period))
 
     # Streams
 
@@ -185,8 +185,8 @@ class Executor:
     def notify(self) -> None:
         """Something may have been given back: wake who waits, and begin the backups that lacked room."""
         self.progress.set()
-        backups = self._planner.writer
-        if (backups.owed or backups.urgent) and self.failure is None and not self.stopped:
+        backups = self._planner.backups
+        if (backups.postponed or backups.urgent) and self.failure is None and not self.stopped:
             self.run(backups.retry())
 
     async def next_progress(self) -> None:

@@ -13,7 +13,7 @@ OTHERS = "other"
 
 
 @dataclass(slots=True, eq=True)
-class NamespaceServed:
+class NamespaceHits:
     """Prompt tokens of one namespace, and those of them that were served from the cache."""
 
     prompt_tokens: int = 0
@@ -21,7 +21,7 @@ class NamespaceServed:
 
 
 @dataclass(slots=True, eq=True)
-class Served:
+class HitCounters:
     """What requests were given: `hit_tokens` of `prompt_tokens`, by the farthest tier they came from.
 
     Attributes:
@@ -40,7 +40,7 @@ class Served:
     reasons: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     hit_slots: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     missed_tokens: Counter[tuple[str, MissReason]] = field(default_factory=Counter)
-    namespaces: dict[str, NamespaceServed] = field(default_factory=dict)
+    namespaces: dict[str, NamespaceHits] = field(default_factory=dict)
 
     def count(self, prompt: int, hit: int, tier: Tier, reason: MissReason, pool: str) -> None:
         """One request: `hit` of `prompt` tokens, and the pool that kept it from being more."""
@@ -54,7 +54,7 @@ class Served:
         """The same request, for its namespace; no more than `most` of them are told apart."""
         if name not in self.namespaces and len(self.namespaces) >= most:
             name = OTHERS
-        served = self.namespaces.setdefault(name, NamespaceServed())
+        served = self.namespaces.setdefault(name, NamespaceHits())
         served.prompt_tokens += prompt
         served.hit_tokens += hit
 

@@ -1,4 +1,4 @@
-"""Prefetch: questions to storage and reads to the host, shared by all who want the same pages."""
+"""Prefetch: presence to storage and reads to the host, shared by all who want the same pages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from asynchicache.controller.digests import sliced_digests
 from asynchicache.controller.executor import Executor
-from asynchicache.controller.presence_queries import PresenceQuestions
-from asynchicache.controller.storage_pools import StoredPools, linger
-from asynchicache.controller.storage_writer import Storer
+from asynchicache.controller.presence_queries import PresenceQueries
+from asynchicache.controller.storage_pools import StoragePools, linger
+from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.errors import ConfigError
 from asynchicache.histograms import Histogram
-from asynchicache.planner.fetch import Gained, Outcomes, Query, Read
+from asynchicache.planner.fetch import Outcomes, ReadResult, StorageQuery, StorageRead
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
@@ -70,7 +70,7 @@ class _Prefetch:
         awaited: whether the request still waits.
     """
 
-    sequence: Sequence
+    sequence: RequestState
     done: asyncio.Future[MissReason]
     awaited: bool = True
 
@@ -80,7 +80,7 @@ class _Prefetch:
         return not self.awaited or self.sequence.closed or self.sequence.loaded
 
 
-class Fetcher:
+class Prefetcher:
     """Runs the reads of one cache; each belongs to the cache, not to the request that asked.
 
     Attributes:
@@ -92,9 +92,9 @@ class Fetcher:
         self,
         planner: Planner,
         executor: Executor,
-        stored: StoredPools,
-        questions: PresenceQuestions,
-        storer: Storer,
+        stored: StoragePools,
+        presence: PresenceQueries,
+        storage_writer: StorageWriter,
         options: PrefetchOptions,
     ) -> None:
         """
@@ -102,32 +102,32 @@ class Fetcher:
             planner: decides what is read.
             executor: runs reads and copies.
             stored: where it comes from.
-            questions: asks storage what it has.
+            presence: asks storage what it has.
             storer: writes anew what storage has lost.
             options: how long requests wait.
         """
         self._planner = planner
-        self._reader = planner.reader
-        self._stored = stored
-        self._questions = questions
+        self._fetches = planner.fetches
+        self._storage = stored
+        self._presence = presence
         self._options = options
         self._executor = executor
-        self._storer = storer
-        self._commits: dict[Read, asyncio.Future[Gained]] = {}
-        self._readers: dict[Read, _Prefetch] = {}
-        self._late: set[Read] = set()  # an engine may still write to slots of theirs
+        self._storage_writer = storage_writer
+        self._commits: dict[StorageRead, asyncio.Future[ReadResult]] = {}
+        self._readers: dict[StorageRead, _Prefetch] = {}
+        self._late: set[StorageRead] = set()  # an engine may still write to slots of theirs
         self.pages_read = 0
         self.waits = Histogram()
 
-    async def prefetch(self, sequence: Sequence) -> None:
+    async def prefetch(self, sequence: RequestState) -> None:
         """Bring what storage has of a request's prefix to the host, for as long as the policy waits.
 
         When the request gives up, by its deadline or because it is cancelled, the read goes on for
         those who come later.
         """
-        if not self._stored or self._executor.failure is not None:
+        if not self._storage or self._executor.failure is not None:
             return
-        lacks = self._reader.lacks(sequence.tokens, sequence.seed)
+        lacks = self._fetches.lacks(sequence.tokens, sequence.seed)
         if not lacks:  # by now: others may have published it since the request matched
             self._planner.rematch(sequence, fetched=False)
             return
@@ -136,7 +136,7 @@ class Fetcher:
         self._executor.call(self._run(prefetch))
         if not prefetch.awaited:
             return
-        seconds = self._options.deadline(lacks * self._planner.books.page_size)
+        seconds = self._options.deadline(lacks * self._planner.state.page_size)
         try:
             reason = await self._wait(prefetch.done, seconds)
         finally:
@@ -177,10 +177,10 @@ class Fetcher:
         """
         tokens, seed = prefetch.sequence.tokens, prefetch.sequence.seed
         digests = await self._digests(tokens, seed)
-        known, joins, best = _Known(self._planner.books.names), _JOINS, -1
+        known, joins, best = _KnownPresence(self._planner.state.names), _JOINS, -1
         while True:
             reason = await self._present(known, tokens, seed, digests)
-            query = self._reader.ask(tokens, seed, digests)
+            query = self._fetches.ask(tokens, seed, digests)
             if query is None:
                 return MissReason.NONE
             gained, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
@@ -192,8 +192,8 @@ class Fetcher:
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Of all pages that could be restored."""
-        size = self._planner.books.page_size
-        known = self._reader.known_digests(tokens, seed)
+        size = self._planner.state.page_size
+        known = self._fetches.known_digests(tokens, seed)
         with memoryview(tokens) as view:
             rest = view[len(known) * size : (len(tokens) - 1) // size * size].tobytes()
         return known + await sliced_digests(memoryview(rest).cast("q"), size, known[-1] if known else seed)
@@ -201,20 +201,20 @@ class Fetcher:
     async def _read(
         self,
         prefetch: _Prefetch,
-        query: Query,
+        query: StorageQuery,
         present: Mapping[int, bytes],
         trouble: MissReason,
         *,
         join: bool,
-    ) -> tuple[Gained | None, MissReason]:
+    ) -> tuple[ReadResult | None, MissReason]:
         """Choose, read and commit: what that brought, None if there was nothing to read, and why no more."""
-        read: Read | None = None
+        read: StorageRead | None = None
         try:
-            choice = self._reader.choose(query, present, join=join)
+            choice = self._fetches.choose(query, present, join=join)
             read = choice.read
         finally:
             if read is None:
-                self._reader.drop(query)
+                self._fetches.drop(query)
         if not prefetch.settled:
             prefetch.sequence.stored_full_pages = choice.full_pages
             prefetch.sequence.stored_limit = choice.limit
@@ -225,37 +225,39 @@ class Fetcher:
         return gained, gained.reason if trouble is MissReason.NONE else trouble
 
     async def _present(
-        self, known: _Known, tokens: array[int], seed: bytes, digests: list[bytes]
+        self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes]
     ) -> MissReason:
         """Ask which pages storage has that are not here: the full one's first, then what goes with them, as
         far as they reach. What was answered before is not asked again."""
-        query = self._reader.ask(tokens, seed, digests)
+        query = self._fetches.ask(tokens, seed, digests)
         if query is None:
             return MissReason.NONE
         try:
-            end = self._reader.stored_end(query)
+            end = self._fetches.last_stored_node(query)
             reason = await self._ask(known, FULL, digests, range(query.here - (end is not None), query.pages))
             if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.here - 1]:
-                self._storer.write_lost(end)
+                self._storage_writer.write_lost(end)
             reach = known.reach(query.here)
-            for component_id in range(1, len(self._planner.books.names)):
-                if self._reader.asks(component_id):
-                    first = self._reader.first_page(query, component_id)
+            for component_id in range(1, len(self._planner.state.names)):
+                if self._fetches.asks(component_id):
+                    first = self._fetches.first_page(query, component_id)
                     other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
                     reason = other if reason is MissReason.NONE else reason
         finally:
-            self._reader.drop(query)
+            self._fetches.drop(query)
         return reason
 
-    async def _ask(self, known: _Known, component_id: int, digests: list[bytes], pages: range) -> MissReason:
+    async def _ask(
+        self, known: _KnownPresence, component_id: int, digests: list[bytes], pages: range
+    ) -> MissReason:
         pages = known.unknown(component_id, pages)
         if not pages:
             return MissReason.NONE
-        answer = await self._questions.ask(component_id, digests, pages)
+        answer = await self._presence.ask(component_id, digests, pages)
         known.learn(component_id, pages, answer.flags)
         return answer.reason
 
-    async def _fill(self, prefetch: _Prefetch, read: Read) -> Gained:
+    async def _fill(self, prefetch: _Prefetch, read: StorageRead) -> ReadResult:
         """Have storage read pages into their slots, and wait until they are in the tree."""
         commit = self._commits[read] = asyncio.get_running_loop().create_future()
         self._readers[read] = prefetch
@@ -265,16 +267,16 @@ class Fetcher:
             component_id: [Outcome.TIMEOUT] * len(slots) for component_id, slots in read.slots.items()
         }
         try:
-            outcomes, late = await self._stored.get(read)
+            outcomes, late = await self._storage.get(read)
         finally:
             if late:
                 self._late.add(read)
                 self._executor.call_late(self._finish_late(read, commit, late))
-            for gained in self._reader.deliver(read, outcomes):
+            for gained in self._fetches.deliver(read, outcomes):
                 self._committed(gained)
         return await asyncio.shield(commit)
 
-    def _committed(self, gained: Gained) -> None:
+    def _committed(self, gained: ReadResult) -> None:
         """What a read brought is in the tree: the request keeps it at once, before it can be evicted."""
         self.pages_read += gained.arrived
         self._executor.run(gained.backups)
@@ -282,20 +284,22 @@ class Fetcher:
         if not prefetch.settled:
             self._planner.rematch(prefetch.sequence)
         if gained.read not in self._late:
-            self._reader.finish(gained.read)
+            self._fetches.finish(gained.read)
         self._commits.pop(gained.read).set_result(gained)
 
-    async def _finish_late(self, read: Read, commit: asyncio.Future[Gained], late: list[BatchResult]) -> None:
+    async def _finish_late(
+        self, read: StorageRead, commit: asyncio.Future[ReadResult], late: list[BatchResult]
+    ) -> None:
         safe = False
         try:
             safe = await linger(late)
             await asyncio.shield(commit)
         finally:
             self._late.discard(read)
-            self._reader.finish(read, safe=safe)
+            self._fetches.finish(read, safe=safe)
 
 
-class _Known:
+class _KnownPresence:
     """What storage has answered for one sequence.
 
     Attributes:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asynchicache.controller.storage_pools import Presence, StoredPools
+from asynchicache.controller.storage_pools import Presence, StoragePools
 from asynchicache.hashing import common_pages
 from asynchicache.types import MissReason
 
@@ -18,7 +18,7 @@ _TURNS_TO_GATHER = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _PresenceQuery:
     """Which pages of a path storage has of one component.
 
     Attributes:
@@ -39,13 +39,13 @@ class _Question:
         self.answer = asyncio.get_running_loop().create_future()
 
 
-class PresenceQuestions:
+class PresenceQueries:
     """The questions of one cache that are in flight."""
 
-    def __init__(self, stored: StoredPools) -> None:
-        self._stored = stored
-        self._in_flight: list[_Question] = []
-        self._waiting: dict[tuple[int, bool], list[_Question]] = {}  # by component, and whether fresh
+    def __init__(self, stored: StoragePools) -> None:
+        self._storage = stored
+        self._in_flight: list[_PresenceQuery] = []
+        self._waiting: dict[tuple[int, bool], list[_PresenceQuery]] = {}  # by component, and whether fresh
         self._calls: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     async def ask(
@@ -76,7 +76,7 @@ class PresenceQuestions:
 
     def _parts(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> Iterator[tuple[_Question, range, bool]]:
+    ) -> Iterator[tuple[_PresenceQuery, range, bool]]:
         """Questions that cover `pages` in order, which of them each one answers, and whether it is new."""
         at = pages.start
         for span, question in self._shared(component_id, digests, pages, fresh):
@@ -91,7 +91,7 @@ class PresenceQuestions:
 
     def _shared(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> list[tuple[range, _Question]]:
+    ) -> list[tuple[range, _PresenceQuery]]:
         """What questions in flight answer of `pages`, in the order of the pages."""
         found = []
         for question in self._in_flight:
@@ -104,12 +104,12 @@ class PresenceQuestions:
 
     def _new(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> tuple[_Question, range, bool]:
-        question = _Question(component_id, digests, pages, fresh)
+    ) -> tuple[_PresenceQuery, range, bool]:
+        question = _PresenceQuery(component_id, digests, pages, fresh)
         self._in_flight.append(question)
         return question, pages, True
 
-    async def _put(self, question: _Question) -> None:
+    async def _put(self, question: _PresenceQuery) -> None:
         """Ask storage, together with all that is waiting to be asked of the same component.
 
         Whoever is first asks for the others: an engine takes many keys a call, but few calls at once.
@@ -120,7 +120,7 @@ class PresenceQuestions:
         if len(waiting) > 1:
             await asyncio.shield(question.answer)
             return
-        batch: list[_Question] = []
+        batch: list[_PresenceQuery] = []
         try:
             async with self._calls.setdefault(kind, asyncio.Semaphore(_MOST_CALLS)):
                 await self._gather(waiting)
@@ -131,7 +131,7 @@ class PresenceQuestions:
             self._end(batch or self._waiting.pop(kind, []), None)
 
     @staticmethod
-    async def _gather(waiting: Sequence[_Question]) -> None:
+    async def _gather(waiting: Sequence[_PresenceQuery]) -> None:
         """Let requests that came at the same time ask along: they have as many steps before this one."""
         before = 0
         while len(waiting) > before:
@@ -139,14 +139,14 @@ class PresenceQuestions:
             for _ in range(_TURNS_TO_GATHER):
                 await asyncio.sleep(0)
 
-    async def _answer(self, kind: tuple[int, bool], batch: Sequence[_Question]) -> Presence:
-        """What storage says of the pages of all questions, one after the other."""
+    async def _answer(self, kind: tuple[int, bool], batch: Sequence[_PresenceQuery]) -> Presence:
+        """What storage says of the pages of all presence, one after the other."""
         component_id, fresh = kind
         digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
         every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
-        return await self._stored.exists(component_id, every, fresh=fresh)
+        return await self._storage.exists(component_id, every, fresh=fresh)
 
-    def _end(self, batch: Sequence[_Question], answer: Presence | None) -> None:
+    def _end(self, batch: Sequence[_PresenceQuery], answer: Presence | None) -> None:
         """Let everyone know who waits for an answer; None: whoever asked was cancelled."""
         begin = 0
         for question in batch:

@@ -12,7 +12,7 @@ from typing import Self
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.errors import RequestStateError
 from asynchicache.planner.actions import Copy
-from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.ticket import Ticket
@@ -57,7 +57,7 @@ class Request:
         self._tokens = tokens
         self._prompt = len(tokens)
         self._stream: Stream | None = None
-        self._sequence: RequestSequence | None = None
+        self._sequence: RequestState | None = None
         self._closed = False
 
     # Life
@@ -70,7 +70,7 @@ class Request:
         if self._stream is not None:
             self._sequence.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
-        self._executor.run(self._planner.meet(self._sequence))
+        self._executor.run(self._planner.count_hit(self._sequence))
         return self
 
     async def __aexit__(
@@ -112,30 +112,30 @@ class Request:
         self._planner.release(sequence)
         self._executor.notify()
 
-    def _open(self) -> RequestSequence:
+    def _open(self) -> RequestState:
         if self._sequence is None:
             word = "closed" if self._closed else "not entered"
             raise RequestStateError(f"the request is {word}; use it inside `async with`")
         return self._sequence
 
-    def _loaded(self) -> RequestSequence:
+    def _loaded(self) -> RequestState:
         sequence = self._open()
         if not sequence.loaded:
             raise RequestStateError("call load() first: it says where the prefix ends")
         return sequence
 
-    def _in_use(self) -> RequestSequence:
+    def _in_use(self) -> RequestState:
         sequence = self._open()
         self._executor.check_open()
         return sequence
 
-    def _unfinished(self) -> RequestSequence:
+    def _unfinished(self) -> RequestState:
         sequence = self._loaded()
         if sequence.finished:
             raise RequestStateError("the request is finished: its last checkpoint was final")
         return sequence
 
-    def _growing(self, verb: str, tokens: int) -> tuple[RequestSequence, int]:
+    def _growing(self, verb: str, tokens: int) -> tuple[RequestState, int]:
         sequence, count = self._unfinished(), as_count(verb, tokens)
         self._executor.check_open()
         if count < 0:
@@ -158,10 +158,10 @@ class Request:
     def hit(self) -> Hit:
         """What is restorable: before `load` an estimate, after it the truth."""
         sequence = self._open()
-        size = self._planner.books.page_size
+        size = self._planner.state.page_size
         pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
         full = max(pages, sequence.branching_pages or 0) * size
-        tier = sequence.tier if sequence.loaded else self._planner.loader.tier(sequence)
+        tier = sequence.tier if sequence.loaded else self._planner.loads.tier(sequence)
         by_tier = {tier: pages * size} if pages else {}
         held_back = self._planner.held_back(sequence)
         return Hit(pages * size, by_tier, self._planner.reason(sequence), full, *held_back)
@@ -207,11 +207,11 @@ class Request:
 
     def _page_pool(self, pool: str) -> int:
         """The component whose slots a pool with pages uses."""
-        books = self._planner.books
-        for component_id in (FULL, *(component.id for component in books.tree.windows)):
-            if pool in books.sharing(component_id):
+        state = self._planner.state
+        for component_id in (FULL, *(component.id for component in state.tree.windows)):
+            if pool in state.sharing(component_id):
                 return component_id
-        raise KeyError(f"{pool!r} is none of the pools with pages of {books.spec.model!r}")
+        raise KeyError(f"{pool!r} is none of the pools with pages of {state.spec.model!r}")
 
     def state(self, pool: str) -> int:
         """Device slot of the request's own working state of a pool; the restored state is copied there.
@@ -221,10 +221,10 @@ class Request:
             KeyError: the pool has no states.
         """
         sequence = self._loaded()
-        books = self._planner.books
+        state = self._planner.state
         states = {
-            books.names[component.id]: component.id
-            for component in books.tree.components
+            state.names[component.id]: component.id
+            for component in state.tree.components
             if not component.paged
         }
         if pool not in states:
@@ -243,7 +243,7 @@ class Request:
         """
         sequence = self._unloaded("prefetch")
         await self._executor.checkpoint()
-        await self._controller.fetcher.prefetch(sequence)
+        await self._controller.prefetcher.prefetch(sequence)
         return self.hit
 
     def rest(self) -> None:
@@ -266,7 +266,7 @@ class Request:
         self._planner.rematch(self._unloaded("rematch"), fetched=False)
         return self.hit
 
-    def _unloaded(self, verb: str) -> RequestSequence:
+    def _unloaded(self, verb: str) -> RequestState:
         sequence = self._in_use()
         if sequence.loaded:
             raise RequestStateError(f"{verb}() comes before load()")
@@ -303,10 +303,10 @@ class Request:
         if sequence.resting:
             raise RequestStateError("the request rests; call rematch() first")
         if self._executor.failure is None:
-            copies = self._planner.loader.load(sequence)
+            copies = self._planner.loads.load(sequence)
         else:
-            copies = self._planner.loader.start_cold(sequence)
-        self._controller.storer.use(sequence.lease.node)
+            copies = self._planner.loads.load_nothing(sequence)
+        self._controller.storage_writer.use(sequence.lease.node)
         if counted:
             self._controller.count_served(sequence)
         ticket = self._executor.run(copies, sequence.runs_on)
@@ -373,7 +373,7 @@ class Request:
             sequence.runs_on(after)
         self._retire(sequence, length, after)
 
-    def _retire(self, sequence: RequestSequence, length: int, after: Stream | None) -> None:
+    def _retire(self, sequence: RequestState, length: int, after: Stream | None) -> None:
         """Let go of what lies before the windows, once `after` has got there."""
         retired = self._planner.windows.retire(sequence, length)
         if retired is None:
@@ -426,16 +426,16 @@ class Request:
         self._retire(sequence, length, after)
         return ticket
 
-    def _order_after(self, sequence: RequestSequence, stream: Stream | None) -> None:
+    def _order_after(self, sequence: RequestState, stream: Stream | None) -> None:
         if stream is not None:
             sequence.runs_on(stream)
             self._executor.order_after(stream)
 
-    def _copy_states(self, sequence: RequestSequence, copies: list[Copy]) -> Ticket:
+    def _copy_states(self, sequence: RequestState, copies: list[Copy]) -> Ticket:
         """Carry out a publication; the ticket of its states' copy, done if it has none."""
         ticket = self._executor.run(copies, sequence.runs_on)
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return Ticket.of_nothing(self._planner.books.spec.layers, sequence.runs_on)
+            return Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
         return ticket
 
     async def durable(self) -> bool:
@@ -447,9 +447,9 @@ class Request:
         """
         sequence = self._in_use()
         await self._executor.checkpoint()
-        return await self._controller.storer.durable(sequence)
+        return await self._controller.storage_writer.durable(sequence)
 
-    def _checked(self, verb: str, length: int) -> tuple[RequestSequence, int]:
+    def _checked(self, verb: str, length: int) -> tuple[RequestState, int]:
         sequence, length = self._unfinished(), as_count(verb, length)
         self._executor.check_open()
         known = min(len(self._tokens), sequence.reserved)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.controller.hit_counters import Served
-from asynchicache.controller.storage_pools import StoredPools
-from asynchicache.controller.storage_writer import Traffic
+from asynchicache.controller.hit_counters import HitCounters
+from asynchicache.controller.storage_pools import StoragePools
+from asynchicache.controller.storage_writer import WriteCounters
 from asynchicache.histograms import Distribution
-from asynchicache.planner.state import Books, Counters
+from asynchicache.planner.state import CacheState, PlannerCounters
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.statistics import TransferStatistics
@@ -44,11 +44,11 @@ class CacheStatistics:
         room_waits: how long `admit` and `reserve` took: waits for others to give back slots.
     """
 
-    served: Served
+    served: HitCounters
     occupancy: Mapping[str, tuple[Occupancy, Occupancy]]
     evicted: Mapping[str, tuple[int, int]]
-    planner: Counters
-    traffic: Traffic
+    planner: PlannerCounters
+    traffic: WriteCounters
     transfers: TransferStatistics
     storage: Mapping[str, PoolStatistics]
     storing_bytes: int
@@ -58,38 +58,40 @@ class CacheStatistics:
 
 
 def collect_statistics(
-    controller: HybridCacheController, engine: TransferEngine, stored: StoredPools
+    controller: HybridCacheController, engine: TransferEngine, stored: StoragePools
 ) -> CacheStatistics:
     """Copies of all counters as they are now."""
-    books = controller.planner.books
+    state = controller.planner.state
     return CacheStatistics(
-        served=controller.served.copy(),
-        occupancy=_occupancy(books),
-        evicted=_evicted(books),
-        planner=books.counters.copy(),
-        traffic=replace(controller.storer.traffic.copy(), copies_failed=controller.executor.copies_failed),
+        served=controller.hits.copy(),
+        occupancy=_occupancy(state),
+        evicted=_evicted(state),
+        planner=state.counters.copy(),
+        traffic=replace(
+            controller.storage_writer.traffic.copy(), copies_failed=controller.executor.copies_failed
+        ),
         transfers=engine.statistics(),
         storage=stored.statistics(),
-        storing_bytes=controller.storer.storing_bytes,
-        pages_read=controller.fetcher.pages_read,
-        prefetch_waits=controller.fetcher.waits.snapshot(),
+        storing_bytes=controller.storage_writer.storing_bytes,
+        pages_read=controller.prefetcher.pages_read,
+        prefetch_waits=controller.prefetcher.waits.snapshot(),
         room_waits=controller.admission.waits.snapshot(),
     )
 
 
-def _occupancy(books: Books) -> dict[str, tuple[Occupancy, Occupancy]]:
+def _occupancy(state: CacheState) -> dict[str, tuple[Occupancy, Occupancy]]:
     occupancy = {}
-    for component_id, name in enumerate(books.names):
+    for component_id, name in enumerate(state.names):
         tiers = [
-            Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in books.free[2 * component_id :][:2]
+            Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in state.free[2 * component_id :][:2]
         ]
         occupancy[name] = (tiers[0], tiers[1])
     return occupancy
 
 
-def _evicted(books: Books) -> dict[str, tuple[int, int]]:
-    evicted = books.counters.evicted
+def _evicted(state: CacheState) -> dict[str, tuple[int, int]]:
+    evicted = state.counters.evicted
     return {
         name: (evicted[place(component_id, Tier.DEVICE)], evicted[place(component_id, Tier.HOST)])
-        for component_id, name in enumerate(books.names)
+        for component_id, name in enumerate(state.names)
     }

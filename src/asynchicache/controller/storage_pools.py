@@ -10,9 +10,9 @@ from typing import NamedTuple, Self
 
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
-from asynchicache.planner.actions import Store
-from asynchicache.planner.fetch import Outcomes, Read
-from asynchicache.planner.state import Books
+from asynchicache.planner.actions import StorageWrite
+from asynchicache.planner.fetch import Outcomes, StorageRead
+from asynchicache.planner.state import CacheState
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close
@@ -59,7 +59,7 @@ class StoredPool(NamedTuple):
     writes: bool = True
 
 
-class Attachment:
+class AttachedStorage:
     """One backend, with the pools of one cache open in it."""
 
     def __init__(self) -> None:
@@ -114,13 +114,13 @@ class Attachment:
             await self._stack.aclose()
 
 
-class StoredPools:
+class StoragePools:
     """The pools of a cache in storage; empty, and false, without storage, which may come and go."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._attachment: Attachment | None = None
-        self._detached: Attachment | None = None
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._attachment: AttachedStorage | None = None
+        self._detached: AttachedStorage | None = None
 
     def __bool__(self) -> bool:
         return self._attachment is not None
@@ -129,11 +129,11 @@ class StoredPools:
     def _pools(self) -> Mapping[str, StoredPool]:
         return self._attachment.pools if self._attachment is not None else {}
 
-    def attach(self, attachment: Attachment) -> None:
+    def attach(self, attachment: AttachedStorage) -> None:
         """Have storage, where there is none."""
         self._attachment = attachment
 
-    def detach(self) -> Attachment | None:
+    def detach(self) -> AttachedStorage | None:
         """From now on there is no storage; what was attached, for the caller to close."""
         attachment, self._attachment = self._attachment, None
         self._detached = attachment or self._detached
@@ -148,7 +148,7 @@ class StoredPools:
     def statistics(self) -> dict[str, PoolStatistics]:
         return {name: pool.guard.statistics() for name, pool in self._pools.items()}
 
-    def page_sizes(self, work: Store) -> list[int]:
+    def page_sizes(self, work: StorageWrite) -> list[int]:
         """Bytes that a write moves for each page, by pool; none where another rank writes them."""
         pools = [self._pools.get(name) for name in work.pages]
         return [pool.binding.slot_bytes if pool is not None and pool.writes else 0 for pool in pools]
@@ -188,7 +188,7 @@ class StoredPools:
 
     async def _exists_in_all(self, component_id: int, digests: Sequence[bytes], fresh: bool) -> Presence:
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
-        for name in self._books.sharing(component_id):
+        for name in self._state.sharing(component_id):
             pool = self._pools.get(name)
             answer = BatchResult([Outcome.FAILED] * len(digests))
             with suppress(ClosedError):  # it was detached meanwhile
@@ -208,7 +208,7 @@ class StoredPools:
         calls = [
             (name, digests)
             for component_id, digests in uses.items()
-            for name in self._books.sharing(component_id)
+            for name in self._state.sharing(component_id)
         ]
         await asyncio.gather(*(self._touch(name, digests) for name, digests in calls))
 
@@ -221,14 +221,14 @@ class StoredPools:
                 await pool.guard.touch(_keys(pool, digests[start : start + SLICE_PAGES]))
             await asyncio.sleep(0)  # engines in memory do not suspend
 
-    async def put(self, work: Store) -> list[BatchResult]:
+    async def put(self, work: StorageWrite) -> list[BatchResult]:
         calls = [self._move(name, *pages, put=True) for name, pages in work.pages.items()]
         return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
-    async def get(self, read: Read) -> tuple[Outcomes, list[BatchResult]]:
+    async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
         """What became of each page, and the batches that may still write to their slots."""
         pools = [
-            (component_id, name) for component_id in read.slots for name in self._books.sharing(component_id)
+            (component_id, name) for component_id in read.slots for name in self._state.sharing(component_id)
         ]
         calls = [
             self._move(name, read.digests(component_id), read.slots[component_id], put=False)

@@ -10,13 +10,13 @@ from typing import Self
 
 from asynchicache.controller.digests import complete_digests
 from asynchicache.controller.executor import Executor
-from asynchicache.controller.presence_queries import PresenceQuestions
-from asynchicache.controller.storage_pools import SLICE_PAGES, Attachment, Presence, StoredPools, linger
+from asynchicache.controller.presence_queries import PresenceQueries
+from asynchicache.controller.storage_pools import SLICE_PAGES, AttachedStorage, Presence, StoragePools, linger
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
-from asynchicache.planner.actions import Store
+from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence as RequestSequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
 from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
@@ -38,7 +38,7 @@ _COUNTED = (Outcome.STORED, Outcome.EXISTS, *_SHED)
 
 
 @dataclass(slots=True, eq=True)
-class Traffic:
+class WriteCounters:
     """What was carried out since the start, in pages and states unless said otherwise.
 
     Attributes:
@@ -55,7 +55,7 @@ class Traffic:
         return replace(self, shed=Counter(self.shed))
 
 
-class Storer:
+class StorageWriter:
     """Writes what is on the host to storage.
 
     Attributes:
@@ -68,8 +68,8 @@ class Storer:
         self,
         planner: Planner,
         executor: Executor,
-        stored: StoredPools,
-        questions: PresenceQuestions,
+        stored: StoragePools,
+        presence: PresenceQueries,
         *,
         limit_bytes: int,
     ) -> None:
@@ -78,17 +78,17 @@ class Storer:
             planner: decides what is written.
             executor: runs writes, and what they wait for.
             stored: where it goes.
-            questions: asks storage what it has.
+            presence: asks storage what it has.
             limit_bytes: under way at once; what would go beyond is shed, unless nothing else is under way.
         """
-        self.traffic = Traffic()
+        self.traffic = WriteCounters()
         self.tracer: Tracer | None = None
         self._executor = executor
         self._planner = planner
-        self._writer = planner.writer
-        self._books = planner.books
-        self._stored = stored
-        self._questions = questions
+        self._backups = planner.backups
+        self._state = planner.state
+        self._storage = stored
+        self._presence = presence
         self._budget = WriteBudget(limit_bytes)
         self.clearing = 0
         self._detaching = False
@@ -99,25 +99,25 @@ class Storer:
 
     def use(self, node: Node) -> None:
         """The path to `node` was used in memory: storage is told soon, and before it must make room."""
-        if node.parent is None or not self._stored.touchable:
+        if node.parent is None or not self._storage.touchable:
             return
         self._used.pop(node, None)
         self._used[node] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._pause, self._tell_later)
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._flush_touches_later)
 
-    def _tell_later(self) -> None:
+    def _flush_touches_later(self) -> None:
         self._timer = None
-        self._executor.call(self.tell_uses())
+        self._executor.call(self.flush_touches())
 
-    async def tell_uses(self) -> None:
+    async def flush_touches(self) -> None:
         """Tell storage which paths were used since it was told last."""
         if not self._used:
             return
         used, self._used = self._used, {}
-        uses = self._writer.uses(used)
+        uses = self._backups.uses(used)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
-        await self._stored.touch(uses)
+        await self._storage.touch(uses)
 
     def stop(self) -> None:
         """Tell nobody any more."""
@@ -138,38 +138,38 @@ class Storer:
             period: of the work that this follows from (`Activity`). Default: the current one.
             wait: somebody waits for it: where too much is in flight, it is written later and not shed.
         """
-        if not self._stored:
+        if not self._storage:
             return
-        if self._books.tree.pages_without_digests(node) > SLICE_PAGES:
+        if self._state.tree.pages_without_digests(node) > SLICE_PAGES:
             period = self._planner.activity.period if period is None else period
             self._executor.call(self._store_later(node, period, wait), period)
             return
-        work = self._writer.store(node)
+        work = self._backups.store(node)
         if work is None:
             return
-        sizes = self._stored.page_sizes(work)
+        sizes = self._storage.page_sizes(work)
         size = sum(len(slots) * each for (_, slots), each in zip(work.pages.values(), sizes, strict=True))
         begun = self._budget.take(size)
         if not (begun or wait):
             self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
-            self._writer.wrote(work, stored=False)
+            self._backups.write_finished(work, stored=False)
             return
         self._executor.call(self._write(work, size, sizes, begun=begun), period)
 
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
         kept = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
-        self._books.keep(kept)
-        self._writer.preparing.append(node)
+        self._state.keep(kept)
+        self._backups.preparing.append(node)
         try:
-            await complete_digests(self._books.tree, node)
+            await complete_digests(self._state.tree, node)
         finally:
-            self._writer.preparing.remove(node)
-            self._books.drop(kept)
+            self._backups.preparing.remove(node)
+            self._state.drop(kept)
         if node.parent is not None:
             self.store(node, period=period, wait=wait)
 
-    async def _write(self, work: Store, size: int, page_sizes: Sequence[int], *, begun: bool) -> None:
+    async def _write(self, work: StorageWrite, size: int, page_sizes: Sequence[int], *, begun: bool) -> None:
         stored, late, left = False, False, 0
         span = None
         try:
@@ -178,14 +178,14 @@ class Storer:
                 begun = True
             if self.tracer is not None:
                 span = self.tracer.storing({pool: len(slots) for pool, (_, slots) in work.pages.items()})
-            await self.tell_uses()
-            batches = await self._stored.put(work)
+            await self.flush_touches()
+            batches = await self._storage.put(work)
             stored = self._count(batches)
             self.use(work.marks[-1].node)  # what these pages stand on is to stay longer than they
             late = any(batch.lingering is not None for batch in batches)
             left = _late_bytes(batches, page_sizes)
         finally:
-            self._writer.wrote(work, stored=stored, late=late)
+            self._backups.write_finished(work, stored=stored, late=late)
             if begun:
                 self._budget.end(size, late=left)
             if span is not None:
@@ -193,24 +193,24 @@ class Storer:
         if late:
             self._executor.call_late(self._finish_late(work, left, batches))
 
-    async def _finish_late(self, work: Store, size: int, batches: Sequence[BatchResult]) -> None:
+    async def _finish_late(self, work: StorageWrite, size: int, batches: Sequence[BatchResult]) -> None:
         safe = False
         try:
             safe = await linger(batches)
         finally:
             self._budget.end_late(size)
             if safe:  # else its pages stay where they are: what came in their place would be stored as theirs
-                self._writer.finish(work)
+                self._backups.finish(work)
 
     async def confirm(self, node: Node) -> bool | None:
         """Whether storage has what is marked as stored of the path to `node`; None if it did not say.
 
         Marks of what it has lost are taken back, so that it is written anew.
         """
-        forgotten, written = self._writer.forgotten, self._writer.storing()
-        digests, claims = self._writer.claims(node)
+        forgotten, written = self._backups.forgotten, self._backups.storing()
+        digests, claims = self._backups.claims(node)
         found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
-        if self._writer.forgotten != forgotten:
+        if self._backups.forgotten != forgotten:
             return False  # all marks were taken back meanwhile
         there = True
         for (component_id, pages), (flags, reason) in zip(claims.items(), found, strict=True):
@@ -218,14 +218,14 @@ class Storer:
                 return None
             if not all(flags):
                 answers = {page: bool(flag) for page, flag in zip(pages, flags, strict=True)}
-                self._writer.take_back(node, component_id, answers, written=written)
+                self._backups.unmark(node, component_id, answers, written=written)
                 there = False
         return there
 
     async def _ask(self, component_id: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
         if isinstance(pages, range):
-            return await self._questions.ask(component_id, digests, pages, fresh=True)
-        return await self._stored.exists(component_id, [digests[page] for page in pages], fresh=True)
+            return await self._presence.ask(component_id, digests, pages, fresh=True)
+        return await self._storage.exists(component_id, [digests[page] for page in pages], fresh=True)
 
     def write_lost(self, node: Node) -> None:
         """Write anew what storage has lost of the path to `node`, though it is marked as stored."""
@@ -233,10 +233,10 @@ class Storer:
 
     async def _write_lost(self, node: Node) -> None:
         if await self.confirm(node) is False and not self._executor.stopped:
-            self._executor.run(self._writer.backup(node))
+            self._executor.run(self._backups.backup(node))
             self.store(node)
 
-    async def durable(self, sequence: RequestSequence) -> bool:
+    async def durable(self, sequence: RequestState) -> bool:
         """Wait until everything that a request published is in storage.
 
         It waits for what is in flight for the request's own path. Storage is asked before the answer is True;
@@ -248,38 +248,38 @@ class Storer:
         ends = self._planner.published_ends(sequence)
         return all([await self._path_durable(sequence, node) for node in ends])
 
-    async def _path_durable(self, sequence: RequestSequence, node: Node) -> bool:
+    async def _path_durable(self, sequence: RequestState, node: Node) -> bool:
         """Wait until the path to `node` is in storage, with what a prefix that ends there needs."""
         tried, lost = False, False
-        while self._stored and not (sequence.unpublished or self._executor.stopped):
-            if self.clearing or self._writer.in_flight(node):
+        while self._storage and not (sequence.unpublished or self._executor.stopped):
+            if self.clearing or self._backups.in_flight(node):
                 await self._executor.next_progress()
-            elif self._writer.is_stored(node):
+            elif self._backups.is_stored(node):
                 there = await self.confirm(node)
                 if there or there is None or lost:
                     return bool(there)
                 tried, lost = False, True
             elif self._executor.failure is not None or self._executor.closing:
                 return False
-            elif self._writer.lacks_room(node) and self._executor.in_flight():
+            elif self._backups.lacks_room(node) and self._executor.in_flight():
                 await self._back_up_first(node)
             elif tried:
                 return False
             else:
                 tried = True
-                self._executor.run(self._writer.backup(node))
+                self._executor.run(self._backups.backup(node))
                 self.store(node, wait=True)
         return False
 
     async def _back_up_first(self, node: Node) -> None:
         """Give a path the next host slots that are given back, until something of it is in flight."""
-        self._writer.urgent.append(node)
+        self._backups.urgent.append(node)
         try:
-            self._executor.run(self._writer.backup(node))
-            if not self._writer.in_flight(node):
+            self._executor.run(self._backups.backup(node))
+            if not self._backups.in_flight(node):
                 await self._executor.next_progress()
         finally:
-            self._writer.urgent.remove(node)
+            self._backups.urgent.remove(node)
 
     def _count(self, batches: Sequence[BatchResult]) -> bool:
         """Add up what became of a write; whether all of it is there."""
@@ -297,22 +297,22 @@ class Storer:
         """
         if self._detaching:
             raise UsageError("storage is being detached; wait for that")
-        if self._stored:
+        if self._storage:
             raise UsageError("the cache has storage already; detach_storage() comes first")
 
-    def attach(self, attachment: Attachment) -> None:
+    def attach(self, attachment: AttachedStorage) -> None:
         """Have storage from now on.
 
         Raises:
             UsageError: there is some already, or it is being detached.
         """
         self.check_none()
-        self._stored.attach(attachment)
+        self._storage.attach(attachment)
 
     async def detach(self) -> bool:
         """Have none from now on; requests go on, with misses for what was in it. False if there was none."""
-        await self.tell_uses()
-        attachment = self._stored.detach()
+        await self.flush_touches()
+        attachment = self._storage.detach()
         if attachment is None:
             return False
         self._detaching = True
@@ -322,7 +322,7 @@ class Storer:
             if running:
                 await asyncio.wait(running)
         finally:
-            self._writer.forget_stored()
+            self._backups.forget_stored()
             self._detaching = False
             self._executor.notify()
         return True
@@ -335,10 +335,10 @@ class Storer:
         """
         self.clearing += 1
         try:
-            return await self._stored.clear()
+            return await self._storage.clear()
         finally:
             self.clearing -= 1
-            self._writer.forget_stored()  # also after a failure: nobody knows how far it got
+            self._backups.forget_stored()  # also after a failure: nobody knows how far it got
             self._executor.notify()
 
 

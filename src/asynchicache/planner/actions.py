@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Span, Tracer
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import TierCopy
@@ -16,7 +16,7 @@ Transfers = list[PoolTransfer]
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """Bytes to move between device and host, or within the device; `Planner.copied` ends it.
+    """Bytes to move between device and host, or within the device; `Planner.copy_finished` ends it.
 
     Attributes:
         direction, transfers: what and where.
@@ -31,13 +31,13 @@ class Copy:
     direction: Direction
     transfers: Transfers
     tier_copy: TierCopy
-    user: Sequence | None = None
+    user: RequestState | None = None
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
     publishes: Node | None = None
     span: Span | None = None
     period: int | None = None
 
-    def serve(self, sequence: Sequence) -> Copy:
+    def serve(self, sequence: RequestState) -> Copy:
         """This copy, which keeps the slots of `sequence` from being given back until it has ended."""
         sequence.users += 1
         self.user = sequence
@@ -54,7 +54,7 @@ def begin_span(tracer: Tracer, copy: Copy) -> Span:
 
 
 @dataclass(slots=True, eq=False)
-class Mark:
+class StoredSpan:
     """One component of one node, and of the halves that are split off the node later.
 
     Attributes:
@@ -79,7 +79,7 @@ class Mark:
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class StorageWrite:
     """Host pages to write to storage; `Writer.wrote` tells of the answer, `Writer.finish` ends it.
 
     Attributes:
@@ -91,5 +91,5 @@ class Store:
 
     forgotten: int
     pages: dict[str, tuple[list[bytes], list[int]]] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[StoredSpan] = field(default_factory=list)
     pins: Pins = field(default_factory=list)

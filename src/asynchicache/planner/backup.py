@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from asynchicache.planner.actions import Copy, Mark, Store
+from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
@@ -35,7 +35,7 @@ _MOST_REMEMBERED = 1 << 16
 """Pages that storage has of nodes that it lost in part; beyond it all are written again."""
 
 
-class Writer:
+class BackupPlanner:
     """Plans write-through, write-back and storage writes.
 
     Attributes:
@@ -49,23 +49,23 @@ class Writer:
         forgotten: how often all that was known of storage was forgotten.
     """
 
-    def __init__(self, books: Books, activity: Activity, *, clean_share: float) -> None:
+    def __init__(self, state: CacheState, activity: Activity, *, clean_share: float) -> None:
         """`clean_share`: under write-back, the share of device pages kept free or clean ahead of need."""
-        self._books = books
-        self._tree = books.tree
+        self._state = state
+        self._tree = state.tree
         self._activity = activity
-        self.owed: dict[CopyRequest, int] = {}
+        self.postponed: dict[CopyRequest, int] = {}
         self.urgent: list[Node] = []
         self.preparing: list[Node] = []
         self.forgotten = 0
-        self._under_way: set[Store] = set()
+        self._under_way: set[StorageWrite] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
-        self._states = {component.id for component in books.tree.components if not component.paged}
-        self._clean_target = int(books.free[FULL_DEVICE].capacity * clean_share)
+        self._states = {component.id for component in state.tree.components if not component.paged}
+        self._clean_target = int(state.free[FULL_DEVICE].capacity * clean_share)
 
     def due(self, node: Node) -> bool:
         """Whether the write policy wants this node on the host now."""
-        policy = self._books.write_policy
+        policy = self._state.write_policy
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             return node.hits >= _SELECTIVE_HITS
         return policy is WritePolicy.WRITE_THROUGH
@@ -86,7 +86,7 @@ class Writer:
 
     def _missing(self, node: Node) -> list[CopyRequest]:
         """What of the path to `node` is not on the host, and may be."""
-        free = self._books.free
+        free = self._state.free
         if not free[FULL_HOST].capacity:
             return []  # nothing else may be there without full pages
         missing = copies.missing_on_host(self._tree, node)
@@ -98,14 +98,14 @@ class Writer:
 
     def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:
         """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
-        books = self._books
+        state = self._state
         if not wanted:
             return []
         anchor = self._host_anchor(node)
         anchor += [(want.node, place(want.component_id, Tier.DEVICE)) for want in wanted]
-        books.keep(anchor)
+        state.keep(anchor)
         batch = self._host_slots(wanted)
-        books.drop(anchor)
+        state.drop(anchor)
         begun = {want for want, _ in batch}
         self._owe([want for want in wanted if want not in begun], period)
         if not batch:
@@ -113,25 +113,25 @@ class Writer:
         transfers = [
             transfer
             for (below, component_id), slots in batch
-            for transfer in books.transfers(
+            for transfer in state.transfers(
                 component_id, below.slots_at(place(component_id, Tier.DEVICE)), slots
             )
         ]
-        books.counters.backed_up += sum(want.size for want, _ in batch)
-        tier_copy = books.begin(Tier.HOST, batch)
+        state.counters.backed_up += sum(want.size for want, _ in batch)
+        tier_copy = state.begin(Tier.HOST, batch)
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=batch[-1][0].node, period=period)]
 
     def _owe(self, wanted: list[CopyRequest], period: int) -> None:
         for want in wanted:
-            self.owed[want] = period
-            if len(self.owed) > _MOST_OWED:
-                del self.owed[next(iter(self.owed))]
+            self.postponed[want] = period
+            if len(self.postponed) > _MOST_OWED:
+                del self.postponed[next(iter(self.postponed))]
 
     def retry(self) -> list[Copy]:
         """Back up what was owed, now that something may have been given back."""
         if self.urgent:
             return [copy for node in self.urgent for copy in self.backup(node)]
-        owed, self.owed = self.owed, {}
+        owed, self.postponed = self.postponed, {}
         return [copy for want, period in owed.items() for copy in self._again(want, period)]
 
     def _again(self, want: CopyRequest, period: int) -> list[Copy]:
@@ -169,9 +169,9 @@ class Writer:
         for want in wanted:
             counts[place(want.component_id, Tier.HOST)] += want.size
         kept = self._host_anchor(wanted[-1].node)
-        self._books.keep(kept)
-        short = self._books.has_room(counts)
-        self._books.drop(kept)
+        self._state.keep(kept)
+        short = self._state.has_room(counts)
+        self._state.drop(kept)
         return short is None
 
     @staticmethod
@@ -186,20 +186,20 @@ class Writer:
         batch: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
             at = place(want.component_id, Tier.HOST)
-            if self._books.make_room(at, want.size):
-                batch.append((want, self._books.free[at].allocate(want.size)))
+            if self._state.make_room(at, want.size):
+                batch.append((want, self._state.free[at].allocate(want.size)))
                 continue
-            self._books.counters.host_pressure += want.size
+            self._state.counters.host_pressure += want.size
             if want.component_id == FULL:
                 break  # what follows stands on this
         return batch
 
     def clean(self) -> list[Copy]:
         """Under write-back: back up the pages that would go next, ahead of need."""
-        if self._books.write_policy is not WritePolicy.WRITE_BACK:
+        if self._state.write_policy is not WritePolicy.WRITE_BACK:
             return []
         queue = self._tree.queues[FULL_DEVICE]
-        short = self._clean_target - self._books.free[FULL_DEVICE].available
+        short = self._clean_target - self._state.free[FULL_DEVICE].available
         seen: list[Node] = []
         plan: list[Copy] = []
         while short > 0 and (node := queue.pop()) is not None:
@@ -210,25 +210,25 @@ class Writer:
             self._tree.refresh(node, FULL_DEVICE)
         return plan
 
-    def store(self, node: Node) -> Store | None:
+    def store(self, node: Node) -> StorageWrite | None:
         """What of the path to `node` is on the host and not known to be in storage."""
-        work = Store(self.forgotten)
+        work = StorageWrite(self.forgotten)
         path = []
         while node.parent is not None:
             path.append(node)
             node = node.parent
         for below in reversed(path):
-            for component_id in range(len(self._books.names)):
+            for component_id in range(len(self._state.names)):
                 resident = below.residency[place(component_id, Tier.HOST)] == RESIDENT
                 if resident and not below.stored >> component_id & 1:
                     self._add(work, below, component_id)
         if not work.marks:
             return None
-        self._books.keep(work.pins)
+        self._state.keep(work.pins)
         self._under_way.add(work)
         return work
 
-    def _add(self, work: Store, node: Node, component_id: int) -> None:
+    def _add(self, work: StorageWrite, node: Node, component_id: int) -> None:
         at = place(component_id, Tier.HOST)
         held = node.slots_at(at)
         digests = self._tree.digests(node)[-len(held) :]  # of all its pages, or of the last one for a state
@@ -238,19 +238,19 @@ class Writer:
             ]
             self._there.difference_update((component_id, digest) for digest in digests)
             digests, held = [digest for digest, _ in left], [slot for _, slot in left]
-        for pool in self._books.sharing(component_id):
+        for pool in self._state.sharing(component_id):
             keys, slots = work.pages.setdefault(pool, ([], []))
             keys += digests
             slots += held
         node.stored |= 1 << component_id
-        work.marks.append(Mark(node, component_id, len(node.slots_at(at))))
+        work.marks.append(StoredSpan(node, component_id, len(node.slots_at(at))))
         work.pins += [(node, at)] if component_id == FULL else [(node, at), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:
         """The nodes that a write to storage is under way for."""
         return {node for work in self._under_way for mark in work.marks for node in mark.nodes()}
 
-    def under_way(self) -> set[tuple[Node, int]]:
+    def writes_in_flight(self) -> set[tuple[Node, int]]:
         """Nodes and components that a write to storage is under way for."""
         marks = [mark for work in self._under_way for mark in work.marks]
         return {(node, mark.component_id) for mark in marks for node in mark.nodes()}
@@ -268,7 +268,7 @@ class Writer:
     def _is_moving(self, node: Node) -> bool:
         """Whether a component of a node that is not stored is being copied to the host, or will be, once it
         has arrived on the device."""
-        for component_id in range(len(self._books.names)):
+        for component_id in range(len(self._state.names)):
             if node.stored >> component_id & 1:
                 continue
             device = node.residency[place(component_id, Tier.DEVICE)]
@@ -284,7 +284,7 @@ class Writer:
         storing = self.storing()
         while node.parent is not None:
             held = 0
-            for component_id in range(len(self._books.names)):
+            for component_id in range(len(self._state.names)):
                 slots = (
                     node.slots[place(component_id, Tier.DEVICE)] or node.slots[place(component_id, Tier.HOST)]
                 )
@@ -342,7 +342,7 @@ class Writer:
                 claims[component.id] = pages
         return [digest for part in reversed(parts) for digest in self._tree.digests(part)], claims
 
-    def take_back(
+    def unmark(
         self, node: Node, component_id: int, answers: Mapping[int, bool], *, written: Collection[Node]
     ) -> None:
         """Storage does not have all pages of a component of the path to `node` that it was said to have:
@@ -380,7 +380,7 @@ class Writer:
         if self._tree.watcher is not None:
             self._tree.watcher.on_clear(Tier.STORAGE)
 
-    def wrote(self, work: Store, *, stored: bool, late: bool = False) -> None:
+    def write_finished(self, work: StorageWrite, *, stored: bool, late: bool = False) -> None:
         """A write to storage was answered; what is not there may be tried again.
 
         Args:
@@ -400,9 +400,9 @@ class Writer:
         if not late:
             self.finish(work)
 
-    def finish(self, work: Store) -> None:
+    def finish(self, work: StorageWrite) -> None:
         """No engine reads the write's slots any more."""
-        self._books.drop(work.pins)
+        self._state.drop(work.pins)
 
 
 def _path(node: Node) -> list[Node]:

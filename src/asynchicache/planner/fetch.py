@@ -20,8 +20,8 @@ from itertools import groupby
 
 from asynchicache.hashing import common_pages, page_digests
 from asynchicache.planner.actions import Copy
-from asynchicache.planner.backup import Writer
-from asynchicache.planner.state import Books
+from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
 from asynchicache.tree.components import Component, prefix_pins
 from asynchicache.tree.copies import missing_on_host
@@ -34,7 +34,7 @@ Outcomes = Mapping[int, Sequence[Outcome]]
 
 
 @dataclass(slots=True, eq=False)
-class Query:
+class StorageQuery:
     """A prefix that may be in storage, and what of it is here.
 
     Attributes:
@@ -65,7 +65,7 @@ class Query:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class StorageRead:
     """Pages to read: by component, their numbers and the host slots that they go to.
 
     Attributes:
@@ -78,10 +78,10 @@ class Read:
         outcomes: what became of each page; None while storage is being asked.
     """
 
-    query: Query
+    query: StorageQuery
     target: int
     pages: dict[int, list[int]]
-    needs: list[Read] = field(default_factory=list)
+    needs: list[StorageRead] = field(default_factory=list)
     joined: bool = False
     slots: dict[int, list[int]] = field(default_factory=dict)
     outcomes: Outcomes | None = None
@@ -93,7 +93,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReadChoice:
     """What to read, or why nothing.
 
     Attributes:
@@ -104,7 +104,7 @@ class Choice:
         limit: the component that keeps the prefix from reaching as far; None if none does.
     """
 
-    read: Read | None
+    read: StorageRead | None
     reason: MissReason
     backups: list[Copy]
     full_pages: int
@@ -112,7 +112,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Gained:
+class ReadResult:
     """What a read brought.
 
     Attributes:
@@ -123,7 +123,7 @@ class Gained:
         backups: copies to be carried out.
     """
 
-    read: Read
+    read: StorageRead
     pages: int
     arrived: int
     reason: MissReason
@@ -140,20 +140,20 @@ _REASONS = (
 """What a read that fell short is put down to, the worst first."""
 
 
-class Reader:
+class FetchPlanner:
     """Plans reads from storage."""
 
-    def __init__(self, books: Books, writer: Writer) -> None:
-        self._books = books
-        self._writer = writer
-        self._tree = books.tree
-        self._reads: set[Read] = set()  # that hold host slots
-        self._in_flight: list[Read] = []  # that are not committed, the first one first
-        books.private.append(self._private)
+    def __init__(self, state: CacheState, writer: BackupPlanner) -> None:
+        self._state = state
+        self._backups = writer
+        self._tree = state.tree
+        self._reads: set[StorageRead] = set()  # that hold host slots
+        self._in_flight: list[StorageRead] = []  # that are not committed, the first one first
+        state.private.append(self._private)
 
     def asks(self, component_id: int) -> bool:
         """Whether storage can serve a component: its pages need host slots to arrive in."""
-        return self._books.free[place(component_id, Tier.HOST)].capacity > 0
+        return self._state.free[place(component_id, Tier.HOST)].capacity > 0
 
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of the first pages of a sequence that were computed before."""
@@ -169,7 +169,7 @@ class Reader:
         pages = self._most(tokens)
         return pages - self._tree.match(tokens, seed, limit=pages).pages if self.asks(FULL) else 0
 
-    def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> Query | None:
+    def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> StorageQuery | None:
         """What to look for beyond what is here; None if there is nothing more to find.
 
         Args:
@@ -193,7 +193,7 @@ class Reader:
             )  # a read completes them; it should not make room at their cost
         _give_digests(tip, digests, here)
         local = self._local(tip, here)
-        query = Query(
+        query = StorageQuery(
             tokens,
             seed,
             pages,
@@ -204,9 +204,9 @@ class Reader:
             digests,
             local,
             kept,
-            self._writer.forgotten,
+            self._backups.forgotten,
         )
-        self._books.keep(query.pins)
+        self._state.keep(query.pins)
         return query
 
     def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
@@ -237,26 +237,26 @@ class Reader:
         above = device_end(tip)
         return [(tip, FULL_HOST)] + ([(above, FULL_DEVICE)] if above.parent is not None else [])
 
-    def drop(self, query: Query) -> None:
+    def drop(self, query: StorageQuery) -> None:
         """Let go of what a query keeps; `deliver` does it by itself."""
-        self._books.drop(query.pins)
+        self._state.drop(query.pins)
 
-    def stored_end(self, query: Query) -> Node | None:
+    def last_stored_node(self, query: StorageQuery) -> Node | None:
         """The node that the last page here lies in, if it is on the host and storage is said to have it: to
         ask for that page along with the others shows whether storage still has what it had."""
         node = query.tip
-        if not node.stored >> FULL & 1 or node in self._writer.storing():
+        if not node.stored >> FULL & 1 or node in self._backups.storing():
             return None
         return node
 
-    def first_page(self, query: Query, component_id: int) -> int:
+    def first_page(self, query: StorageQuery, component_id: int) -> int:
         """The first page of a component that any prefix longer than what is here may need."""
-        pages = self._books.spec.owners[component_id].coverage.pages or 0
+        pages = self._state.spec.owners[component_id].coverage.pages or 0
         return max(query.base + 1 - pages, 0)
 
     # What to read
 
-    def choose(self, query: Query, present: Mapping[int, bytes], *, join: bool = True) -> Choice:
+    def choose(self, query: StorageQuery, present: Mapping[int, bytes], *, join: bool = True) -> ReadChoice:
         """The longest prefix that storage and memory restore together, with host slots for the rest.
 
         Args:
@@ -279,21 +279,21 @@ class Reader:
         lengths = hits.intersect(sets)
         full, limit = hits.longest(sets[FULL]), self._limit(sets)
         if hits.longest(lengths) <= query.base:
-            return Choice(None, self._held_back(full, limit, query), [], full, limit)
+            return ReadChoice(None, self._held_back(full, limit, query), [], full, limit)
         stands, backups = self._stand_on_host(query)
         while stands and (target := hits.longest(lengths)) > query.base:
             room = self._take_slots(query, target, others, coming)
-            if isinstance(room, Read):
-                return Choice(room, MissReason.NONE, backups, full, limit)
+            if isinstance(room, StorageRead):
+                return ReadChoice(room, MissReason.NONE, backups, full, limit)
             lengths = hits.clamp(lengths, room)
-        return Choice(None, MissReason.HOST_CAPACITY, backups, full, limit)
+        return ReadChoice(None, MissReason.HOST_CAPACITY, backups, full, limit)
 
-    def _others(self, query: Query) -> list[tuple[Read, int]]:
+    def _others(self, query: StorageQuery) -> list[tuple[StorageRead, int]]:
         """Reads in flight of sequences that begin as the query's does, and how many pages they share."""
         found = [(read, common_pages(read.query.digests, query.digests)) for read in self._in_flight]
         return [(read, shared) for read, shared in found if shared]
 
-    def _coming(self, query: Query, others: Sequence[tuple[Read, int]]) -> dict[int, bytearray]:
+    def _coming(self, query: StorageQuery, others: Sequence[tuple[StorageRead, int]]) -> dict[int, bytearray]:
         """By component, a byte for each page of the query that other reads are bringing."""
         coming = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
         for read, shared in others:
@@ -305,11 +305,11 @@ class Reader:
         return coming
 
     @staticmethod
-    def _here(query: Query, component_id: int) -> bytes | bytearray:
+    def _here(query: StorageQuery, component_id: int) -> bytes | bytearray:
         return b"\1" * query.here if component_id == FULL else query.local[component_id]
 
     def _restorable(self, component_id: int, there: bytes | bytearray, pages: int) -> int:
-        coverage = ALL_PAGES if component_id == FULL else self._books.spec.owners[component_id].coverage
+        coverage = ALL_PAGES if component_id == FULL else self._state.spec.owners[component_id].coverage
         return hits.restorable(coverage, there, pages)
 
     @staticmethod
@@ -320,24 +320,24 @@ class Reader:
         reaches = [hits.longest(hits.clamp(lengths, full)) for lengths in sets]
         return reaches.index(min(reaches)) if min(reaches) < full else None
 
-    def _held_back(self, full: int, limit: int | None, query: Query) -> MissReason:
+    def _held_back(self, full: int, limit: int | None, query: StorageQuery) -> MissReason:
         """Why nothing is gained, though storage may have pages."""
         if full <= query.base or limit is None:
             return MissReason.COLD
         paged = {component.id: component.paged for component in self._tree.components}
         return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
-    def _stand_on_host(self, query: Query) -> tuple[bool, list[Copy]]:
+    def _stand_on_host(self, query: StorageQuery) -> tuple[bool, list[Copy]]:
         """Whether the path before the read is on the host, where the read's pages will stand on it, and
         is kept there; and the copies that this takes."""
         if not query.pins:
             return True, []
         return self._keep_on_host(query, query.pins[0][0])
 
-    def _keep_on_host(self, query: Query, tip: Node) -> tuple[bool, list[Copy]]:
+    def _keep_on_host(self, query: StorageQuery, tip: Node) -> tuple[bool, list[Copy]]:
         if tip.parent is None:
             return True, []
-        backups = self._writer.backup(tip) if missing_on_host(self._tree, tip) else []
+        backups = self._backups.backup(tip) if missing_on_host(self._tree, tip) else []
         if tip.residency[FULL_HOST] == ABSENT:
             return False, backups
         self._tree.pin_for(query.pins, tip, FULL_HOST)
@@ -345,21 +345,21 @@ class Reader:
 
     def _take_slots(
         self,
-        query: Query,
+        query: StorageQuery,
         target: int,
-        others: Sequence[tuple[Read, int]],
+        others: Sequence[tuple[StorageRead, int]],
         coming: Mapping[int, bytearray],
-    ) -> Read | int:
+    ) -> StorageRead | int:
         """Host slots for a read up to `target`, or the longest prefix that there would be room for."""
-        read = Read(query, target, self._missing(query, target, coming))
+        read = StorageRead(query, target, self._missing(query, target, coming))
         full = read.pages.get(FULL, [])
-        if not self._books.make_room(FULL_HOST, len(full)):
-            return full[min(self._books.free[FULL_HOST].available, len(full) - 1)]
+        if not self._state.make_room(FULL_HOST, len(full)):
+            return full[min(self._state.free[FULL_HOST].available, len(full) - 1)]
         for component_id, pages in read.pages.items():
-            if not self._books.make_room(place(component_id, Tier.HOST), len(pages)):
+            if not self._state.make_room(place(component_id, Tier.HOST), len(pages)):
                 return 0
         for component_id, pages in read.pages.items():
-            read.slots[component_id] = self._books.free[place(component_id, Tier.HOST)].allocate(len(pages))
+            read.slots[component_id] = self._state.free[place(component_id, Tier.HOST)].allocate(len(pages))
         read.needs = [other for other, shared in others if self._brings(other, min(shared, target))]
         read.joined = bool(read.needs)
         self._reads.add(read)
@@ -367,23 +367,25 @@ class Reader:
         return read
 
     @staticmethod
-    def _brings(other: Read, shared: int) -> bool:
+    def _brings(other: StorageRead, shared: int) -> bool:
         """Whether a read is bringing one of the first `shared` pages."""
         return any(pages and pages[0] < shared for pages in other.pages.values())
 
-    def _missing(self, query: Query, target: int, coming: Mapping[int, bytearray]) -> dict[int, list[int]]:
+    def _missing(
+        self, query: StorageQuery, target: int, coming: Mapping[int, bytearray]
+    ) -> dict[int, list[int]]:
         """By component, the pages that a prefix of `target` pages needs, and that are neither here nor
         being read."""
         wanted = {FULL: _zeros(coming[FULL], query.here, target)}
         for component in self._tree.components:
-            first = max(target - (self._books.spec.owners[component.id].coverage.pages or target), 0)
+            first = max(target - (self._state.spec.owners[component.id].coverage.pages or target), 0)
             there = _either(query.pages, coming[component.id], query.local[component.id])
             wanted[component.id] = _zeros(there, first, target)
         return {component_id: pages for component_id, pages in wanted.items() if pages}
 
     # What came
 
-    def deliver(self, read: Read, outcomes: Outcomes) -> list[Gained]:
+    def deliver(self, read: StorageRead, outcomes: Outcomes) -> list[ReadResult]:
         """Storage has answered for all pages of a read.
 
         The read is put into the tree at once, or as soon as those that it needs are; with it go reads that
@@ -402,21 +404,21 @@ class Reader:
                 self._committed(other)
         return gained
 
-    def _committed(self, read: Read) -> None:
+    def _committed(self, read: StorageRead) -> None:
         """Those who needed a read stand on what it brought from now on: it must not go meanwhile."""
         for other in self._in_flight:
             if read in other.needs:
                 other.needs.remove(read)
                 self._stand_on(other)
 
-    def _stand_on(self, read: Read) -> None:
+    def _stand_on(self, read: StorageRead) -> None:
         """Keep what is here by now of what the end of a read's prefix needs."""
         query = read.query
         match = self._tree.match(query.tokens, query.seed, limit=read.target)
         tip = self._tip(query.tokens, match.node, match.full_pages)
         kept = self._ends(tip)
         for component in self._tree.components:
-            first = read.target - (self._books.spec.owners[component.id].coverage.pages or 0)
+            first = read.target - (self._state.spec.owners[component.id].coverage.pages or 0)
             node = tip
             while (
                 node.parent is not None and node.end > first and (component.paged or node.end == read.target)
@@ -428,7 +430,7 @@ class Reader:
         for node, at in kept:
             self._tree.pin_for(query.pins, node, at)
 
-    def _commit(self, read: Read, outcomes: Outcomes) -> Gained:
+    def _commit(self, read: StorageRead, outcomes: Outcomes) -> ReadResult:
         """Put what arrived into the tree, up to the longest prefix that is restorable now."""
         query = read.query
         tip, here, base, local = query.tip, query.here, query.base, query.local
@@ -455,9 +457,9 @@ class Reader:
                 reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
         self._release(read, late)
         self.drop(query)
-        return Gained(read, gained, hit, reason, backups)
+        return ReadResult(read, gained, hit, reason, backups)
 
-    def _wanted(self, read: Read) -> int:
+    def _wanted(self, read: StorageRead) -> int:
         """How many pages of a read others stand on: they may need no state where it would."""
         return max(
             (
@@ -468,7 +470,9 @@ class Reader:
             default=0,
         )
 
-    def _arrived(self, read: Read, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]) -> int:
+    def _arrived(
+        self, read: StorageRead, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]
+    ) -> int:
         """Prefix lengths that are restorable with what arrived, and with what is here."""
         query, sets = read.query, []
         for component_id in range(self._tree.width):
@@ -478,7 +482,7 @@ class Reader:
         return hits.intersect(sets)
 
     @staticmethod
-    def _came(read: Read, component_id: int, outcomes: Outcomes) -> bytearray:
+    def _came(read: StorageRead, component_id: int, outcomes: Outcomes) -> bytearray:
         flags, pages = bytearray(read.query.pages), read.pages.get(component_id, [])
         results = outcomes.get(component_id, ())
         if results.count(Outcome.HIT) < len(pages):
@@ -487,7 +491,7 @@ class Reader:
             flags[first : last + 1] = b"\1" * (last + 1 - first)
         return flags
 
-    def _insert(self, read: Read, here: int, pages: int, outcomes: Outcomes) -> Node | None:
+    def _insert(self, read: StorageRead, here: int, pages: int, outcomes: Outcomes) -> Node | None:
         """Put full pages behind the first `here`, up to `pages` or to one that did not come; the end of them,
         or None if the path to `here` is not on the host: the device failed meanwhile."""
         query, numbers = read.query, read.pages.get(FULL, [])
@@ -507,11 +511,11 @@ class Reader:
         # Also to the nodes above: another request may have published them while storage was read.
         _give_digests(result.node, query.digests, result.node.end)
         for fresh in result.fresh:
-            if query.forgotten == self._writer.forgotten:
+            if query.forgotten == self._backups.forgotten:
                 self._mark_stored(fresh, FULL)
         return result.node
 
-    def _insert_others(self, read: Read, node: Node, pages: int, outcomes: Outcomes) -> None:
+    def _insert_others(self, read: StorageRead, node: Node, pages: int, outcomes: Outcomes) -> None:
         """Put into the tree what came of windows and states for a prefix of `pages` pages, at `node` or
         before it."""
         if not (self._tree.components and pages):
@@ -526,10 +530,12 @@ class Reader:
                 read.slots[component.id] = self._attach(read, component, end, outcomes[component.id])
                 self._tree.use(component, end)
 
-    def _attach(self, read: Read, component: Component, end: Node, results: Sequence[Outcome]) -> list[int]:
+    def _attach(
+        self, read: StorageRead, component: Component, end: Node, results: Sequence[Outcome]
+    ) -> list[int]:
         """Put what came for one component, and what a prefix that ends at `end` needs of it, into the
         tree; returns the slots that were not taken."""
-        needed = range(end.end - (self._books.spec.owners[component.id].coverage.pages or 0), end.end)
+        needed = range(end.end - (self._state.spec.owners[component.id].coverage.pages or 0), end.end)
         arrived: dict[int, int] = {}
         left: list[int] = []
         slots = read.slots[component.id]
@@ -543,7 +549,7 @@ class Reader:
             left += self._take(read.query, component, Pages(first, run))
         return left
 
-    def _take(self, query: Query, component: Component, pages: Pages) -> list[int]:
+    def _take(self, query: StorageQuery, component: Component, pages: Pages) -> list[int]:
         """Put a run of pages, or one state, into the tree; returns the slots that were not taken."""
         node = self._tree.reach(query.tokens, query.seed, pages.first + len(pages.slots))
         if node is None:
@@ -553,7 +559,7 @@ class Reader:
         else:
             taken = self._tree.take_state(node, component.id, Tier.HOST, pages.slots[0])
             refused = {} if taken else {pages.first: pages.slots[0]}
-        if not refused and query.forgotten == self._writer.forgotten:
+        if not refused and query.forgotten == self._backups.forgotten:
             self._mark_run_stored(node, component.id, pages.first)
         return list(refused.values())
 
@@ -568,17 +574,17 @@ class Reader:
         if self._tree.watcher is not None:
             self._tree.watcher.on_store(node, component_id)
 
-    def _release(self, read: Read, late: Mapping[int, Collection[int]]) -> None:
+    def _release(self, read: StorageRead, late: Mapping[int, Collection[int]]) -> None:
         """Give back what is left, but for slots that a late read may still write to."""
         for component_id, slots in read.slots.items():
             gone = [slot for slot in slots if slot not in late[component_id]]
-            self._books.free[place(component_id, Tier.HOST)].release(gone)
+            self._state.free[place(component_id, Tier.HOST)].release(gone)
             read.slots[component_id] = [slot for slot in slots if slot in late[component_id]]
 
-    def finish(self, read: Read, *, safe: bool = True) -> None:
+    def finish(self, read: StorageRead, *, safe: bool = True) -> None:
         """No engine writes to the read's slots any more; or, unless `safe`, that will never be known."""
         for component_id, slots in read.slots.items():
-            self._books.give_back(place(component_id, Tier.HOST), slots, poisoned=not safe)
+            self._state.give_back(place(component_id, Tier.HOST), slots, poisoned=not safe)
         self._reads.discard(read)
 
     def _private(self) -> Mapping[int, list[int]]:
@@ -615,7 +621,7 @@ def _known_digests(tip: Node) -> list[bytes]:
     return digests
 
 
-def _late(read: Read, outcomes: Outcomes) -> dict[int, set[int]]:
+def _late(read: StorageRead, outcomes: Outcomes) -> dict[int, set[int]]:
     """By component, slots that an engine may still write to."""
     late: dict[int, set[int]] = {}
     for component_id, slots in read.slots.items():

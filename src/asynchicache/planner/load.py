@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from asynchicache.planner.actions import Copy
-from asynchicache.planner.request_state import Sequence
-from asynchicache.planner.state import Books
-from asynchicache.planner.windows import WindowKeeper
+from asynchicache.planner.request_state import RequestState
+from asynchicache.planner.state import CacheState
+from asynchicache.planner.windows import WindowPlanner
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
@@ -20,24 +20,24 @@ from asynchicache.tree.radix_tree import device_end
 from asynchicache.types import MissReason, Tier
 
 
-class Loader:
+class LoadPlanner:
     """Plans loads."""
 
-    def __init__(self, books: Books, windows: WindowKeeper) -> None:
-        self._books = books
-        self._tree = books.tree
+    def __init__(self, state: CacheState, windows: WindowPlanner) -> None:
+        self._state = state
+        self._tree = state.tree
         self._windows = windows
-        self._states = [component.id for component in books.tree.components if not component.paged]
+        self._states = [component.id for component in state.tree.components if not component.paged]
 
-    def start_cold(self, sequence: Sequence) -> list[Copy]:
+    def load_nothing(self, sequence: RequestState) -> list[Copy]:
         """Serve a request without the cache, after the device failed: one copy of nothing."""
         sequence.loaded = True
         self._shorten(sequence, self._tree.root(sequence.seed))
         self._windows.start(sequence, sequence.lease.node)
         sequence.reason = MissReason.TRANSFER_FAILED
-        return [Copy(Direction.LOAD, [], self._books.begin(Tier.DEVICE, [])).serve(sequence)]
+        return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(sequence)]
 
-    def load(self, sequence: Sequence) -> list[Copy]:
+    def load(self, sequence: RequestState) -> list[Copy]:
         """Bring the matched prefix to the device, with working states of the request's own.
 
         Falls back to what is on the device if there is no room for the rest. The last copy's ticket
@@ -50,7 +50,7 @@ class Loader:
         has_states = self.take_states(sequence)
         if not has_states:
             node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
-        elif self._books.has_room(by_place(wanted)) is not None:
+        elif self._state.has_room(by_place(wanted)) is not None:
             node, wanted = self._shorten(sequence, self._on_device(node)), []
         sequence.tier = self.tier(sequence, node)
         self._count_sources(sequence, node, wanted)
@@ -58,7 +58,7 @@ class Loader:
         sequence.hit_pages = sequence.borrowed = node.end
         sequence.pages = _path_slots(node)
         self._windows.start(sequence, node)
-        sequence.reserved = node.end * self._books.page_size
+        sequence.reserved = node.end * self._state.page_size
         return plan
 
     def _on_device(self, node: Node) -> Node:
@@ -73,7 +73,7 @@ class Loader:
         windows = all(component.tier(node) is Tier.DEVICE for component in self._tree.windows)
         return windows and self._tree.restorable(node)
 
-    def _shorten(self, sequence: Sequence, node: Node) -> Node:
+    def _shorten(self, sequence: RequestState, node: Node) -> Node:
         if node is not sequence.lease.node:
             sequence.reason = MissReason.DEVICE_CAPACITY
             before = sequence.lease
@@ -81,7 +81,7 @@ class Loader:
             before.close()
         return node
 
-    def tier(self, sequence: Sequence, node: Node | None = None) -> Tier:
+    def tier(self, sequence: RequestState, node: Node | None = None) -> Tier:
         """The farthest tier that a pool of the prefix comes from."""
         node = node or sequence.lease.node
         if node.parent is None:
@@ -91,7 +91,7 @@ class Loader:
         pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
         return max([pages, *(component.tier(node) or Tier.DEVICE for component in self._tree.components)])
 
-    def _count_sources(self, sequence: Sequence, node: Node, wanted: list[CopyRequest]) -> None:
+    def _count_sources(self, sequence: RequestState, node: Node, wanted: list[CopyRequest]) -> None:
         """Count the pages and states of the prefix that ends at `node`, before copies move them."""
         if node.parent is None:
             return
@@ -106,52 +106,52 @@ class Loader:
             else:
                 self._count(sequence, component.id, 1, int(component.nearest(node) is Tier.HOST))
 
-    def _count(self, sequence: Sequence, component_id: int, slots: int, host: int) -> None:
+    def _count(self, sequence: RequestState, component_id: int, slots: int, host: int) -> None:
         """`slots` of a component, `host` of which are on the host only; the last ones of these are what the
         request's own prefetch brought."""
-        name, stored = self._books.names[component_id], min(host, sequence.fetched_pages)
+        name, stored = self._state.names[component_id], min(host, sequence.fetched_pages)
         sequence.sources[name, Tier.DEVICE] += slots - host
         sequence.sources[name, Tier.HOST] += host - stored
         sequence.sources[name, Tier.STORAGE] += stored
 
-    def _load_copies(self, sequence: Sequence, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
+    def _load_copies(self, sequence: RequestState, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
         """One copy from the host, and one within the device if a state is there already.
 
         The first is made even if it is empty: it reads what the second, and other requests' loads,
         write, so that its ticket covers everything.
         """
-        books = self._books
+        state = self._state
         reads = self._arriving(node)
         batch = [
-            (want, books.free[place(want.component_id, Tier.DEVICE)].allocate(want.size)) for want in wanted
+            (want, state.free[place(want.component_id, Tier.DEVICE)].allocate(want.size)) for want in wanted
         ]
-        load = Copy(Direction.LOAD, [], books.begin(Tier.DEVICE, batch), reads=reads)
+        load = Copy(Direction.LOAD, [], state.begin(Tier.DEVICE, batch), reads=reads)
         for want, slots in batch:
-            load.transfers += books.transfers(
+            load.transfers += state.transfers(
                 want.component_id, want.node.slots_at(place(want.component_id, Tier.HOST)), slots
             )
         fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
         for component_id, slot in sequence.states.items() if node.parent is not None else ():
             self._load_state(node, component_id, slot, load, fork)
-            reads.append((books.names[component_id], [slot]))
+            reads.append((state.names[component_id], [slot]))
         self._keep_on_device(sequence, node)
         if not fork.transfers:
             return [load.serve(sequence)]
-        books.tier_copies.append(fork.tier_copy)
+        state.tier_copies.append(fork.tier_copy)
         return [fork.serve(sequence), load.serve(sequence)]
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
         """Add a copy of one state at `node` into the request's own slot, and keep its source."""
         tier = Tier.DEVICE if node.residency[place(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
         copy = fork if tier is Tier.DEVICE else load
-        copy.transfers += self._books.transfers(
+        copy.transfers += self._state.transfers(
             component_id, node.slots_at(place(component_id, tier)), [slot]
         )
         copies.keep(
             self._tree, copy.tier_copy, [(node, place(component_id, tier)), (node, place(FULL, tier))]
         )
 
-    def _keep_on_device(self, sequence: Sequence, node: Node) -> None:
+    def _keep_on_device(self, sequence: RequestState, node: Node) -> None:
         """The request reads its pages on the device from now on, so its lease keeps them there."""
         pinned = sequence.lease.pinned
         if node.parent is not None and (node, FULL_DEVICE) not in pinned:
@@ -174,21 +174,21 @@ class Loader:
             at = place(component.id, Tier.DEVICE)
             for part in component.needs(node):
                 if part.residency[at] == LOADING:
-                    reads += [(name, part.slots_at(at)) for name in self._books.sharing(component.id)]
+                    reads += [(name, part.slots_at(at)) for name in self._state.sharing(component.id)]
         while node.parent is not None:
             if node.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
-                reads.append((self._books.names[FULL], node.slots_at(FULL_DEVICE)))
+                reads.append((self._state.names[FULL], node.slots_at(FULL_DEVICE)))
             node = node.parent
         return reads
 
-    def take_states(self, sequence: Sequence) -> bool:
+    def take_states(self, sequence: RequestState) -> bool:
         """Working states of the request's own, as far as it has none; False if there is no room."""
         for component_id in self._states:
             at = place(component_id, Tier.DEVICE)
             if component_id not in sequence.states:
-                if not self._books.make_room(at, 1):
+                if not self._state.make_room(at, 1):
                     return False
-                sequence.states[component_id] = self._books.free[at].allocate(1)[0]
+                sequence.states[component_id] = self._state.free[at].allocate(1)[0]
         return True
 
 

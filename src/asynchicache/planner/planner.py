@@ -1,8 +1,8 @@
 """What becomes of a request: match, load, room, publication. Decided here, carried out elsewhere.
 
-Pure and synchronous: each method changes the tree and the allocators at one point and returns the
-copies to carry out; `copied` takes back how one ended. What goes down to host and storage is planned in
-`planner.backup`, what comes up from storage in `planner.fetch`.
+Pure and synchronous: each method changes the tree and the allocators at one point and returns the copies to
+carry out; `copy_finished` is told how one ended. `planner.backup` plans what goes down to host and storage,
+`planner.fetch` what comes up from storage.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from asynchicache.errors import CapacityError
 from asynchicache.planner.actions import Copy, Transfers
 from asynchicache.planner.activity import Activity
-from asynchicache.planner.backup import Writer
+from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
-from asynchicache.planner.fetch import Reader
-from asynchicache.planner.load import Loader, by_place
-from asynchicache.planner.request_state import Sequence
-from asynchicache.planner.state import Books
-from asynchicache.planner.windows import WindowKeeper
+from asynchicache.planner.fetch import FetchPlanner
+from asynchicache.planner.load import LoadPlanner, by_place
+from asynchicache.planner.request_state import RequestState
+from asynchicache.planner.state import CacheState
+from asynchicache.planner.windows import WindowPlanner
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
@@ -32,9 +32,9 @@ class Planner:
     """Decides for one model's cache.
 
     Attributes:
-        books: who holds which slot.
-        loader: what comes to the device.
-        reader, writer: what comes from storage, what goes down.
+        state: who holds which slot.
+        loads: what comes to the device.
+        fetches, backups: what comes from storage, what goes down.
         checkpoints: where states are worth keeping.
         windows: the pages of sliding windows that requests hold.
         activity: what is in flight, by when it began.
@@ -53,40 +53,40 @@ class Planner:
         """`slots`: device and host slots of each pool that owns slots; 0 on the host keeps a pool off it."""
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
-        self.books = Books(spec, slots, write_policy=write_policy, eviction_policy=eviction_policy)
+        self.state = CacheState(spec, slots, write_policy=write_policy, eviction_policy=eviction_policy)
         self.activity = Activity()
-        self.writer = Writer(self.books, self.activity, clean_share=clean_share)
-        self.reader = Reader(self.books, self.writer)
-        self._tree = self.books.tree
-        self.windows = WindowKeeper(self.books)
-        self.loader = Loader(self.books, self.windows)
+        self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)
+        self.fetches = FetchPlanner(self.state, self.backups)
+        self._tree = self.state.tree
+        self.windows = WindowPlanner(self.state)
+        self.loads = LoadPlanner(self.state, self.windows)
         self._states = [component.id for component in self._tree.components if not component.paged]
 
     # Requests
 
-    def open(self, tokens: array[int], seed: bytes) -> Sequence:
+    def open(self, tokens: array[int], seed: bytes) -> RequestState:
         """Match and pin; at least one token is left to compute, so that there are logits.
 
         Raises:
             CapacityError: the device could not hold the tokens even if it were empty.
         """
-        pages = -(-len(tokens) // self.books.page_size)
-        capacity = self.books.free[FULL_DEVICE].capacity
+        pages = -(-len(tokens) // self.state.page_size)
+        capacity = self.state.free[FULL_DEVICE].capacity
         if pages > capacity:
             raise CapacityError(
-                f"{len(tokens)} tokens need {pages} pages of {self.books.page_size}; "
-                f"the device holds {capacity}: raise the device pages of {self.books.names[FULL]!r}"
+                f"{len(tokens)} tokens need {pages} pages of {self.state.page_size}; "
+                f"the device holds {capacity}: raise the device pages of {self.state.names[FULL]!r}"
             )
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
-        sequence = Sequence(tokens, seed, self._tree.pin(match), match, held_back, prompt=len(tokens))
-        self.books.sequences.add(sequence)
+        sequence = RequestState(tokens, seed, self._tree.pin(match), match, held_back, prompt=len(tokens))
+        self.state.sequences.add(sequence)
         return sequence
 
     def _match(self, tokens: array[int], seed: bytes) -> Match:
-        return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.books.page_size)
+        return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.state.page_size)
 
-    def rematch(self, sequence: Sequence, *, fetched: bool = True) -> None:
+    def rematch(self, sequence: RequestState, *, fetched: bool = True) -> None:
         """Match again; the old prefix is kept until the new one is. `fetched`: after its own prefetch, which
         brought what the match gains."""
         match = self._match(sequence.tokens, sequence.seed)
@@ -98,22 +98,22 @@ class Planner:
         sequence.resting = False
         before.close()
 
-    def rest(self, sequence: Sequence) -> None:
+    def rest(self, sequence: RequestState) -> None:
         """Keep nothing of the prefix until `rematch`."""
         before, sequence.lease = sequence.lease, self._tree.lease(self._tree.root(sequence.seed))
         sequence.resting = True
         before.close()
 
-    def meet(self, sequence: Sequence) -> list[Copy]:
+    def count_hit(self, sequence: RequestState) -> list[Copy]:
         """Count one more request on the matched path; copies of what is due for the host by that."""
-        selective = self.books.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         if not (self._tree.counts_hits or selective):
             return []
         path = self._tree.count_hit(sequence.lease.node)
-        due = [node for node in path if self.writer.due(node)]
-        return self.writer.backup(due[-1]) if selective and due else []
+        due = [node for node in path if self.backups.due(node)]
+        return self.backups.backup(due[-1]) if selective and due else []
 
-    def release(self, sequence: Sequence, error: BaseException | None = None) -> None:
+    def release(self, sequence: RequestState, error: BaseException | None = None) -> None:
         """The request, a copy for it, or one of its streams is done with its slots.
 
         Args:
@@ -124,27 +124,27 @@ class Planner:
         sequence.users -= 1
         if sequence.users:
             return
-        books, poisoned = self.books, sequence.poisoned
-        books.sequences.discard(sequence)
+        state, poisoned = self.state, sequence.poisoned
+        state.sequences.discard(sequence)
         sequence.lease.close()
-        books.give_back(FULL_DEVICE, sequence.own_pages(), poisoned=poisoned)
+        state.give_back(FULL_DEVICE, sequence.own_pages(), poisoned=poisoned)
         for slots in (sequence.states, sequence.snapshots):
             for component_id, slot in slots.items():
-                books.give_back(place(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
+                state.give_back(place(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
         for component_id, window in sequence.windows.items():
-            books.give_back(place(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
+            state.give_back(place(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def abandon(self) -> None:
         """The cache is closed: requests that are over, but whose copies or forwards nobody will tell of any
         more, let go of what they borrow. Their own slots, which the device may still write to, stay taken."""
-        for sequence in self.books.sequences:
+        for sequence in self.state.sequences:
             if sequence.closed:
                 sequence.lease.close()
 
-    def reason(self, sequence: Sequence) -> MissReason:
+    def reason(self, sequence: RequestState) -> MissReason:
         """Why a request is not given all but the last page of its prompt."""
         pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
-        if pages >= (sequence.prompt - 1) // self.books.page_size:
+        if pages >= (sequence.prompt - 1) // self.state.page_size:
             return MissReason.NONE
         if sequence.reason is not MissReason.NONE:
             return sequence.reason
@@ -153,53 +153,53 @@ class Planner:
             return MissReason.COLD
         return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
-    def limiting_pool(self, sequence: Sequence) -> str:
+    def limiting_pool(self, sequence: RequestState) -> str:
         """The pool that keeps a hit from being longer; the first one where no other does."""
         limit = sequence.limit
-        return self.books.names[limit.component_id if limit is not None else FULL]
+        return self.state.names[limit.component_id if limit is not None else FULL]
 
-    def cuts(self, sequence: Sequence) -> tuple[int, ...]:
+    def cuts(self, sequence: RequestState) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
-        size = self.books.page_size
+        size = self.state.page_size
         start = sequence.hit_pages if sequence.loaded else sequence.matched_pages
         branch = (sequence.branching_pages or 0) * size
         if not self._states:  # pages of windows are there wherever the engine publishes
             return (branch,) if self.checkpoints.branch and branch > start * size else ()
         return self.checkpoints.cuts(start * size, sequence.prompt // size * size, branch)
 
-    def held_back(self, sequence: Sequence) -> tuple[str, str]:
+    def held_back(self, sequence: RequestState) -> tuple[str, str]:
         """The pool that keeps a hit below its full pages, and what would have helped; empty if none does."""
         held, full = sequence.limit, sequence.branching_pages
         if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
             return "", ""
-        name, size = self.books.names[held.component_id], self.books.page_size
+        name, size = self.state.names[held.component_id], self.state.page_size
         if held.dropped:
             return name, f"{name!r} had to make room for others: raise its device or host slots"
         return name, f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts)"
 
     # Room
 
-    def extend(self, sequence: Sequence, tokens: int) -> dict[str, list[int]]:
+    def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
         """Slots for `tokens` more tokens, in every pool with pages, and working states if the request has
         none yet.
 
         Raises:
             CapacityError: even evicting all that may go leaves too few.
         """
-        books = self.books
+        state = self.state
         target, count = sequence.reserved + tokens, self.new_pages(sequence, tokens)
         self._need(sequence, {FULL_DEVICE: count} | {place(n, Tier.DEVICE): count for n in sequence.windows})
-        slots = books.free[FULL_DEVICE].allocate(count)
+        slots = state.free[FULL_DEVICE].allocate(count)
         sequence.pages += slots
         sequence.reserved = target
-        return {name: list(slots) for name in books.sharing(FULL)} | self.windows.extend(sequence, count)
+        return {name: list(slots) for name in state.sharing(FULL)} | self.windows.extend(sequence, count)
 
-    def new_pages(self, sequence: Sequence, tokens: int) -> int:
+    def new_pages(self, sequence: RequestState, tokens: int) -> int:
         """How many pages a request must be given to have room for `tokens` more tokens."""
         target = sequence.reserved + tokens
-        return max(-(-target // self.books.page_size) - len(sequence.pages), 0)
+        return max(-(-target // self.state.page_size) - len(sequence.pages), 0)
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: RequestState) -> None:
         """Have what `load` takes of the device: working states, and room for the pages that are not there.
 
         Raises:
@@ -207,25 +207,25 @@ class Planner:
         """
         node = sequence.lease.node
         missing = by_place(copies.missing_on_device(self._tree, node))
-        kept = self.loader.on_device(node)  # others may have brought it since the match, and let go of it
-        self.books.keep(kept)
+        kept = self.loads.on_device(node)  # others may have brought it since the match, and let go of it
+        self.state.keep(kept)
         try:
             self._need(sequence, missing)
         finally:
-            self.books.drop(kept)
+            self.state.drop(kept)
 
-    def _need(self, sequence: Sequence, counts: Mapping[int, int]) -> None:
-        if not self.loader.take_states(sequence):
+    def _need(self, sequence: RequestState, counts: Mapping[int, int]) -> None:
+        if not self.loads.take_states(sequence):
             missing = next(
                 component_id for component_id in self._states if component_id not in sequence.states
             )
             raise self._short(1, place(missing, Tier.DEVICE))
-        short = self.books.has_room(counts)
+        short = self.state.has_room(counts)
         if short is not None:
             raise self._short(counts[short], short)
 
     def _short(self, count: int, at: int) -> CapacityError:
-        free = self.books.free[at]
+        free = self.state.free[at]
         return CapacityError(
             f"{count} more {free.name} wanted, {free.available} of {free.capacity} are free and the rest "
             "in use: wait for them (reserve), admit fewer requests, or raise the device slots"
@@ -233,32 +233,32 @@ class Planner:
 
     # Publication
 
-    def snapshot(self, sequence: Sequence, length: int) -> list[Copy]:
+    def snapshot(self, sequence: RequestState, length: int) -> list[Copy]:
         """Keep the working states of now, at `length` tokens, in slots of the request's own."""
         # Also if there is no room: the working state moves on and must not pass for this length's.
         sequence.snapshot_tokens = length
         if not self._take_snapshots(sequence):
-            self.books.counters.states_skipped += 1
+            self.state.counters.states_skipped += 1
             return []
         forks: Transfers = []
         for component_id, slot in sequence.snapshots.items():
-            forks += self.books.transfers(component_id, [sequence.states[component_id]], [slot])
+            forks += self.state.transfers(component_id, [sequence.states[component_id]], [slot])
         if not forks:
             return []
-        return [Copy(Direction.FORK, forks, self.books.begin(Tier.DEVICE, [])).serve(sequence)]
+        return [Copy(Direction.FORK, forks, self.state.begin(Tier.DEVICE, [])).serve(sequence)]
 
-    def _take_snapshots(self, sequence: Sequence) -> bool:
+    def _take_snapshots(self, sequence: RequestState) -> bool:
         """Slots for a snapshot of every working state, all or none."""
         new = [component_id for component_id in sequence.states if component_id not in sequence.snapshots]
-        if not all(self.books.make_room(place(component_id, Tier.DEVICE), 1) for component_id in new):
+        if not all(self.state.make_room(place(component_id, Tier.DEVICE), 1) for component_id in new):
             return False
         for component_id in new:
-            sequence.snapshots[component_id] = self.books.free[place(component_id, Tier.DEVICE)].allocate(1)[
+            sequence.snapshots[component_id] = self.state.free[place(component_id, Tier.DEVICE)].allocate(1)[
                 0
             ]
         return True
 
-    def publish(self, sequence: Sequence, length: int, *, final: bool = False) -> list[Copy]:
+    def publish(self, sequence: RequestState, length: int, *, final: bool = False) -> list[Copy]:
         """Put the whole pages up to `length` tokens into the tree, and a state if one is known there.
 
         The state is the snapshot taken at that length, or the working state if `length` is a whole
@@ -268,14 +268,14 @@ class Planner:
         if sequence.lease.node.residency[FULL_DEVICE] == ABSENT:
             sequence.unpublished = True  # a failed load took the prefix away
             return []
-        pages = length // self.books.page_size
+        pages = length // self.state.page_size
         if pages < sequence.borrowed:
             return []
         offers = self.windows.offered(sequence, pages)
         result = self._tree.insert(
             sequence.lease, sequence.tokens, sequence.pages[sequence.borrowed : pages], windows=offers
         )
-        self.windows.took(sequence, offers, result)
+        self.windows.handed_over(sequence, offers, result)
         sequence.duplicates += result.duplicates
         sequence.borrowed = pages
         if self._tree.windows:
@@ -287,9 +287,9 @@ class Planner:
             self._give_states(sequence, result.node, length)
         elif (copy := self._publish_states(sequence, result.node, length)) is not None:
             return [copy]
-        return self.writer.backup(result.node) if self.writer.due(result.node) else []
+        return self.backups.backup(result.node) if self.backups.due(result.node) else []
 
-    def published_ends(self, sequence: Sequence) -> list[Node]:
+    def published_ends(self, sequence: RequestState) -> list[Node]:
         """The ends of a request's checkpoints that another request can resume at from memory, the first one
         first, and of its path.
 
@@ -303,9 +303,9 @@ class Planner:
             node = above
         return ends[::-1]
 
-    def _give_states(self, sequence: Sequence, node: Node, length: int) -> None:
+    def _give_states(self, sequence: RequestState, node: Node, length: int) -> None:
         """Hand the working states over to `node`, where it has none yet."""
-        if length % self.books.page_size or node.parent is None:
+        if length % self.state.page_size or node.parent is None:
             return
         for component_id, slot in list(sequence.states.items()):
             if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
@@ -316,22 +316,22 @@ class Planner:
             else:
                 self._tree.touch(node, component_id)
 
-    def _publish_states(self, sequence: Sequence, node: Node, length: int) -> Copy | None:
+    def _publish_states(self, sequence: RequestState, node: Node, length: int) -> Copy | None:
         kept = sequence.snapshots if sequence.snapshot_tokens == length else sequence.states
-        if length % self.books.page_size or node.parent is None:
+        if length % self.state.page_size or node.parent is None:
             return None
         forks: Transfers = []
         taken = []
         for component_id, source in kept.items():
             slot = self._state_slot(node, component_id)
             if slot is not None:
-                forks += self.books.transfers(component_id, [source], [slot])
+                forks += self.state.transfers(component_id, [source], [slot])
                 taken.append(component_id)
         if not taken:
             return None
         tier_copy = copies.begin_arrival(self._tree, node, taken)
-        self.books.tier_copies.append(tier_copy)
-        publishes = node if self.writer.due(node) else None
+        self.state.tier_copies.append(tier_copy)
+        publishes = node if self.backups.due(node) else None
         return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(sequence)
 
     def _state_slot(self, node: Node, component_id: int) -> int | None:
@@ -340,24 +340,24 @@ class Planner:
         if node.residency[at] != ABSENT:
             self._tree.touch(node, component_id)
             return None
-        if not self.books.make_room(at, 1):
-            self.books.counters.states_skipped += 1
+        if not self.state.make_room(at, 1):
+            self.state.counters.states_skipped += 1
             return None
-        slot = self.books.free[at].allocate(1)[0]
+        slot = self.state.free[at].allocate(1)[0]
         self._tree.take_state(node, component_id, Tier.DEVICE, slot, arriving=True)
         self._tree.supersede(node, component_id)
         return slot
 
     # How copies ended
 
-    def copied(self, copy: Copy, error: BaseException | None) -> Node | None:
+    def copy_finished(self, copy: Copy, error: BaseException | None) -> Node | None:
         """Settle a copy, or take it back; the node whose path is due for the next tier, or None."""
-        self.books.tier_copies.remove(copy.tier_copy)
+        self.state.tier_copies.remove(copy.tier_copy)
         if error is not None:
-            self.books.condemn(copy.direction.destination, copy.transfers)
+            self.state.condemn(copy.direction.destination, copy.transfers)
         lost = copies.finish(self._tree, copy.tier_copy, arrived=error is None)
         for at, slots in lost.items():
-            self.books.free[at].quarantine(slots)
+            self.state.free[at].quarantine(slots)
         if copy.user is not None:
             self.release(copy.user, error)
         return copy.publishes if error is None else None
@@ -365,8 +365,8 @@ class Planner:
     def flush(self) -> None:
         """Forget everything that nobody holds, in both tiers."""
         watcher, self._tree.watcher = self._tree.watcher, None  # one word instead of one a page
-        for at, free in enumerate(self.books.free):
-            self.books.evict(at, free.capacity, dirty=True)
+        for at, free in enumerate(self.state.free):
+            self.state.evict(at, free.capacity, dirty=True)
         self._tree.watcher = watcher
         if watcher is not None:
             watcher.on_clear(Tier.DEVICE, Tier.HOST)

@@ -28,7 +28,7 @@ class Window:
 
 
 @dataclass(slots=True, eq=False)
-class Retired:
+class RetiredPages:
     """Pages of windows that a request has moved past, until no forward reads them any more.
 
     Attributes:
@@ -40,7 +40,7 @@ class Retired:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class RequestState:
     """The tokens of a request and the device slots that hold what was computed for them.
 
     Attributes:

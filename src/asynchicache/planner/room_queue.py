@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Waiter:
         rested: it was made to let go of what it matched; it matches again when it is served, or leaves.
     """
 
-    sequence: Sequence
+    sequence: RequestState
     refused: bool = False
     rested: bool = False
 
@@ -40,7 +40,7 @@ class RoomQueue:
     def __init__(self) -> None:
         self._waiters: list[Waiter] = []
 
-    def enter(self, sequence: Sequence) -> Waiter:
+    def enter(self, sequence: RequestState) -> Waiter:
         """Wait behind those who are there."""
         waiter = Waiter(sequence)
         self._waiters.append(waiter)
@@ -55,11 +55,11 @@ class RoomQueue:
         begun = next((one for one in self._waiters if one.begun), None)
         return waiter is (begun or self._waiters[0])
 
-    def blocks(self, sequence: Sequence) -> bool:
+    def blocks(self, sequence: RequestState) -> bool:
         """Whether a request that is not in the queue must wait behind those who are."""
         return bool(self._waiters) and not Waiter(sequence).begun
 
-    def all_wait(self, sequences: Collection[Sequence]) -> bool:
+    def all_wait(self, sequences: Collection[RequestState]) -> bool:
         """Whether every one of `sequences` that holds anything waits, and none was told to give way."""
         if any(one.refused for one in self._waiters):
             return False

@@ -9,7 +9,7 @@ from typing import Self
 
 from asynchicache.errors import ConfigError
 from asynchicache.planner.actions import Transfers
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
@@ -29,7 +29,7 @@ def _tell_all(
 
 
 @dataclass(slots=True, eq=True)
-class Counters:
+class PlannerCounters:
     """What was decided, in pages and states since the start.
 
     Attributes:
@@ -51,7 +51,7 @@ class Counters:
         return replace(self, evicted=list(self.evicted))
 
 
-class Books:
+class CacheState:
     """The state that every decision reads and changes.
 
     Attributes:
@@ -92,9 +92,9 @@ class Books:
             for tier in (Tier.DEVICE, Tier.HOST)
         ]
         self._check_windows()
-        self.counters = Counters(evicted=[0] * len(self.free))
+        self.counters = PlannerCounters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
-        self.sequences: set[Sequence] = set()
+        self.sequences: set[RequestState] = set()
         self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[int, list[int]]]] = []

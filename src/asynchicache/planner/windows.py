@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asynchicache.planner.request_state import Retired, Sequence, Window
-from asynchicache.planner.state import Books
+from asynchicache.planner.request_state import RequestState, RetiredPages, Window
+from asynchicache.planner.state import CacheState
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.node import Node, place
 from asynchicache.tree.radix_tree import Inserted, Pages
 from asynchicache.types import Tier
 
 
-class WindowKeeper:
+class WindowPlanner:
     """Decides about the windows of requests; pure, as the planner."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._tree = books.tree
-        self._retired: set[Retired] = set()
-        books.private.append(self._private)
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._tree = state.tree
+        self._retired: set[RetiredPages] = set()
+        state.private.append(self._private)
 
-    def start(self, sequence: Sequence, node: Node) -> None:
+    def start(self, sequence: RequestState, node: Node) -> None:
         """The request goes on from `node`: its windows are the tree's until it adds pages of its own."""
         for component in self._tree.windows:
             first = max(node.end - component.pages, 0)
@@ -37,18 +37,18 @@ class WindowKeeper:
         parts = [part.slots_at(at)[max(first + part.pages - part.end, 0) :] for part in component.needs(node)]
         return [slot for part in reversed(parts) for slot in part]
 
-    def extend(self, sequence: Sequence, count: int) -> dict[str, list[int]]:
+    def extend(self, sequence: RequestState, count: int) -> dict[str, list[int]]:
         """Slots for `count` more pages of each window, which there is room for."""
         given: dict[str, list[int]] = {}
         for component_id, window in sequence.windows.items():
-            slots = self._books.free[place(component_id, Tier.DEVICE)].allocate(count)
+            slots = self._state.free[place(component_id, Tier.DEVICE)].allocate(count)
             window.slots += slots
             window.own.update(slots)
-            given |= {name: list(slots) for name in self._books.sharing(component_id)}
+            given |= {name: list(slots) for name in self._state.sharing(component_id)}
         return given
 
     @staticmethod
-    def offered(sequence: Sequence, pages: int) -> dict[int, Pages]:
+    def offered(sequence: RequestState, pages: int) -> dict[int, Pages]:
         """What a publication of `pages` pages can offer the tree: every page that the request still has."""
         offers = {}
         for component_id, window in sequence.windows.items():
@@ -58,7 +58,7 @@ class WindowKeeper:
                 offers[component_id] = Pages(window.first + own, window.slots[own:end])
         return offers
 
-    def took(self, sequence: Sequence, offers: Mapping[int, Pages], result: Inserted) -> None:
+    def handed_over(self, sequence: RequestState, offers: Mapping[int, Pages], result: Inserted) -> None:
         """What the tree took is not the request's own any more."""
         for component_id, offer in offers.items():
             taken = set(offer.slots).difference(result.windows[component_id].values())
@@ -66,24 +66,26 @@ class WindowKeeper:
             if taken:
                 self._tree.supersede(result.node, component_id)
 
-    def retire(self, sequence: Sequence, length: int) -> Retired | None:
+    def retire(self, sequence: RequestState, length: int) -> RetiredPages | None:
         """The request has computed `length` tokens: it lets go of what lies before the window of the last
         page boundary, or of a snapshot that may yet be published. Kept until `finish`: the forward may be
         under way."""
-        pages = min(length // self._books.page_size, len(sequence.pages))
-        snapshot = sequence.snapshot_tokens // self._books.page_size
+        pages = min(length // self._state.page_size, len(sequence.pages))
+        snapshot = sequence.snapshot_tokens // self._state.page_size
         if sequence.snapshots and snapshot > sequence.borrowed:
             pages = min(pages, snapshot)
-        retired = Retired()
+        retired = RetiredPages()
         for component in self._tree.windows:
             self._retire(sequence, component, pages - component.pages, retired)
         if not retired.pins and not retired.slots:
             return None
-        self._books.pinned.append(retired.pins)
+        self._state.pinned.append(retired.pins)
         self._retired.add(retired)
         return retired
 
-    def _retire(self, sequence: Sequence, component: WindowComponent, first: int, retired: Retired) -> None:
+    def _retire(
+        self, sequence: RequestState, component: WindowComponent, first: int, retired: RetiredPages
+    ) -> None:
         window = sequence.windows.get(component.id)
         if window is None or first <= window.first:
             return
@@ -96,12 +98,12 @@ class WindowKeeper:
             retired.slots[place(component.id, Tier.DEVICE)] = sorted(own)
         self._tree.drop_behind(sequence.lease, component.id, first, retired.pins)
 
-    def finish(self, retired: Retired, error: BaseException | None = None) -> None:
+    def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
         """No forward reads these pages any more; `error`: the device failed and may still write to them."""
         self._retired.discard(retired)
-        self._books.drop(retired.pins)
+        self._state.drop(retired.pins)
         for at, slots in retired.slots.items():
-            self._books.give_back(at, slots, poisoned=error is not None)
+            self._state.give_back(at, slots, poisoned=error is not None)
 
     def _private(self) -> Mapping[int, list[int]]:
         owned: dict[int, list[int]] = {}

@@ -13,7 +13,7 @@ from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.errors import CapacityError
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.request_state import Sequence
+from asynchicache.planner.request_state import RequestState
 from asynchicache.tree.node import FULL, place
 from asynchicache.types import TOKEN_BYTES, MissReason, Tier
 
@@ -69,8 +69,8 @@ class Player:
             sequence = self._planner.open(self._tokens(request, blocks), b"")
         except CapacityError:
             return self._refused(request, known)
-        self._cache.carry_out(self._planner.meet(sequence))
-        self._cache.carry_out(self._planner.loader.load(sequence))
+        self._cache.carry_out(self._planner.count_hit(sequence))
+        self._cache.carry_out(self._planner.loads.load(sequence))
         served = self._served(request, sequence, blocks, known)
         with suppress(CapacityError):  # what there is no room for is computed, and leaves nothing here
             self._compute(sequence, blocks)
@@ -86,19 +86,19 @@ class Player:
 
     # Computing
 
-    def _compute(self, sequence: Sequence, blocks: Ids) -> None:
+    def _compute(self, sequence: RequestState, blocks: Ids) -> None:
         """Publish the prompt, with states where the planner wants them."""
         planner = self._planner
         for stop in self._stops(sequence, len(blocks)):
-            end = stop if planner.books.tree.windows else len(sequence.tokens)
+            end = stop if planner.state.tree.windows else len(sequence.tokens)
             planner.extend(sequence, max(end - sequence.reserved, 0))
-            self._cache.carry_out(planner.writer.clean())
+            self._cache.carry_out(planner.backups.clean())
             self._cache.carry_out(planner.publish(sequence, stop))
             self._cache.advance(sequence, stop)
-            if sequence.borrowed and planner.books.tree.restorable(sequence.lease.node):
+            if sequence.borrowed and planner.state.tree.restorable(sequence.lease.node):
                 self._was_resumable[blocks[sequence.borrowed - 1]] = True
 
-    def _stops(self, sequence: Sequence, whole: int) -> list[int]:
+    def _stops(self, sequence: RequestState, whole: int) -> list[int]:
         """Where forwards end: where states are wanted, and else one id behind a block, where no state is
         kept."""
         cuts = self._planner.cuts(sequence)
@@ -112,16 +112,16 @@ class Player:
 
     def _chunk_blocks(self) -> int:
         """The longest chunk of a prefill beside a window and the page that is not whole."""
-        free = self._planner.books.free
+        free = self._planner.state.free
         room = [
             free[place(window.id, Tier.DEVICE)].capacity - window.pages - 1
-            for window in self._planner.books.tree.windows
+            for window in self._planner.state.tree.windows
         ]
         return min(max(_CHUNK_TOKENS // self._block_size, 1), *room) if room else _WHOLE
 
     # Counting
 
-    def _served(self, request: TraceRequest, sequence: Sequence, blocks: Ids, known: int) -> Served:
+    def _served(self, request: TraceRequest, sequence: RequestState, blocks: Ids, known: int) -> Served:
         misses = self._unknown(request, known)
         for miss, lost in self._held_back(sequence, blocks, known):
             misses[miss] = lost * self._block_size
@@ -142,7 +142,7 @@ class Player:
             self._miss(FULL, "cold"): (whole - known) * self._block_size,
         }
 
-    def _held_back(self, sequence: Sequence, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
+    def _held_back(self, sequence: RequestState, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
         """Known blocks that were not served, by the pool that lacked them."""
         hit, matched, reach = sequence.hit_pages, sequence.matched_pages, sequence.match.full_pages
         yield self._miss(FULL, "evicted"), known - reach
@@ -155,4 +155,4 @@ class Player:
             yield self._miss(sequence.held_back.component_id, "not_kept"), reach - last
 
     def _miss(self, component_id: int, reason: str) -> Miss:
-        return Miss(self._planner.books.names[component_id], reason)
+        return Miss(self._planner.state.names[component_id], reason)

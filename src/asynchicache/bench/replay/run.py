@@ -19,7 +19,7 @@ from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import Trace, read_trace
 from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.tree.node import FULL_DEVICE, place
 from asynchicache.types import Tier, WritePolicy
 
@@ -48,7 +48,7 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     )
     tally = _play(planner, trace, found.known, progress)
     ceiling = sum(found.known) * trace.block_size / trace.prompt_tokens
-    return _report(planner.books, trace, sizes, tally, ceiling, begun)
+    return _report(planner.state, trace, sizes, tally, ceiling, begun)
 
 
 def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> Tally:
@@ -60,7 +60,7 @@ def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progre
 
 
 def _report(
-    books: Books, trace: Trace, sizes: Sizes, tally: Tally, ceiling: float, begun: float
+    books: CacheState, trace: Trace, sizes: Sizes, tally: Tally, ceiling: float, begun: float
 ) -> ReplayReport:
     tiers = (Tier.DEVICE, Tier.HOST)
     evicted = {
@@ -88,7 +88,7 @@ def _report(
     )
 
 
-def _states_kept(books: Books) -> int:
+def _states_kept(books: CacheState) -> int:
     """Nodes that have a state, in whatever tier."""
     states = [
         component for component in books.tree.components if not books.spec.owners[component.id].per_token

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynchicache.errors import CapacityError
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.pools.slabs import Slab
 from asynchicache.streams.base import Event, Graph, Stream
 from asynchicache.streams.drivers import Run, SeededDriver
@@ -224,7 +224,7 @@ def _bare(stream: Stream) -> Stream:
 
 
 @contextmanager
-def refusing_room(books: Books, draws: FaultDraws, rate: float) -> Iterator[None]:
+def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator[None]:
     """Let there be no room now and then, as if all that there is were in use."""
     make_room = books.make_room
 

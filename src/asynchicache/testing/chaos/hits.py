@@ -18,7 +18,7 @@ from unittest.mock import patch
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
 from asynchicache.testing.chaos.ledger import Ledger
@@ -115,8 +115,8 @@ class HitOracle:
         """
         controller = cache._controller  # noqa: SLF001 - the kit looks inside
         self._controller = controller
-        self._books: Books = controller.planner.books
-        self._tree = self._books.tree
+        self._state: CacheState = controller.planner.state
+        self._tree = self._state.tree
         self._storage = storage
         self._options = options
         self._draws = draws
@@ -139,7 +139,7 @@ class HitOracle:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Meanwhile, notice what leaves memory and storage, and who is refused room."""
-        tree, books = self._tree, self._books
+        tree, books = self._tree, self._state
         with ExitStack() as stack:
             stack.enter_context(patch.object(books, "make_room", partial(self._room, books.make_room)))
             stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
@@ -207,7 +207,7 @@ class HitOracle:
 
     def _holds(self, pool: str) -> set[bytes]:
         """The pages of a pool that are in memory."""
-        component_id = next(n for n in range(self._tree.width) if pool in self._books.sharing(n))
+        component_id = next(n for n in range(self._tree.width) if pool in self._state.sharing(n))
         found: set[bytes] = set()
         for node in self._tree.nodes():
             if is_held(node, component_id):
@@ -218,15 +218,15 @@ class HitOracle:
     @property
     def _asks(self) -> bool:
         """Whether there is memory for what storage has to come to."""
-        return self._books.free[FULL_HOST].capacity > 0
+        return self._state.free[FULL_HOST].capacity > 0
 
     def _in_storage(self, digests: Sequence[bytes]) -> Pages:
         """What the store has, as far as there is memory for it to come to."""
         component_ids = range(self._tree.width)
         found = nothing(len(component_ids), len(digests))
         for component_id in component_ids if self._asks else ():
-            if self._books.free[place(component_id, Tier.HOST)].capacity:
-                found[component_id] = self._storage.has(self._books.sharing(component_id), digests)
+            if self._state.free[place(component_id, Tier.HOST)].capacity:
+                found[component_id] = self._storage.has(self._state.sharing(component_id), digests)
         return found
 
     def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
@@ -297,7 +297,7 @@ class HitOracle:
         return StoredPath(digests, full, ends)
 
     def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
-        keys = [self._storage.key(pool, digest) for pool in self._books.sharing(component_id)]
+        keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
         return [key for key in keys if key is not None]
 
     def _check_reason(self, request: Request, case: HitCase) -> None:
@@ -324,7 +324,7 @@ class HitOracle:
             return True
         self._refused += 1
         self.costs.forget()  # who was told to read has to leave it to others
-        free = self._books.free[at]
+        free = self._state.free[at]
         could = free.available + reclaimable(self._tree, at)
         if could >= count:
             self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
@@ -346,7 +346,7 @@ class HitOracle:
     def _left(self, node: Node, component_id: int, first: int, end: int) -> None:
         """Pages of a component are in no tier of the tree any more: nobody who waits need find them."""
         for digest in self._tree.digests(node)[first - node.end :] if first < end else ():
-            for pool in self._books.sharing(component_id):
+            for pool in self._state.sharing(component_id):
                 self.costs.lost(digest, pool)
         if not self._waiting:
             return
@@ -369,7 +369,7 @@ class HitOracle:
             if (page := case.digests.get(digest)) is not None:
                 case.disturbed = True
                 for component_id in range(self._tree.width):
-                    if pool in self._books.sharing(component_id):
+                    if pool in self._state.sharing(component_id):
                         case.stored[component_id][page] = 0
 
     def _violated(self, words: str) -> None:

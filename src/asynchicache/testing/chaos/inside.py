@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asynchicache.cache import HybridCache
 from asynchicache.planner.actions import Copy
-from asynchicache.planner.state import Books
+from asynchicache.planner.state import CacheState
 from asynchicache.testing.oracle import POISON
 from asynchicache.tree.node import TIERS, Node, place
 from asynchicache.types import Tier
@@ -28,15 +28,15 @@ class CacheInternals:
     """
 
     def __init__(self, cache: HybridCache) -> None:
-        controller, rooms = cache._controller, cache._rooms  # noqa: SLF001 - the kit looks inside
-        self.books: Books = controller.planner.books
+        controller, rooms = cache._controller, cache._parts  # noqa: SLF001 - the kit looks inside
+        self.state: CacheState = controller.planner.state
         self._controller = controller
         self._scheduler = rooms.engine._scheduler  # noqa: SLF001
         self._poisons = True
         self._owners = {
             pool: component_id
-            for component_id in range(len(self.books.names))
-            for pool in self.books.sharing(component_id)
+            for component_id in range(len(self.state.names))
+            for pool in self.state.sharing(component_id)
         }
         self._tensors: dict[tuple[str, Tier], list[npt.NDArray[np.uint8]]] = {}
         for pool, memory in rooms.memories.items():
@@ -61,14 +61,14 @@ class CacheInternals:
     def poison_freed(self) -> None:
         """From now on, overwrite what slots hold as soon as they are given back: whoever still reads
         them is seen."""
-        for at, free in enumerate(self.books.free):
+        for at, free in enumerate(self.state.free):
             free.on_release = partial(self._left, free.on_release, at)
 
     @contextmanager
     def watching_failed_copies(self) -> Iterator[None]:
         """Meanwhile, nobody may be given a slot that a failed copy was to write: it may still do that."""
         planner = self._controller.planner
-        settle = planner.copied
+        settle = planner.copy_finished
 
         def copied(copy: Copy, error: BaseException | None) -> Node | None:
             tier = copy.direction.destination
@@ -77,7 +77,7 @@ class CacheInternals:
                 self._spoilt.update((at, slot) for slot in slots)
             return settle(copy, error)
 
-        with patch.object(planner, "copied", copied):
+        with patch.object(planner, "copy_finished", copied):
             yield
 
     def stop_poisoning(self) -> None:
@@ -87,17 +87,17 @@ class CacheInternals:
     def _left(self, told: Callable[[Sequence[int]], object] | None, at: int, slots: Sequence[int]) -> None:
         if told is not None:
             told(slots)
-        free = self.books.free[at]
+        free = self.state.free[at]
         for slot in slots if self._spoilt else ():
             if (at, slot) in self._spoilt and free.is_free(slot):
                 self.violations.append(f"handed out again: {free.name} {slot}, which a failed copy may write")
-        for pool in self.books.sharing(at // TIERS) if self._poisons else ():
+        for pool in self.state.sharing(at // TIERS) if self._poisons else ():
             for tensor in self._tensors[pool, Tier(at % TIERS)]:
                 tensor[:, list(slots)] = POISON
 
     def leftovers(self, may_leak: bool) -> list[str]:
         """What an idle, flushed cache still holds, in words; slots may be lost for good if `may_leak`."""
-        books = self.books
+        books = self.state
         found = [f"leak: {len(held)} {name}" for name, held in self._holders() if held and not may_leak]
         for free in books.free:
             lost = free.capacity - free.available
@@ -106,7 +106,7 @@ class CacheInternals:
         return found
 
     def _holders(self) -> list[tuple[str, Sequence[object]]]:
-        books = self.books
+        books = self.state
         return [
             ("requests", list(books.sequences)),
             ("copies in flight", books.tier_copies),

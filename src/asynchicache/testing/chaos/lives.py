@@ -137,7 +137,7 @@ class _LifeRun:
             with engine.hits.watching():
                 with (
                     inside.watching_failed_copies(),
-                    refusing_room(inside.books, self._draws, self._life.refuse),
+                    refusing_room(inside.state, self._draws, self._life.refuse),
                 ):
                     tasks = await self._live(engine)
                 self._ledger.violations += inside.violations

@@ -112,8 +112,8 @@ class ChaosStorage:
         """Whether nothing went wrong with storage since then, and what did before is over: every call is
         made, and has been answered in time and rightly."""
         self._look()
-        stored = controller.stored
-        if not stored or self._faulty.injected["swap"] or controller.storer.clearing:
+        stored = controller.storage
+        if not stored or self._faulty.injected["swap"] or controller.storage_writer.clearing:
             return False
         if not self._seen:
             return True
