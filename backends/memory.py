@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.options import Options
+from asynchicache.backends.options import BackendOptions
 from asynchicache.errors import ClosedError
 from asynchicache.hashing import ObjectKey
+from asynchicache.options import Positive
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
@@ -281,23 +282,30 @@ class MemoryBackend:
         return f"<MemoryBackend: {len(self.store)} pages, {self.store.page_bytes} bytes>"
 
 
-def open_backend(options: Mapping[str, object], port: Port) -> MemoryBackend:
-    """The memory engine.
+class MemoryOptions(BackendOptions, frozen=True):
+    """Options of the memory backend.
 
-    Args:
-        options: `name`, a store of this process that outlives the backend, so that a cache opened
-            later finds the pages (default: pages end with the backend); `capacity_bytes`, most bytes
-            of pages (default: no limit); `checksum`, seal and check pages (default: true).
-        port: not needed; every backend is given one.
+    Attributes:
+        name: a store of this process that outlives the backend, so that a cache opened later finds its
+            pages. Default: none; pages end with the backend.
+        capacity_bytes: most bytes of pages. Default: no limit.
+        checksum: seal pages when they are written and check them when they are read. Default: true.
+    """
+
+    backend: ClassVar[str] = "memory"
+
+    name: str = ""
+    capacity_bytes: Positive | None = None
+    checksum: bool = True
+
+
+def open_backend(options: Mapping[str, object], port: Port) -> MemoryBackend:
+    """The memory engine; see `MemoryOptions` for its options. It needs no `port`.
 
     Raises:
         ConfigError: an option is unknown, or breaks its rule.
     """
-    taken = Options("memory", options)
-    name = taken.take("name", str, "")
-    capacity = taken.positive("capacity_bytes")
-    checksum = taken.take("checksum", bool, True)
-    taken.finish()
-    store = _NAMED.setdefault(name, MemoryStore()) if name else MemoryStore()
-    store.capacity_bytes = capacity
-    return MemoryBackend(store, checksum=checksum)
+    chosen = MemoryOptions.of(options)
+    store = _NAMED.setdefault(chosen.name, MemoryStore()) if chosen.name else MemoryStore()
+    store.capacity_bytes = chosen.capacity_bytes
+    return MemoryBackend(store, checksum=chosen.checksum)

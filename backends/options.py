@@ -1,17 +1,54 @@
-"""Options of a backend, taken one by one and checked: none is unknown, none has another type."""
+"""What the options of all storage backends have in common."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, ClassVar, Self, TypeAlias, TypeVar
+
+from msgspec import Meta
 
 from asynchicache.errors import ConfigError
+from asynchicache.options import Options as CheckedOptions
+from asynchicache.options import did_you_mean, shown
 
 T = TypeVar("T")
 
-_SECRETS = frozenset({"password"})
+Namespace: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+"""What every key of a backend begins with."""
+
+
+class BackendOptions(CheckedOptions, frozen=True):
+    """Base of a backend's options; messages name the backend, and hide passwords.
+
+    Attributes:
+        backend: its name.
+    """
+
+    backend: ClassVar[str]
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> Self:
+        """The options in `given`, where None stands for the default.
+
+        Raises:
+            ConfigError: an option is missing, unknown, or outside its rule; names it.
+        """
+        return cls.read({name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def refused(cls, name: str, value: object, rule: str) -> ConfigError:
+        return ConfigError(f"storage backend {cls.backend!r}: option {name}={shown(name, value)} {rule}")
+
+    @classmethod
+    def missing(cls, name: str, rule: str) -> ConfigError:
+        return ConfigError(f"storage backend {cls.backend!r}: option {name} is missing; it {rule}")
+
+    @classmethod
+    def unknown(cls, name: str, known: Sequence[str]) -> ConfigError:
+        advice = did_you_mean(name, known)
+        return ConfigError(f"storage backend {cls.backend!r} has no option {name!r}; {advice}")
 
 
 class Options:
@@ -73,8 +110,7 @@ class Options:
 
     def refused(self, name: str, value: object, rule: str) -> ConfigError:
         """The error that says which option has which value against which rule."""
-        shown = "***" if name in _SECRETS else repr(_without_password(value))
-        return ConfigError(f"storage backend {self._backend!r}: option {name}={shown} {rule}")
+        return ConfigError(f"storage backend {self._backend!r}: option {name}={shown(name, value)} {rule}")
 
     def finish(self) -> None:
         """
@@ -83,14 +119,6 @@ class Options:
         """
         if self._given:
             raise ConfigError(f"storage backend {self._backend!r} has no option {sorted(self._given)}")
-
-
-def _without_password(value: object) -> object:
-    """A URL is shown without what stands before its `@`, whatever is wrong with it."""
-    if not isinstance(value, str) or "@" not in value:
-        return value
-    scheme, found, rest = value.partition("://")
-    return f"{scheme if found else ''}{found}***@{(rest or value).rpartition('@')[2]}"
 
 
 def _rule(kind: type | tuple[type, ...]) -> str:

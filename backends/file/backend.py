@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.file.budget import FIXED_BYTES, Budget
@@ -17,15 +17,15 @@ from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.manifest import Manifest, settle
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.store import PoolStore
-from asynchicache.backends.options import Options
+from asynchicache.backends.options import BackendOptions
 from asynchicache.errors import ClosedError, StorageError
+from asynchicache.options import Positive
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
 
-@dataclass(frozen=True, slots=True)
-class FileOptions:
-    """What the user chooses.
+class FileOptions(BackendOptions, frozen=True):
+    """Options of the file backend.
 
     Attributes:
         path: the folder; made if it is missing. `~` at its beginning is the user's home.
@@ -36,44 +36,21 @@ class FileOptions:
         direct: go around the kernel's cache where the file system allows it. Default: true.
     """
 
+    backend: ClassVar[str] = "file"
+
     path: Path
-    capacity_bytes: int | Mapping[str, int] | None = None
+    capacity_bytes: Positive | dict[str, Positive] | None = None
     read_only: bool = False
     direct: bool = True
-
-    @classmethod
-    def of(cls, options: Mapping[str, object]) -> FileOptions:
-        """
-        Raises:
-            ConfigError: an option is missing, unknown, or breaks its rule.
-        """
-        taken = Options("file", options)
-        path = taken.folder()
-        capacity = options.get("capacity_bytes")
-        if isinstance(capacity, Mapping):
-            taken.take("capacity_bytes", Mapping, {})
-            _check_capacities(taken, capacity)
-        else:
-            capacity = taken.positive("capacity_bytes")
-        read_only = taken.take("read_only", bool, False)
-        direct = taken.take("direct", bool, True)
-        taken.finish()
-        return cls(path, capacity, read_only, direct)
 
     @property
     def folder_limit(self) -> int | None:
         """Most bytes of all files, None for no limit."""
-        return None if isinstance(self.capacity_bytes, Mapping) else self.capacity_bytes
+        return None if isinstance(self.capacity_bytes, dict) else self.capacity_bytes
 
     def limit_of(self, pool: str) -> int | None:
         """Most bytes of a pool's files, None for no limit of its own."""
-        return self.capacity_bytes.get(pool) if isinstance(self.capacity_bytes, Mapping) else None
-
-
-def _check_capacities(taken: Options, capacities: Mapping[object, object]) -> None:
-    for pool, size in capacities.items():
-        if not isinstance(pool, str) or not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise taken.refused("capacity_bytes", {pool: size}, "must map pool names to numbers above 0")
+        return self.capacity_bytes.get(pool) if isinstance(self.capacity_bytes, dict) else None
 
 
 class FileBackend:

@@ -1,17 +1,20 @@
-"""What the user chooses, checked."""
+"""Options of the 3FS backend."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Annotated, ClassVar, TypeAlias
 
-from asynchicache.backends.options import Options
+from msgspec import Meta
+
+from asynchicache.backends.options import BackendOptions
+from asynchicache.options import Positive
 
 DEFAULT_METADATA = "http://127.0.0.1:18000"
-_GIB = 1 << 30
-_LONGEST = 86_400
+
+_Deadline: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Io(Enum):
@@ -21,9 +24,9 @@ class Io(Enum):
     USRBIO = "usrbio"  # 3FS's rings in shared memory, past FUSE
 
 
-@dataclass(frozen=True, slots=True)
-class Hf3fsOptions:
-    """
+class Hf3fsOptions(BackendOptions, frozen=True):
+    """Options of the 3FS backend.
+
     Attributes:
         path: a folder on the mount of 3FS, for this cache alone; made if it is missing. `~` at its beginning
             is the user's home.
@@ -42,75 +45,26 @@ class Hf3fsOptions:
         metadata_seconds: deadline of one call of the metadata service. Default: 5.
     """
 
+    backend: ClassVar[str] = "hf3fs"
+
     path: Path
     metadata: str = DEFAULT_METADATA
-    capacity_bytes: int = _GIB
-    fractions: Mapping[str, float] = field(default_factory=dict)
+    capacity_bytes: Positive = 1 << 30
+    fractions: Mapping[str, Annotated[float, Meta(gt=0, le=1)]] = {}
     io: Io = Io.POSIX
     replicated_writer: bool = True
     direct: bool = True
-    workers: int = 4
-    entries: int = 64
-    buffer_bytes: int = 32 << 20
-    io_seconds: float = 5.0
+    workers: Positive = 4
+    entries: Positive = 64
+    buffer_bytes: Positive = 32 << 20
+    io_seconds: _Deadline = 5.0
     zero_copy: bool = False
-    metadata_seconds: float = 5.0
+    metadata_seconds: _Deadline = 5.0
 
-    @classmethod
-    def of(cls, options: Mapping[str, object]) -> Hf3fsOptions:
-        """
-        Raises:
-            ConfigError: an option is missing, unknown, or breaks its rule.
-        """
-        taken = Options("hf3fs", options)
-        found = cls(
-            path=taken.folder(),
-            metadata=taken.take("metadata", str, DEFAULT_METADATA),
-            capacity_bytes=taken.positive("capacity_bytes") or _GIB,
-            fractions=_fractions(taken),
-            io=_io(taken),
-            replicated_writer=taken.take("replicated_writer", bool, True),
-            direct=taken.take("direct", bool, True),
-            workers=taken.positive("workers") or 4,
-            entries=taken.positive("entries") or 64,
-            buffer_bytes=taken.positive("buffer_bytes") or 32 << 20,
-            io_seconds=_seconds(taken, "io_seconds"),
-            zero_copy=taken.take("zero_copy", bool, False),
-            metadata_seconds=_seconds(taken, "metadata_seconds"),
-        )
-        taken.finish()
-        if found.zero_copy and found.io is not Io.USRBIO:
-            raise taken.refused("zero_copy", True, "needs io='usrbio'")
-        return found
+    def check(self) -> None:
+        if self.zero_copy and self.io is not Io.USRBIO:
+            raise self.refused("zero_copy", True, "needs io='usrbio'")
 
     def slots_of(self, pool: str, frame_bytes: int) -> int:
         """Pages that a pool's file has room for."""
         return max(1, int(self.capacity_bytes * self.fractions.get(pool, 1.0)) // frame_bytes)
-
-
-def _io(taken: Options) -> Io:
-    name = taken.take("io", str, Io.POSIX.value)
-    try:
-        return Io(name)
-    except ValueError:
-        raise taken.refused("io", name, f"must be one of {[io.value for io in Io]}") from None
-
-
-def _seconds(taken: Options, name: str) -> float:
-    seconds = taken.take(name, (int, float), 5.0)
-    if not 0 < seconds <= _LONGEST:
-        raise taken.refused(name, seconds, f"must be above 0, and {_LONGEST} at most")
-    return float(seconds)
-
-
-def _fractions(taken: Options) -> Mapping[str, float]:
-    fractions: Mapping[object, object] = taken.take("fractions", Mapping, {})
-    checked: dict[str, float] = {}
-    for pool, share in fractions.items():
-        number = share if isinstance(share, int | float) and not isinstance(share, bool) else 0
-        if not isinstance(pool, str) or not 0 < number <= 1:
-            raise taken.refused(
-                "fractions", {pool: share}, "must map pool names to shares above 0 and up to 1"
-            )
-        checked[pool] = number
-    return checked

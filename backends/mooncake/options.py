@@ -1,22 +1,20 @@
-"""What a user says about a Mooncake cluster, checked."""
+"""Options of the Mooncake backend."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import ClassVar
 
-from asynchicache.backends.options import Options
+from asynchicache.backends.options import BackendOptions, Namespace
+from asynchicache.options import Positive, Seconds
 
 LEAST_SEGMENT_BYTES = 16 << 20
 """Mooncake refuses to lend less."""
 
-_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeOptions:
+class MooncakeOptions(BackendOptions, frozen=True):
     """How to join a Mooncake cluster.
 
     Attributes:
@@ -33,38 +31,26 @@ class MooncakeOptions:
         open_seconds: how long opening may take. Default: 10.
     """
 
-    master: str
+    backend: ClassVar[str] = "mooncake"
+
+    master: str = ""
     metadata_server: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     devices: str = ""
     local_hostname: str = "localhost"
     segment_bytes: int = 0
-    replicas: int = 1
-    threads: int = 4
-    namespace: str = "asynchicache"
-    open_seconds: float = 10.0
+    replicas: Positive = 1
+    threads: Positive = 4
+    namespace: Namespace = "asynchicache"
+    open_seconds: Seconds = 10.0
 
-    @classmethod
-    def of(cls, options: Mapping[str, object]) -> MooncakeOptions:
-        """
-        Raises:
-            ConfigError: an option is missing, unknown, or breaks its rule.
-        """
-        taken = Options("mooncake", options)
-        found = cls(
-            master=_master(taken),
-            metadata_server=taken.take("metadata_server", str, _DEFAULT.metadata_server),
-            protocol=taken.take("protocol", str, _DEFAULT.protocol),
-            devices=taken.take("devices", str, _DEFAULT.devices),
-            local_hostname=taken.take("local_hostname", str, _DEFAULT.local_hostname),
-            segment_bytes=_segment_bytes(taken),
-            replicas=taken.positive("replicas") or _DEFAULT.replicas,
-            threads=taken.positive("threads") or _DEFAULT.threads,
-            namespace=_namespace(taken),
-            open_seconds=_open_seconds(taken),
-        )
-        taken.finish()
-        return found
+    def check(self) -> None:
+        match = _ADDRESS.fullmatch(self.master)
+        if "://" not in self.master and (match is None or not 0 < int(match["port"]) < 65536):
+            raise self.refused("master", self.master, "must be host:port of a Mooncake master")
+        if self.segment_bytes and self.segment_bytes < LEAST_SEGMENT_BYTES:
+            rule = f"must be 0, or at least {LEAST_SEGMENT_BYTES}, the least that Mooncake lends"
+            raise self.refused("segment_bytes", self.segment_bytes, rule)
 
     @property
     def master_address(self) -> tuple[str, int] | None:
@@ -83,37 +69,3 @@ class MooncakeOptions:
             "rdma_devices": self.devices,
             "master_server_addr": self.master,
         }
-
-
-# `MooncakeOptions` has slots, so a default is read from an instance.
-_DEFAULT = MooncakeOptions(master="")
-
-
-def _master(taken: Options) -> str:
-    master = taken.take("master", str, "")
-    match = _ADDRESS.fullmatch(master)
-    if "://" not in master and (match is None or not 0 < int(match["port"]) < 65536):
-        raise taken.refused("master", master, "must be host:port of a Mooncake master")
-    return master
-
-
-def _segment_bytes(taken: Options) -> int:
-    size = taken.take("segment_bytes", int, 0)
-    if size and size < LEAST_SEGMENT_BYTES:
-        rule = f"must be 0, or at least {LEAST_SEGMENT_BYTES}, the least that Mooncake lends"
-        raise taken.refused("segment_bytes", size, rule)
-    return size
-
-
-def _namespace(taken: Options) -> str:
-    namespace = taken.take("namespace", str, _DEFAULT.namespace)
-    if not _NAMESPACE.fullmatch(namespace):
-        raise taken.refused("namespace", namespace, "must be 1 to 64 letters, digits, `.`, `_` and `-`")
-    return namespace
-
-
-def _open_seconds(taken: Options) -> float:
-    seconds = float(taken.take("open_seconds", (int, float), _DEFAULT.open_seconds))
-    if not seconds > 0:
-        raise taken.refused("open_seconds", seconds, "must be above 0")
-    return seconds

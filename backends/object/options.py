@@ -1,13 +1,13 @@
-"""What the user chooses: which store, how much patience, how many requests at once."""
+"""Options of the object store backend."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import ClassVar, Self
 from urllib.parse import urlsplit
 
-from asynchicache.backends.options import Options
+from asynchicache.backends.options import BackendOptions
+from asynchicache.options import FiniteSeconds, Natural, Positive
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 _RULE = "must be s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder or memory:///"
@@ -36,9 +36,8 @@ _CLIENT_KEYS = {
 with what is no `Exception`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectOptions:
-    """What the user chooses.
+class ObjectOptions(BackendOptions, frozen=True):
+    """Options of the object store backend.
 
     Attributes:
         url: the bucket and what every object's name begins with.
@@ -52,11 +51,13 @@ class ObjectOptions:
         read_only: serve what is there, store and delete nothing. Default: false.
     """
 
-    url: str
-    config: Mapping[str, str] = field(default_factory=dict, repr=False)
-    requests: int = 32
-    timeout_seconds: float = 10.0
-    retries: int = 2
+    backend: ClassVar[str] = "object"
+
+    url: str = ""
+    config: Mapping[str, str] = {}
+    requests: Positive = 32
+    timeout_seconds: FiniteSeconds = 10.0
+    retries: Natural = 2
     index: bool = False
     read_only: bool = False
 
@@ -65,37 +66,36 @@ class ObjectOptions:
         return urlsplit(self.url).scheme
 
     @classmethod
-    def of(cls, options: Mapping[str, object]) -> ObjectOptions:
-        """
-        Raises:
-            ConfigError: an option is missing, unknown, or breaks its rule.
-        """
-        taken = Options("object", options)
-        made = cls(
-            taken.take("url", str, ""),
-            _config(taken),
-            taken.positive("requests") or 32,
-            taken.take("timeout_seconds", (int, float), 10.0),
-            taken.take("retries", int, 2),
-            taken.take("index", bool, False),
-            taken.take("read_only", bool, False),
-        )
-        made._check(taken)
-        taken.finish()
-        return made
+    def of(cls, given: Mapping[str, object]) -> Self:
+        settings = given.get("config")
+        return super().of(given if settings is None else {**given, "config": cls._settings(settings)})
 
-    def _check(self, taken: Options) -> None:
+    @classmethod
+    def _settings(cls, given: object) -> Mapping[str, str]:
+        """Settings as strings. Messages show names only, because values may be secrets."""
+        if not isinstance(given, Mapping):
+            raise cls.refused("config", type(given).__name__, "must be a table of settings")
+        for name, value in given.items():
+            if not isinstance(name, str) or not isinstance(value, str | bool | int):
+                raise cls.refused("config", {name: type(value).__name__}, "must map names to words")
+            if name.lower() in _CLIENT_KEYS:
+                raise cls.refused("config", name, f"is not a setting of a store: {_INSTEAD}")
+        return {
+            name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in given.items()
+        }
+
+    def check(self) -> None:
         if not _names_a_place(self.url):
-            raise taken.refused("url", self.url, _RULE)
-        if not 0 < self.timeout_seconds < math.inf:
-            raise taken.refused("timeout_seconds", self.timeout_seconds, "must be a number above 0")
-        if self.retries < 0:
-            raise taken.refused("retries", self.retries, "must be 0 or more")
+            raise self.refused("url", self.url, _RULE)
         if self.config and self.scheme in ("file", "memory"):
-            raise taken.refused("config", sorted(self.config), f"means nothing to {self.scheme}://")
+            raise self.refused("config", sorted(self.config), f"means nothing to {self.scheme}://")
+
+    def __repr__(self) -> str:
+        return f"ObjectOptions({self.url!r})"  # the settings may be secrets
 
 
-_INSTEAD = "http:// is allowed where endpoint says so, and patience is option timeout_seconds"
+_INSTEAD = "http:// is allowed where endpoint says so, and deadlines are option timeout_seconds"
 
 
 def _names_a_place(url: str) -> bool:
@@ -108,18 +108,3 @@ def _names_a_place(url: str) -> bool:
     if parts.scheme == "memory":
         return True
     return parts.scheme in SCHEMES and bool(parts.path.strip("/") if parts.scheme == "file" else parts.netloc)
-
-
-def _config(taken: Options) -> Mapping[str, str]:
-    """Settings as strings; names only are shown in messages: values may be secrets."""
-    given = taken.take("config", object, {})
-    if not isinstance(given, Mapping):
-        raise taken.refused("config", type(given).__name__, "must be of type Mapping")
-    for name, value in given.items():
-        if not isinstance(name, str) or not isinstance(value, str | bool | int):
-            raise taken.refused("config", {name: type(value).__name__}, "must map names to words")
-        if name.lower() in _CLIENT_KEYS:
-            raise taken.refused("config", name, f"is no setting of a store: {_INSTEAD}")
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()
-    }

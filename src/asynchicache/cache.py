@@ -333,7 +333,7 @@ async def _open_parts(
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
-    slots = plan_slots(spec, config.sizes(), _memory(device))
+    slots = plan_slots(spec, config, _memory(device))
     for pool in find_undersized_pools(spec, slots, config.pages_per_state):
         _log.warning("%s", pool)
     # To its end, also if this is cancelled: memory that a thread still pins could not be unpinned.

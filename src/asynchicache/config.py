@@ -1,10 +1,12 @@
-"""Every option, from code, TOML or the environment, and what they open: the only reader of the latter."""
+"""The cache's options, from code, files or the environment, and storage backends by name.
+
+The only module that reads the environment.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from logging import getLogger
@@ -13,11 +15,13 @@ from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
 import msgspec
+from msgspec.inspect import StrType
 
-from asynchicache.controller.prefetch import PrefetchOptions
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
-from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.options import Natural, Positive, Seconds, Share, options_of, parse_value
+from asynchicache.planner.checkpoints import DEFAULT_WORDS, CheckpointPolicy
+from asynchicache.planner.options import CLEAN_SHARE, EVICTION, WRITE_POLICY, PrefetchOptions
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
 from asynchicache.storage.deadlines import as_storage_error
@@ -46,37 +50,19 @@ _EXTRAS = {
 """What brings a backend's packages; the package itself where it is not here. `mooncake` says it itself."""
 
 
-_KINDS: Mapping[str, type] = {
-    "device": str,
-    "device_slots": dict,
-    "host_slots": dict,
-    "host_layout": HostLayout,
-    "write_policy": WritePolicy,
-    "eviction": str,
-    "checkpoints": str,
-    "prefetch": PrefetchOptions,
-    "storage_options": dict,
-    "storage_limits": PoolLimits,
-}
-_CHECKED = {*_KINDS, "copy_path"}
-_TABLES = {"prefetch": PrefetchOptions, "storage_limits": PoolLimits}
-
-
 class OpenBackend(Protocol):
     """What an entry point of group `asynchicache.backends` names."""
 
     def __call__(self, options: Mapping[str, object], port: Port) -> StorageBackend: ...
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a cache is set up.
+class CacheConfig(SizeOptions, frozen=True, kw_only=True):
+    """How a cache is set up; `SizeOptions` says how large its pools are.
 
     Attributes:
         device: `cpu`, `cuda`, `cuda:1`, ... Default: `cpu`.
         inline: on a CPU, run copies on the loop at once instead of in threads: deterministic, no
             overlap. Default: False.
-        device_slots, host_slots, device_bytes, host_bytes, host_ratio, pages_per_state: see
-            `pools.sizing.SizeOptions`.
         host_layout: in which order host memory holds layers, pages and tokens, see `layouts.HostLayout`.
             Default: `page_first_direct`.
         copy_path: `batch`, `kernel` or `plain`: how pages are copied between device and host; None
@@ -88,7 +74,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         eviction: `lru`, `lfu`, `slru` or `fifo`, for attention pages. Default: `lru`.
         checkpoints: where recurrent states are kept: `prompt`, `output`, `branch` and a spacing in tokens,
             joined by `+`, or `none`; see `controller.checkpoints`. Default: `prompt+output+branch`.
-        prefetch: how long a request waits for storage, see `controller.fetching.PrefetchOptions`.
+        prefetch: how long a request waits for storage, see `planner.options.PrefetchOptions`.
         storage: name of a backend, or None for two tiers. Default: None.
         storage_options: the backend's own.
         storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
@@ -105,60 +91,34 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     device: str = "cpu"
     inline: bool = False
-    device_slots: dict[str, int] = {}
-    host_slots: dict[str, int] = {}
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    host_ratio: float = 2.0
-    pages_per_state: int = 16
     host_layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
     copy_path: CopyPath | None = None
-    audit: float = 0.0
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    clean_share: float = 0.125
-    eviction: str = "lru"
-    checkpoints: str = "prompt+output+branch"
+    audit: Share = 0.0
+    write_policy: WritePolicy = WRITE_POLICY
+    clean_share: Share = CLEAN_SHARE
+    eviction: str = EVICTION
+    checkpoints: str = DEFAULT_WORDS
     prefetch: PrefetchOptions = PrefetchOptions()
     storage: str | None = None
-    storage_options: dict[str, Any] = {}
+    storage_options: dict[str, Any] = {}  # noqa: RUF012  copied for each struct
     storage_limits: PoolLimits = PoolLimits()
-    store_bytes: int = 1 << 30
+    store_bytes: Positive = 1 << 30
     weight_version: str | None = None
     salt: str = ""
-    rank: int = 0
-    ranks: int = 1
-    count_namespaces: int = 0
-    close_seconds: float = 30.0
-    io_threads: int = 8
+    rank: Natural = 0
+    ranks: Positive = 1
+    count_namespaces: Natural = 0
+    close_seconds: Seconds = 30.0
+    io_threads: Positive = 8
     seed: int | None = None
 
-    def __post_init__(self) -> None:
-        self._check_types()
+    def check(self) -> None:
         policy(self.eviction)
         CheckpointPolicy.parse(self.checkpoints)
-        if not isinstance(self.copy_path, CopyPath | None):
-            raise ConfigError(f"copy_path {self.copy_path!r} must be a CopyPath or None")
         if self.storage is not None:
             self.check_storage()
-        if not 0 <= self.rank < self.ranks:
+        if self.rank >= self.ranks:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
-        for name in ("close_seconds", "store_bytes", "io_threads"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
-        if not self.count_namespaces >= 0:
-            raise ConfigError(f"count_namespaces {self.count_namespaces} must be 0 or more")
-        for name in ("clean_share", "audit"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} {getattr(self, name)} must be 0 to 1")
-
-    def _check_types(self) -> None:
-        """msgspec checks what it reads, not what code passes."""
-        for name, kind in _KINDS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} {getattr(self, name)!r} must be a {kind.__name__}")
-        for option in msgspec.structs.fields(self):
-            if option.name not in _CHECKED:
-                _check_type(option, getattr(self, option.name))
 
     def check_storage(self) -> None:
         """
@@ -204,31 +164,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         sources = [("the defaults", defaults or {}), (str(path), {} if path is None else _read(path))]
         sources += _variables(os.environ if environ is None else environ)
         sources += [("the options given", values or {})]
-        merged: dict[str, Any] = {
-            name: _converted(where, name, value) for where, part in sources for name, value in part.items()
-        }
+        merged: dict[str, Any] = {}
+        for where, part in sources:
+            merged |= _converted(where, part)
         return cls(**merged)
 
-    def sizes(self) -> SizeOptions:
-        return SizeOptions(
-            device_slots=self.device_slots,
-            host_slots=self.host_slots,
-            device_bytes=self.device_bytes,
-            host_bytes=self.host_bytes,
-            host_ratio=self.host_ratio,
-            pages_per_state=self.pages_per_state,
-        )
 
-
-_OPTIONS = {option.name: option for option in msgspec.structs.fields(CacheConfig)}
-_WORDS = {name for name, option in _OPTIONS.items() if option.type in (str, str | None)}
-
-
-def _check_type(option: msgspec.structs.FieldInfo, value: object) -> None:
-    try:
-        msgspec.convert(value, option.type)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{option.name} {value!r}: {error}") from error
+_OPTIONS = {option.name: option for option in options_of(CacheConfig)}
+_WORDS = {name for name, option in _OPTIONS.items() if isinstance(option.kind, StrType)}
 
 
 def _read(path: Path) -> Mapping[str, object]:
@@ -254,44 +197,22 @@ def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, o
             _log.warning("%s is no option, and is left alone: is %s meant?", variable, meant)
 
 
-def _converted(where: str, name: str, value: object) -> Any:
-    """The value of an option, from what a file or the environment has words for.
+def _converted(where: str, given: Mapping[str, object]) -> dict[str, Any]:
+    """Values of options, from what a file or the environment has words for.
 
     Raises:
-        ConfigError: there is no such option, or the value does not fit.
+        ConfigError: an option does not exist, or a value does not fit; says where it was given.
     """
-    if name not in _OPTIONS:
-        near = get_close_matches(name, _OPTIONS, 1)
-        raise ConfigError(f"{where}: {name!r} is no option" + (f"; is {near[0]!r} meant?" if near else ""))
-    if name in _TABLES and isinstance(value, dict):
-        _check_table(where, name, value)
     try:
-        return msgspec.convert(value, _OPTIONS[name].type, strict=False)
-    except msgspec.ValidationError as error:
-        shown = "" if name == "storage_options" else f" {value!r}"  # those may hold a password
-        raise ConfigError(f"{where}: {name}{shown} does not fit: {error}") from error
-
-
-def _check_table(where: str, name: str, table: Mapping[str, object]) -> None:
-    """Refuse unknown names: msgspec forbids them for its own structs only."""
-    known = {option.name for option in fields(_TABLES[name])}
-    if not known.issuperset(table):
-        unknown = sorted(set(table) - known)
-        raise ConfigError(f"{where}: [{name}] has {unknown}; its options are {sorted(known)}")
+        return CacheConfig.read_some(given, strict=False)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _value_of(option: str, text: str) -> object:
     """What a variable gives an option: a commit hash that looks like a number is none."""
     value = parse_value(text)
     return text if option in _WORDS and not isinstance(value, str) else value
-
-
-def parse_value(text: str) -> object:
-    """What a word means as TOML (`3`, `true`, `{kv = 1024}`); the word itself where it is none."""
-    try:
-        return cast("dict[str, object]", msgspec.toml.decode(f"value = {text}"))["value"]
-    except msgspec.DecodeError:
-        return text
 
 
 def open_backend(name: str, options: Mapping[str, object], port: Port) -> StorageBackend:

@@ -148,23 +148,14 @@ def _convert(tokens: Iterable[int]) -> array[int]:
         raise InvalidTokensError(f"tokens are not a flat run of integers: {error}") from None
 
 
-_MOST_BITS = 1000  # a little less than a float has room for
-
-
-def check_number(name: str, value: object, *, whole: bool = True) -> None:
-    """
-    Args:
-        name: of the option, for the message.
-        value: what was given for it.
-        whole: only integers will do.
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a whole number; `True` is none.
 
     Raises:
-        ConfigError: it is not a number, or no whole one; `True` is none. Or it is too large to count with.
+        ConfigError: gives `name` and the value.
     """
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ConfigError(f"{name} {value!r} must be a {'whole number' if whole else 'number'}")
-    if isinstance(value, int) and not whole and value.bit_length() > _MOST_BITS:
-        raise ConfigError(f"{name} must be below 2**{_MOST_BITS}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} {value!r} must be a whole number")
 
 
 def as_count(what: str, value: SupportsIndex) -> int:

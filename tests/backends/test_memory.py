@@ -132,12 +132,12 @@ async def test_misuse_raises() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"capacity": 1}, r"no option \['capacity'\]"),
-        ({"capacity_bytes": 0}, "capacity_bytes=0 must be above 0"),
-        ({"capacity_bytes": "1G"}, "capacity_bytes='1G' must be of type int"),
-        ({"capacity_bytes": True}, "capacity_bytes=True must be of type int"),
-        ({"checksum": 1}, "checksum=1 must be of type bool"),
-        ({"name": 3}, "name=3 must be of type str"),
+        ({"capacity": 1}, r"no option 'capacity'; did you mean 'capacity_bytes'"),
+        ({"capacity_bytes": 0}, "capacity_bytes=0 must be a whole number above 0"),
+        ({"capacity_bytes": "1G"}, "capacity_bytes='1G' must be a whole number above 0"),
+        ({"capacity_bytes": True}, "capacity_bytes=True must be a whole number above 0"),
+        ({"checksum": 1}, "checksum=1 must be true or false"),
+        ({"name": 3}, "name=3 must be text"),
     ],
 )
 async def test_options_are_checked(options: Mapping[str, object], words: str) -> None:

@@ -19,7 +19,7 @@ from asynchicache import (
     WritePolicy,
 )
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.controller.prefetch import PrefetchOptions
+from asynchicache.planner.options import PrefetchOptions
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import PrefetchPolicy
 from cache.engine import PAGE, SPEC, Engine, config

@@ -58,10 +58,14 @@ def test_words_of_the_environment_are_no_numbers(text: str):
         (
             "HOST_RATIO",
             "three",
-            r"ASYNCHICACHE_HOST_RATIO: host_ratio 'three' does not fit: Expected",
+            r"ASYNCHICACHE_HOST_RATIO: host_ratio 'three' must be a number",
         ),
-        ("PREFETCH", "timeout", r"ASYNCHICACHE_PREFETCH: prefetch 'timeout' does not fit"),
-        ("PREFETCH", "{polcy = 1}", r"ASYNCHICACHE_PREFETCH: \[prefetch\] has \['polcy'\]"),
+        ("PREFETCH", "timeout", r"ASYNCHICACHE_PREFETCH: prefetch 'timeout' must be a table"),
+        (
+            "PREFETCH",
+            "{polcy = 1}",
+            r"PREFETCH: prefetch 'polcy' is not an option; did you mean 'policy'",
+        ),
     ],
 )
 def test_a_variable_that_does_not_fit_is_named(name: str, text: str, words: str):
@@ -70,7 +74,7 @@ def test_a_variable_that_does_not_fit_is_named(name: str, text: str, words: str)
 
 
 def test_options_of_storage_are_not_shown():
-    with pytest.raises(ConfigError, match="STORAGE_OPTIONS: storage_options does not fit") as caught:
+    with pytest.raises(ConfigError, match=r"storage_options \*\*\* must be a table") as caught:
         CacheConfig.load(environ={"ASYNCHICACHE_STORAGE_OPTIONS": "{password = 'secret'"})
     assert "secret" not in str(caught.value)
 
@@ -94,15 +98,21 @@ def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("host_ration = 2", r"cache\.toml: 'host_ration' is no option; is 'host_ratio' meant"),
-        ("colour = 2", r"'colour' is no option$"),
+        ("host_ration = 2", r"cache\.toml: 'host_ration' is not an option; did you mean 'host_ratio'"),
+        ("colour = 2", r"'colour' is not an option; the options are audit, "),
         ('write_policy = "sometimes"', "sometimes"),
         ('host_ratio = "much"', "host_ratio"),
         ('checkpoints = "prompts"', "checkpoints 'prompts': must be prompt"),
         ("host_ratio = ", r"configuration .*cache\.toml does not fit"),
-        ("[prefetch]\nbase_second = 1", r"\[prefetch\] has \['base_second'\]; its options are"),
-        ("[prefetch]\nmax_seconds = -1", "max_seconds -1.0 must be 0 or more"),
-        ("[storage_limits]\npatience = 1", r"\[storage_limits\] has \['patience'\]"),
+        (
+            "[prefetch]\nbase_second = 1",
+            r"'base_second' is not an option; did you mean 'base_seconds'",
+        ),
+        ("[prefetch]\nmax_seconds = -1", "max_seconds -1 must be a number of at least 0"),
+        (
+            "[storage_limits]\npatience = 1",
+            r"storage limit 'patience' is not an option; the options are batch",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, text: str, words: str):
@@ -124,15 +134,15 @@ def test_a_missing_file_is_named(tmp_path: Path):
         ({"storage": "memory"}, "storage needs weight_version"),
         ({"eviction": "random"}, "eviction policy 'random' is none of"),
         ({"rank": 2, "ranks": 2}, "rank 2 of 2"),
-        ({"io_threads": 0}, "io_threads 0 must be above 0"),
+        ({"io_threads": 0}, "io_threads 0 must be a whole number above 0"),
         ({"clean_share": 1.5}, "clean_share 1.5"),
         ({"write_policy": "write_through"}, "write_policy 'write_through' must be a WritePolicy"),
         ({"prefetch": "best_effort"}, "prefetch 'best_effort' must be a PrefetchOptions"),
-        ({"device_bytes": "1GB"}, "device_bytes '1GB': Expected `int | null`"),
-        ({"ranks": 1.5}, "ranks 1.5: Expected `int`"),
-        ({"audit": "0.5"}, "audit '0.5': Expected `float`"),
-        ({"inline": "yes"}, "inline 'yes': Expected `bool`"),
-        ({"storage": "memory", "weight_version": 5}, "weight_version 5: Expected `str | null`"),
+        ({"device_bytes": "1GB"}, "device_bytes '1GB' must be a whole number of at least 0, or None"),
+        ({"ranks": 1.5}, "ranks 1.5 must be a whole number above 0"),
+        ({"audit": "0.5"}, "audit '0.5' must be a number from 0 to 1"),
+        ({"inline": "yes"}, "inline 'yes' must be true or false"),
+        ({"storage": "memory", "weight_version": 5}, "weight_version 5 must be text, or None"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], words: str):
@@ -145,8 +155,8 @@ def test_contradictions_are_refused(options: dict[str, object], words: str):
     [
         (PoolLimits, {"deadline": "5"}, "storage limit deadline '5' must be a number"),
         (PoolLimits, {"retries": 1.5}, "storage limit retries 1.5 must be a whole number"),
-        (PoolLimits, {"opening": 0}, "storage limit opening 0 must be above 0"),
-        (PoolLimits, {"cooldown": float("nan")}, "storage limit cooldown nan must be above 0"),
+        (PoolLimits, {"opening": 0}, "storage limit opening 0 must be a number above 0"),
+        (PoolLimits, {"cooldown": float("nan")}, "storage limit cooldown nan must be a number above 0"),
         (PrefetchOptions, {"base_seconds": "2"}, "prefetch base_seconds '2' must be a number"),
     ],
 )
@@ -194,5 +204,5 @@ def test_layout_and_path_are_read_from_toml(tmp_path: Path) -> None:
     config = CacheConfig.load(file, {})
 
     assert (config.host_layout, config.copy_path) == (HostLayout.PAGE_FIRST, CopyPath.KERNEL)
-    with pytest.raises(ConfigError, match="copy_path 'kernel' must be a CopyPath or None"):
+    with pytest.raises(ConfigError, match="copy_path 'kernel' must be a CopyPath, or None"):
         CacheConfig(copy_path="kernel")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from asynchicache.controller.prefetch import PrefetchOptions, _KnownPresence
+from asynchicache.controller.prefetch import _KnownPresence
 from asynchicache.controller.storage_pools import StoragePools, StoredPool, _worst, linger
 from asynchicache.errors import ConfigError
+from asynchicache.planner.options import PrefetchOptions
 from asynchicache.storage.limits import BatchResult
 from asynchicache.types import Outcome, PrefetchPolicy
 

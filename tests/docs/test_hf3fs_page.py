@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
+
+from msgspec.structs import fields
 
 from asynchicache.backends.hf3fs.metadata.__main__ import DEFAULT_PORT, parser
 from asynchicache.backends.hf3fs.metadata.store import LEASE_SECONDS

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import tomllib
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from asynchicache.backends.object.options import ObjectOptions

@@ -215,7 +215,7 @@ async def test_statistics_do_not_change_later():
 
 
 def test_a_negative_number_of_namespaces_is_refused():
-    with pytest.raises(ConfigError, match="count_namespaces -1 must be 0 or more"):
+    with pytest.raises(ConfigError, match="count_namespaces -1 must be a whole number of at least 0"):
         CacheConfig(count_namespaces=-1)
 
 

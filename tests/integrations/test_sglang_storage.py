@@ -371,10 +371,10 @@ def test_processes_with_files_have_a_folder_each(rank: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "missing required field.*the least that is needed"),
-        ({"storage": "file"}, "missing required field `weight_version`"),
+        ({}, "storage is missing.*the least that is needed"),
+        ({"storage": "file"}, "weight_version is missing"),
         ({"storage": "file", "weight_version": ""}, "weight_version is empty"),
-        ({"storage": "file", "weight_version": "1", "speed": 1}, "unknown field `speed`"),
+        ({"storage": "file", "weight_version": "1", "speed": 1}, "'speed' is not an option"),
         ({"storage": "file", "weight_version": "1", "interface_v1": "yes"}, "interface_v1"),
         ({"storage": "file", "weight_version": "1", "max_bytes": 0}, "max_bytes 0"),
         ({"storage": "tape", "weight_version": "1"}, "storage 'tape' is none of the backends found"),

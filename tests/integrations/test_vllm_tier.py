@@ -387,7 +387,7 @@ def test_the_next_engine_of_a_process_declares_its_metrics_anew() -> None:
         ({"storage_optons": {}}, "storage_optons"),
         ({"storage_limits": {"dead_line": 1}}, "dead_line"),
         ({"locality": "NEAR"}, "locality 'NEAR' must be one of"),
-        ({"store_bytes": 0}, "store_bytes 0 must be above 0"),
+        ({"store_bytes": 0}, "store_bytes 0 must be a whole number above 0"),
         ({"close_seconds": -1}, "close_seconds -1"),
     ],
 )

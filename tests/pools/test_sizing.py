@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from asynchicache.errors import CapacityError, ConfigError
@@ -99,17 +102,23 @@ def test_explicit_host_slots_do_not_shrink():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (SizeOptions(device_slots={"swa": 1}), r"device_slots names 'swa'; .*\['kv', 'mamba'\]"),
-        (SizeOptions(device_slots={"kv": 0}), r"device_slots\['kv'\] is 0"),
-        (SizeOptions(host_slots={"kv": -1}), r"host_slots\['kv'\] is -1"),
-        (SizeOptions(host_ratio=-1), r"host_ratio -1 must be 0"),
-        (SizeOptions(device_bytes=-5), r"device_bytes -5 must be 0"),
-        (SizeOptions(pages_per_state=0), r"pages_per_state 0 must be 1 at least"),
+        ({"device_slots": {"kv": 0}}, r"device_slots {'kv': 0} must be a table with, .* number above 0"),
+        ({"device_slots": {"kv": True}}, r"device_slots {'kv': True} must be"),
+        ({"host_slots": {"kv": -1}}, r"host_slots {'kv': -1} must be a table with, .* of at least 0"),
+        ({"host_ratio": -1}, r"host_ratio -1 must be a number of at least 0 and finite"),
+        ({"host_ratio": math.inf}, r"host_ratio inf must be"),
+        ({"device_bytes": -5}, r"device_bytes -5 must be a whole number of at least 0, or None"),
+        ({"pages_per_state": 0}, r"pages_per_state 0 must be a whole number above 0"),
     ],
 )
-def test_bad_numbers_are_named(options: SizeOptions, words: str):
+def test_bad_numbers_are_named(options: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
-        plan_slots(SPEC, options, PLENTY)
+        SizeOptions(**options)
+
+
+def test_slots_of_a_pool_that_does_not_exist_are_refused():
+    with pytest.raises(ConfigError, match=r"device_slots names 'swa'; .*\['kv', 'mamba'\]"):
+        plan_slots(SPEC, SizeOptions(device_slots={"swa": 1}), PLENTY)
 
 
 def test_too_few_bytes_for_one_slot_of_each():

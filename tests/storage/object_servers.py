@@ -8,12 +8,12 @@ import hmac
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from email.utils import formatdate
 from hashlib import sha256
 from http.client import HTTPConnection
 
 import obstore
+from msgspec import structs
 from obstore.store import ObjectStore, from_url
 
 from asynchicache.backends.object import ObjectBackend, open_backend
@@ -188,7 +188,7 @@ def impatient(bench: PoolUnderTest, seconds: float) -> Iterator[None]:
     engine = bench.engine
     assert isinstance(engine, ObjectEngine)
     patient = engine._store
-    engine._store = make_store(replace(engine._options, timeout_seconds=seconds))
+    engine._store = make_store(structs.replace(engine._options, timeout_seconds=seconds))
     try:
         yield
     finally:

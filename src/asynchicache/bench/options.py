@@ -9,8 +9,8 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
-from asynchicache.config import parse_value
 from asynchicache.errors import ConfigError
+from asynchicache.options import parse_value
 
 T = TypeVar("T", bool, int, float, str, tuple[str, ...])
 Value: TypeAlias = bool | int | float | str | tuple[str, ...]

@@ -11,11 +11,12 @@ from asynchicache.controller.event_hub import EventHub
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.hit_counters import HitCounters
 from asynchicache.controller.namespaces import Namespaces
-from asynchicache.controller.prefetch import Prefetcher, PrefetchOptions
+from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.controller.verify import InFlightWork, problems
+from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Tracer

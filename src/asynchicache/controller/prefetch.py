@@ -13,51 +13,20 @@ from asynchicache.controller.executor import Executor
 from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import StoragePools, linger
 from asynchicache.controller.storage_writer import StorageWriter
-from asynchicache.errors import ConfigError
 from asynchicache.histograms import Histogram
 from asynchicache.planner.fetch import Outcomes, ReadResult, StorageQuery, StorageRead
+from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tree.node import FULL
-from asynchicache.types import MissReason, Outcome, PrefetchPolicy, check_number
+from asynchicache.types import MissReason, Outcome, PrefetchPolicy
 
 _log = logging.getLogger(__name__)
 
 _JOINS = 2
 """Times that a request waits for reads of others that then do not bring what it wants, before it reads by
 itself what they read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchOptions:
-    """How long a request waits for storage.
-
-    Attributes:
-        policy: Default: `timeout`.
-        base_seconds, seconds_per_ki_token: the deadline of `timeout`: the base, and so much more for each
-            1,024 tokens asked for. Defaults: 2.0 and 0.1 (sgl-project/sglang#23309).
-        max_seconds: never longer than this, under any policy. Default: 30.
-    """
-
-    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    base_seconds: float = 2.0
-    seconds_per_ki_token: float = 0.1
-    max_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.policy, PrefetchPolicy):
-            raise ConfigError(f"prefetch policy {self.policy!r} must be a PrefetchPolicy")
-        for name in ("base_seconds", "seconds_per_ki_token", "max_seconds"):
-            check_number(f"prefetch {name}", getattr(self, name), whole=False)
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"prefetch {name} {getattr(self, name)} must be 0 or more")
-
-    def deadline(self, tokens: int) -> float:
-        """Seconds that a request for `tokens` more tokens waits."""
-        if self.policy is PrefetchPolicy.WAIT_COMPLETE:
-            return self.max_seconds
-        return min(self.base_seconds + self.seconds_per_ki_token * tokens / 1024, self.max_seconds)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,10 +9,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
-
-import msgspec
 
 from asynchicache.config import open_backend
 from asynchicache.errors import ClosedError, ConfigError
@@ -20,6 +18,7 @@ from asynchicache.hashing import pool_fingerprint
 from asynchicache.integrations.page_memory import PageMemory
 from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
 from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
+from asynchicache.options import Options, Positive
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close
@@ -34,7 +33,7 @@ _LOCAL = frozenset({"file", "memory"})
 caller's page until the network gives up; through a staging slot it costs only its deadline."""
 
 
-class PageStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PageStoreConfig(Options, frozen=True, kw_only=True):
     """Storage options.
 
     Attributes:
@@ -49,33 +48,20 @@ class PageStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     storage: str
-    storage_options: dict[str, Any] = {}
+    storage_options: dict[str, Any] = {}  # noqa: RUF012  copied for each struct
     storage_limits: PoolLimits = PoolLimits()
     zero_copy: bool | None = None
-    staging_bytes: int = 64 << 20
-    io_threads: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("staging_bytes", "io_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
+    staging_bytes: Positive = 64 << 20
+    io_threads: Positive = 8
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
         """Check options as read from JSON or TOML.
 
         Raises:
-            ConfigError: an option is unknown, missing, or of the wrong type; the message names it.
+            ConfigError: an option is unknown, missing, or outside its rule; the message names it.
         """
-        limits, known = options.get("storage_limits"), {limit.name for limit in fields(PoolLimits)}
-        if isinstance(limits, Mapping) and not known.issuperset(limits):
-            raise ConfigError(
-                f"storage_limits has {sorted(set(limits) - known)}; its options are {sorted(known)}"
-            )
-        try:
-            return msgspec.convert(dict(options), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"the storage options do not fit: {error}") from error
+        return cls.read(options)
 
     @property
     def in_place(self) -> bool:

@@ -82,4 +82,5 @@ class CheckpointPolicy:
         return tuple(sorted(length for length in lengths if length > start))
 
 
-DEFAULT_CHECKPOINTS = CheckpointPolicy()
+DEFAULT_WORDS = "prompt+output+branch"
+DEFAULT_CHECKPOINTS = CheckpointPolicy.parse(DEFAULT_WORDS)

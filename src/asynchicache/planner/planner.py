@@ -17,6 +17,7 @@ from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.planner.fetch import FetchPlanner
 from asynchicache.planner.load import LoadPlanner, by_place
+from asynchicache.planner.options import CLEAN_SHARE, EVICTION, WRITE_POLICY
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
@@ -45,9 +46,9 @@ class Planner:
         spec: ModelSpec,
         slots: Mapping[str, tuple[int, int]],
         *,
-        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
-        eviction_policy: str = "lru",
-        clean_share: float = 0.125,
+        write_policy: WritePolicy = WRITE_POLICY,
+        eviction_policy: str = EVICTION,
+        clean_share: float = CLEAN_SHARE,
         checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
     ) -> None:
         """`slots`: device and host slots of each pool that owns slots; 0 on the host keeps a pool off it."""

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import ALIGNMENT, SlotLayout
+from asynchicache.options import MOST, Natural, Options, Positive
 from asynchicache.specs import ModelSpec, PoolSpec
 
 PAGES_PER_STATE = 16
-"""Pages that one state, or one window, stands beside when bytes are divided: one at the end of each turn,
-not of each page. A conversation of many short turns wants fewer pages a state, one long document more."""
-
 _AUTO_DEVICE_SHARE = 0.3
 _HOST_SHARE = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeOptions:
-    """What the caller asked for; what is left out follows from the rest.
+class SizeOptions(Options, frozen=True, kw_only=True):
+    """Sizes that the caller chose; those that are left out follow from the others.
 
     Attributes:
-        device_slots, host_slots: by pool name; 0 host slots keep a pool on the device.
+        device_slots, host_slots: slots by pool name; 0 host slots keep a pool on the device.
         device_bytes, host_bytes: divided among the pools that `*_slots` do not name.
         host_ratio: host slots for each device slot, where nothing else says. Default: 2.
         pages_per_state: pages from one place where a prefix can be resumed to the next; the share of
-            states and windows follows from it. Default: 16.
+            states and windows follows from it. Conversations of many short turns want fewer, long
+            documents more. Default: 16, one state at the end of each turn.
     """
 
-    device_slots: Mapping[str, int] = field(default_factory=dict)
-    host_slots: Mapping[str, int] = field(default_factory=dict)
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    host_ratio: float = 2.0
-    pages_per_state: int = PAGES_PER_STATE
+    device_slots: Mapping[str, Positive] = {}
+    host_slots: Mapping[str, Natural] = {}
+    device_bytes: Natural | None = None
+    host_bytes: Natural | None = None
+    host_ratio: Annotated[float, Meta(ge=0, le=MOST)] = 2.0
+    pages_per_state: Positive = PAGES_PER_STATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,9 @@ def plan_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict[st
 def _check(spec: ModelSpec, options: SizeOptions) -> None:
     names = [pool.name for pool in spec.owners]
     for option, slots in (("device_slots", options.device_slots), ("host_slots", options.host_slots)):
-        for name, count in slots.items():
+        for name in slots:
             if name not in names:
                 raise ConfigError(f"{option} names {name!r}; pools with slots of their own are {names}")
-            if type(count) is not int or count < (1 if option == "device_slots" else 0):
-                raise ConfigError(
-                    f"{option}[{name!r}] is {count!r}; a whole number, for a device pool 1 at least"
-                )
-    if not 0 <= options.host_ratio < float("inf"):
-        raise ConfigError(f"host_ratio {options.host_ratio} must be 0 or more, and finite")
-    if options.pages_per_state < 1:
-        raise ConfigError(f"pages_per_state {options.pages_per_state} must be 1 at least")
-    for option in ("device_bytes", "host_bytes"):
-        value = getattr(options, option)
-        if value is not None and value < 0:
-            raise ConfigError(f"{option} {value} must be 0 or more")
 
 
 def _device_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict[str, int]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from asynchicache.errors import ConfigError
-from asynchicache.types import Outcome, check_number
-
-_MAY_BE_ZERO = ("retries", "known_pages")
+from asynchicache.options import Natural, Options, Positive, Seconds
+from asynchicache.types import Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
+class PoolLimits(Options, frozen=True):
     """How much patience the core has with an engine.
 
     Attributes:
@@ -35,24 +31,18 @@ class PoolLimits:
         known_seconds: how long a page is remembered to be there: others may delete it. Default: 30.
     """
 
-    deadline: float = 10.0
-    batch_bytes: int = 64 << 20
-    retries: int = 1
-    failures: int = 5
-    cooldown: float = 5.0
-    closing: float = 10.0
-    clearing: float = 300.0
-    opening: float = 60.0
-    known_pages: int = 1 << 16
-    known_seconds: float = 30.0
+    subject: ClassVar[str] = "storage limit "
 
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value, least = getattr(self, option.name), option.name in _MAY_BE_ZERO
-            check_number(f"storage limit {option.name}", value, whole=option.type == "int")
-            if not (value > 0 or (least and value == 0)):
-                rule = "0 or more" if least else "above 0"
-                raise ConfigError(f"storage limit {option.name} {value!r} must be {rule}")
+    deadline: Seconds = 10.0
+    batch_bytes: Positive = 64 << 20
+    retries: Natural = 1
+    failures: Positive = 5
+    cooldown: Seconds = 5.0
+    closing: Seconds = 10.0
+    clearing: Seconds = 300.0
+    opening: Seconds = 60.0
+    known_pages: Natural = 1 << 16
+    known_seconds: Seconds = 30.0
 
 
 class BatchResult(NamedTuple):

@@ -205,7 +205,7 @@ def test_a_server_that_goes_costs_misses(fault: str, redis: tuple[Server, str], 
     [
         ({"weight_version": ""}, "weight_version is empty"),
         ({"storage": "tape"}, "storage 'tape' is none of the backends found"),
-        ({"speed": 1}, "unknown field `speed`"),
+        ({"speed": 1}, "'speed' is not an option"),
         ({"storage_options": {}}, "must name a folder"),
     ],
 )

@@ -298,7 +298,7 @@ def test_events_tell_what_was_stored(open_rig: Open) -> None:
         ({"storage": "tape"}, "'tape' is none of the backends"),
         ({"storage_optons": {}}, "storage_optons"),
         ({"locality": "NEAR"}, "locality 'NEAR' must be one of"),
-        ({"store_bytes": 0}, "store_bytes 0 must be above 0"),
+        ({"store_bytes": 0}, "store_bytes 0 must be a whole number above 0"),
         ({"storage_limits": {"dead_line": 1}}, "dead_line"),
     ],
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from asynchicache.errors import ConfigError
+from asynchicache.options import Natural, Options, Positive
 
 
-class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KvEventsConfig(Options, frozen=True, kw_only=True):
     """Where and how events are published.
 
     Attributes:
@@ -30,24 +31,19 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         pools: which are published; None for all.
     """
 
+    subject: ClassVar[str] = "KV events: "
+
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     topic: str = ""
-    buffer_steps: int = 10_000
-    buffer_bytes: int = 64 << 20
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    data_parallel_rank: int = 0
+    buffer_steps: Positive = 10_000
+    buffer_bytes: Positive = 64 << 20
+    hwm: Positive = 100_000
+    max_queue_size: Positive = 100_000
+    data_parallel_rank: Natural = 0
     hashes: Literal["int64", "bytes"] = "int64"
     media: Literal["vllm", "sglang"] = "vllm"
     pools: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("buffer_steps", "buffer_bytes", "hwm", "max_queue_size"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} {getattr(self, name)} of KV events must be above 0")
-        if not self.data_parallel_rank >= 0:
-            raise ConfigError(f"data_parallel_rank {self.data_parallel_rank} of KV events must be 0 or more")
 
     @classmethod
     def from_json(cls, text: str) -> KvEventsConfig:
@@ -61,9 +57,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             options: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
             if options.pop("publisher", "zmq") != "zmq" or not options.pop("enable_kv_cache_events", True):
                 raise ConfigError("KV events have one publisher, 'zmq'; to have none, configure none")
-            return msgspec.convert(options, cls)
         except (msgspec.MsgspecError, UnicodeEncodeError) as error:
             raise ConfigError(f"the configuration of KV events does not fit: {error}") from error
+        return cls.read(options)
 
 
 def at_rank(endpoint: str, rank: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageStoreConfig
+from asynchicache.options import Positive
 from asynchicache.storage.limits import PoolLimits
 
 _FLAG = "--hicache-storage-backend-extra-config"
@@ -20,7 +21,7 @@ _LIMITS: dict[str, Any] = {"deadline": 3.0, "closing": 3.0, "clearing": 3.0}
 _OF_ONE_PROCESS = frozenset({"file", "memory"})
 
 
-class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True):
     """Options beside those of `PageStoreConfig`.
 
     Attributes:
@@ -37,18 +38,15 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_f
     weight_version: str
     storage_limits: PoolLimits = PoolLimits(**_LIMITS)
     salt: str = ""
-    max_bytes: int = 1 << 30
+    max_bytes: Positive = 1 << 30
     interface_v1: int = 0
     backend_name: str = ""
     module_path: str = ""
     class_name: str = ""
 
-    def __post_init__(self) -> None:
-        PageStoreConfig.__post_init__(self)
+    def check(self) -> None:
         if not self.weight_version:
             raise ConfigError("weight_version is empty; name the weights, for example by a commit hash")
-        if self.max_bytes < 1:
-            raise ConfigError(f"max_bytes {self.max_bytes} must be above 0")
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:

@@ -9,11 +9,12 @@ from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageIdentity, PageStoreConfig
 from asynchicache.integrations.vllm.rows import Run
 from asynchicache.integrations.vllm.seam import Locality
+from asynchicache.options import Positive, Seconds
 
 _REPLICA = "{replica}"
 
 
-class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TierOptions(PageStoreConfig, frozen=True, kw_only=True):
     """What a tier's entry of `secondary_tiers` may hold, besides vLLM's own keys and `PageStoreConfig`'s.
 
     Attributes:
@@ -33,20 +34,16 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
     weight_version: str
     salt: str = ""
     locality: str | None = None
-    store_bytes: int = 1 << 30
+    store_bytes: Positive = 1 << 30
     enable_kv_events: bool = False
-    close_seconds: float = 10.0
+    close_seconds: Seconds = 10.0
     whole_rows: bool = False
 
-    def __post_init__(self) -> None:
-        PageStoreConfig.__post_init__(self)
+    def check(self) -> None:
         if not self.weight_version:
             raise ConfigError("weight_version is empty; give a name that changes with the weights")
         if self.locality not in (None, *Locality.__members__):
             raise ConfigError(f"locality {self.locality!r} must be one of {sorted(Locality.__members__)}")
-        for name in ("store_bytes", "close_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
 
 
 def for_replica(options: Mapping[str, object], replica: int) -> dict[str, object]:

@@ -1,0 +1,329 @@
+"""Options as structs: each field has its type, its rule, its default and its line of help in one place.
+
+The command line, configuration files, the environment and storage engines read their options through
+`Options`. A field is checked against its annotation however the struct is made:
+
+    class Limits(Options, frozen=True):
+        deadline: Annotated[Seconds, about("seconds one call may take")] = 10.0
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+
+import msgspec
+from msgspec import Meta
+from msgspec import inspect as kinds
+
+from asynchicache.errors import ConfigError
+
+Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+Positive: TypeAlias = Annotated[int, Meta(gt=0)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+
+MOST = sys.float_info.max
+"""The bound of a number that must be finite: `Meta(le=MOST)`."""
+FiniteSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=MOST)]
+
+
+_SECRETS = frozenset({"password", "storage_options"})
+
+
+class Option(NamedTuple):
+    """One field of a struct.
+
+    Attributes:
+        name: of the field.
+        type: its annotation, constraints included.
+        kind: what msgspec knows of the annotation, without `None`.
+        nullable: whether None is a value.
+        default: its value if it is not given; `msgspec.NODEFAULT` if it must be.
+        help: one line for people; empty if the command line does not show it.
+        positional: on the command line it is a word of its own, without a flag.
+    """
+
+    name: str
+    type: Any
+    kind: kinds.Type
+    nullable: bool
+    default: Any
+    help: str
+    positional: bool
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that there are; empty if the type alone decides."""
+        return tuple(map(str, self.kind.values)) if isinstance(self.kind, kinds.LiteralType) else ()
+
+    @property
+    def flag(self) -> str:
+        """What it is called on the command line."""
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every set of options.
+
+    Attributes:
+        subject: what stands before an option's name in messages.
+    """
+
+    subject: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for option in options_of(type(self)):
+            self._check_one(option, getattr(self, option.name))
+        self.check()
+
+    def check(self) -> None:
+        """Check rules that a single field cannot express; for subclasses.
+
+        Raises:
+            ConfigError: names the options and the rule.
+        """
+
+    @classmethod
+    def read(cls, given: Mapping[str, object], *, strict: bool = True) -> Self:
+        """Options as a file, the environment or a caller's mapping has them.
+
+        Args:
+            given: by name. Nested options are mappings, enums their values.
+            strict: numbers and booleans in quotes are refused.
+
+        Raises:
+            ConfigError: an option is unknown, missing, or outside its rule; names it and the rule.
+        """
+        values = cls.read_some(given, strict=strict)
+        for option in options_of(cls):
+            if option.default is msgspec.NODEFAULT and option.name not in values:
+                raise cls.missing(option.name, rule_of(option))
+        return cls(**values)
+
+    @classmethod
+    def read_some(cls, given: Mapping[str, object], *, strict: bool = True) -> dict[str, Any]:
+        """The values of options that may not be all; see `read`."""
+        known = {option.name: option for option in options_of(cls)}
+        for name in given:
+            if name not in known:
+                raise cls.unknown(name, sorted(known))
+        return {name: cls.read_one(known[name], value, strict=strict) for name, value in given.items()}
+
+    @classmethod
+    def read_one(cls, option: Option, value: object, *, strict: bool = True) -> Any:
+        """The value of one option, converted to its type.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        nested = option.kind.cls if isinstance(option.kind, kinds.StructType) else None
+        if nested is not None and issubclass(nested, Options) and isinstance(value, Mapping):
+            return nested.read(value, strict=strict)
+        try:
+            return msgspec.convert(value, option.type, strict=strict, dec_hook=_as_path)
+        except msgspec.ValidationError as error:
+            rule = str(error) if isinstance(option.kind, kinds.CustomType) else rule_of(option)
+            raise cls.refused(option.name, value, rule) from error
+
+    @classmethod
+    def refused(cls, name: str, value: object, rule: str) -> ConfigError:
+        """The error that names an option, its value and the rule that it breaks."""
+        return ConfigError(f"{cls.subject}{name} {shown(name, value)} {rule}")
+
+    @classmethod
+    def missing(cls, name: str, rule: str) -> ConfigError:
+        """The error for an option that must be given."""
+        return ConfigError(f"{cls.subject}{name} is missing; it {rule}")
+
+    @classmethod
+    def unknown(cls, name: str, known: Sequence[str]) -> ConfigError:
+        """The error for an option that does not exist."""
+        return ConfigError(f"{cls.subject}{name!r} is not an option; {did_you_mean(name, known)}")
+
+    @classmethod
+    def _check_one(cls, option: Option, value: object) -> None:
+        """Check a value that code passed: an enum or nested options must be one already."""
+        if not isinstance(option.kind, kinds.EnumType | kinds.StructType):
+            cls.read_one(option, value)
+        elif not isinstance(value, option.kind.cls) and not (option.nullable and value is None):
+            raise cls.refused(option.name, value, rule_of(option, in_code=True))
+
+
+class CommandOptions(Options, frozen=True):
+    """Base of a command's options: messages name the flags."""
+
+    @classmethod
+    def refused(cls, name: str, value: object, rule: str) -> ConfigError:
+        return ConfigError(f"{_option(cls, name).flag} {value}: {rule}")
+
+
+def shown(name: str, value: object) -> str:
+    """The value of an option for a message; hidden where it is, or may hold, a password."""
+    return "***" if name in _SECRETS else f"{_without_password(value)!r:.200}"
+
+
+def _without_password(value: object) -> object:
+    """Cut what stands before the `@` of a URL, whatever else is wrong with it."""
+    if not isinstance(value, str) or "@" not in value:
+        return value
+    scheme, found, rest = value.partition("://")
+    return f"{scheme if found else ''}{found}***@{(rest or value).rpartition('@')[2]}"
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The known name that is most like `name`; all of them if none is."""
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+
+
+def about(help_text: str, *, positional: bool = False) -> Meta:
+    """What the command line says about a field: a line of help, and whether it needs no flag."""
+    return Meta(description=help_text, extra={"positional": positional})
+
+
+@cache
+def options_of(cls: type[msgspec.Struct]) -> tuple[Option, ...]:
+    """The fields of a struct, in their order."""
+    return tuple(map(_described, msgspec.structs.fields(cls)))
+
+
+def flags_of(cls: type[Options]) -> tuple[Option, ...]:
+    """The fields that the command line shows: those with a line of help."""
+    return tuple(option for option in options_of(cls) if option.help)
+
+
+def _option(cls: type[Options], name: str) -> Option:
+    return next(option for option in options_of(cls) if option.name == name)
+
+
+def _described(field: msgspec.structs.FieldInfo) -> Option:
+    info = kinds.type_info(field.type)
+    help_text, positional = "", False
+    while isinstance(info, kinds.Metadata):
+        help_text = (info.extra_json_schema or {}).get("description", help_text)
+        positional = (info.extra or {}).get("positional", positional)
+        info = info.type
+    parts = info.types if isinstance(info, kinds.UnionType) else (info,)
+    some = [part for part in parts if not isinstance(part, kinds.NoneType)]
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    nullable = len(some) < len(parts)
+    return Option(
+        field.name, field.type, some[0] if len(some) == 1 else info, nullable, default, help_text, positional
+    )
+
+
+# Rules in words.
+
+
+def rule_of(option: Option, *, in_code: bool = False) -> str:
+    """What a value must be, for messages: `must be a whole number above 0`.
+
+    Args:
+        option: which.
+        in_code: name the class of an enum, and not its values.
+    """
+    if isinstance(option.kind, kinds.CustomType):
+        return _PATH_RULE
+    words = _words(option.kind, in_code=in_code)
+    return f"must be {words}" + (", or None" if option.nullable else "")
+
+
+def _words(kind: kinds.Type, *, in_code: bool = False) -> str:
+    if isinstance(kind, kinds.Metadata):
+        return _words(kind.type, in_code=in_code)
+    if isinstance(kind, kinds.IntType | kinds.FloatType):
+        return f"a {'whole number' if isinstance(kind, kinds.IntType) else 'number'}{_bounds(kind)}"
+    if isinstance(kind, kinds.DictType):
+        return f"a table with, for each name, {_words(kind.value_type, in_code=in_code)}"
+    if isinstance(kind, kinds.UnionType):
+        some = [one for one in kind.types if not isinstance(one, kinds.NoneType)]
+        return " or ".join(_words(one, in_code=in_code) for one in some)
+    if isinstance(kind, kinds.LiteralType):
+        return f"one of {', '.join(map(repr, kind.values))}"
+    if isinstance(kind, kinds.EnumType) and not in_code:
+        return f"one of {', '.join(repr(one.value) for one in kind.cls)}"
+    if isinstance(kind, kinds.EnumType | kinds.StructType):
+        return f"a {kind.cls.__name__}" if in_code else "a table of options"
+    if isinstance(kind, kinds.StrType):
+        return "text" if kind.pattern is None else f"text that matches {kind.pattern}"
+    names = {kinds.BoolType: "true or false", kinds.AnyType: "anything"}
+    return names.get(type(kind), "of another type")
+
+
+def _bounds(kind: kinds.IntType | kinds.FloatType) -> str:
+    if kind.ge is not None and kind.le not in (None, MOST):
+        return f" from {kind.ge:g} to {kind.le:g}"
+    least = "" if kind.gt is None else f" above {kind.gt:g}"
+    least = least if kind.ge is None else f" of at least {kind.ge:g}"
+    most = "" if kind.le is None else "finite" if kind.le == MOST else f"at most {kind.le:g}"
+    return f"{least} and {most}" if least and most else least or most
+
+
+# Paths and folders.
+
+_PATH_RULE = "must name a folder or a file"
+
+
+def _as_path(kind: type, value: object) -> object:
+    """Convert what msgspec has no word for; the message of an error is the rule.
+
+    A `~` at the beginning is the user's home: a shell would have replaced it, a file does not.
+    """
+    if kind is not Path:
+        return value
+    if not isinstance(value, str | os.PathLike) or not value:
+        raise ValueError(_PATH_RULE)
+    text = os.fsdecode(value)
+    if "\0" in text:
+        raise ValueError("must not contain a NUL")
+    try:
+        return Path(text).expanduser() if text.startswith("~") else Path(text)
+    except RuntimeError:
+        raise ValueError("begins with the home of a user that does not exist") from None
+
+
+def check_folder(flag: str, folder: Path, *, made: bool = False) -> None:
+    """Refuse a folder that cannot be written to, before any work is done.
+
+    Args:
+        flag: for the message.
+        folder: may be missing if it will be `made`.
+
+    Raises:
+        ConfigError: names the flag and the folder.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists()) if made else folder
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag}: {there} is not a folder that can be written to")
+
+
+# Values as words.
+
+
+def parse_value(text: str) -> object:
+    """The value of a word as TOML (`3`, `true`, `{kv = 1024}`); the word itself where it is none."""
+    try:
+        return cast("dict[str, object]", msgspec.toml.decode(f"value = {text}"))["value"]
+    except msgspec.DecodeError:
+        return text
+
+
+def named_values(flag: str, pairs: Iterable[str]) -> dict[str, object]:
+    """The values of a flag that is given as `name=value`, any number of times.
+
+    Raises:
+        ConfigError: one has no name or no value.
+    """
+    found = {}
+    for text in pairs:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise ConfigError(f"{flag} {text}: must be name=value")
+        found[name] = parse_value(value)
+    return found

@@ -1,0 +1,40 @@
+"""Options of what the planner decides, and defaults that the configuration and `Planner` share."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, TypeAlias
+
+from msgspec import Meta
+
+from asynchicache.options import Options
+from asynchicache.types import PrefetchPolicy, WritePolicy
+
+WRITE_POLICY = WritePolicy.WRITE_THROUGH
+EVICTION = "lru"
+CLEAN_SHARE = 0.125
+
+_Wait: TypeAlias = Annotated[float, Meta(ge=0)]
+
+
+class PrefetchOptions(Options, frozen=True, kw_only=True):
+    """How long a request waits for storage.
+
+    Attributes:
+        policy: when the request stops waiting. Default: `timeout`.
+        base_seconds, seconds_per_ki_token: the deadline of `timeout`: the base, plus this for each 1,024
+            tokens asked for. Defaults: 2.0 and 0.1 (sgl-project/sglang#23309).
+        max_seconds: the longest wait under any policy. Default: 30.
+    """
+
+    subject: ClassVar[str] = "prefetch "
+
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    base_seconds: _Wait = 2.0
+    seconds_per_ki_token: _Wait = 0.1
+    max_seconds: _Wait = 30.0
+
+    def deadline(self, tokens: int) -> float:
+        """Return the seconds that a request for `tokens` more tokens waits."""
+        if self.policy is PrefetchPolicy.WAIT_COMPLETE:
+            return self.max_seconds
+        return min(self.base_seconds + self.seconds_per_ki_token * tokens / 1024, self.max_seconds)
