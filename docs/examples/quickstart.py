@@ -12,9 +12,9 @@ from asynchicache.integrations.transformers.snapshot import restore, write_pages
 
 
 async def serve(cache: HybridCache, memory: PoolMap, model: PreTrainedModel, prompt: list[int]) -> int:
-    """The token after `prompt`."""
+    """Return the token after `prompt`."""
     page = cache.spec.page_size
-    async with cache.request(prompt) as request:  # match what is known, and keep it from eviction
+    async with cache.request(prompt) as request:  # match the cached prefix and lock it against eviction
         await request.prefetch()  # storage -> host memory
         await request.load()  # host memory -> device memory
         done = request.hit.tokens
@@ -27,7 +27,7 @@ async def serve(cache: HybridCache, memory: PoolMap, model: PreTrainedModel, pro
             write_pages(held, memory, done // page, slots[: end // page - done // page])
             if end % page == 0:
                 write_states(held, memory, request.state("mamba"))
-            await request.checkpoint(end)  # publish: others may use it from here on
+            await request.checkpoint(end)  # publish: other requests can match it from here on
             done = end
         return int(logits.argmax())
 
