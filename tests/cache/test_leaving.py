@@ -17,13 +17,13 @@ from asynchicache import CacheConfig, HybridCache
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.graph_fences import GraphFences
-from asynchicache.tree.node import FULL_DEVICE, place
+from asynchicache.tree.node import FULL_DEVICE, place_of
 from asynchicache.types import Tier
 from cache.engine import SPEC, Engine, config
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 SOURCE = (EXAMPLES / "stream_order.py").read_text().splitlines()
-STATE_DEVICE = place(1, Tier.DEVICE)
+STATE_DEVICE = place_of(1, Tier.DEVICE)
 OPTIONS = CacheConfig(device_slots={"kv": 16, "mamba": 4}, weight_version="test")
 
 

@@ -17,7 +17,7 @@ from asynchicache.planner.state import CacheState
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
-from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, SAVING, Node
+from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, SAVING, Node, SlotPlace
 from asynchicache.types import PoolTransfer
 from cache.interruptions import HOSTED, NEW, STORED, Case, Stage, staged
 
@@ -33,9 +33,9 @@ class Opened:
         self.controller: HybridCacheController = stage.cache._controller
         self.state: CacheState = self.controller.planner.state
 
-    def node(self, at: int = FULL_DEVICE) -> Node:
+    def node(self, place: SlotPlace = FULL_DEVICE) -> Node:
         """A leaf that has slots at a place."""
-        return next(node for node in self.state.tree.nodes() if node.slots[at] and not node.children)
+        return next(node for node in self.state.tree.nodes() if node.slots[place] and not node.children)
 
 
 Plant = Callable[[Opened], object]
@@ -65,8 +65,8 @@ def a_slot_of_two_nodes(opened: Opened) -> None:
 
 def a_node_with_pages_nowhere(opened: Opened) -> None:
     node = opened.node(FULL_HOST)
-    for at in (FULL_DEVICE, FULL_HOST):
-        node.slots[at], node.residency[at] = None, ABSENT
+    for place in (FULL_DEVICE, FULL_HOST):
+        node.slots[place], node.residency[place] = None, ABSENT
 
 
 def a_host_copy_without_its_parents(opened: Opened) -> None:

@@ -16,7 +16,7 @@ from asynchicache.controller.event_hub import EventHub, EventSubscription
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.events import CacheEvent, EventsDropped, PagesRemoved, PagesStored, TiersCleared
 from asynchicache.hashing import page_digests
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.types import Tier, WritePolicy, token_array
 from controller.simulation import Simulation
 
@@ -182,7 +182,7 @@ def test_what_leaves_is_told_page_by_page_and_a_state_by_its_last() -> None:
     told: list[CacheEvent] = []
 
     announcer(sim, told).on_evict(node, FULL_HOST, 2)
-    announcer(sim, told).on_evict(node, place(1, Tier.DEVICE), 3)
+    announcer(sim, told).on_evict(node, place_of(1, Tier.DEVICE), 3)
     assert told == [
         PagesRemoved("kv", Tier.HOST, tuple(chain[1:])),
         PagesRemoved("mamba", Tier.DEVICE, (chain[2],)),

@@ -8,7 +8,7 @@ import pytest
 
 from asynchicache.controller.storage_pools import _worst
 from asynchicache.errors import CapacityError
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 from controller.simulation import Simulation
 
@@ -264,7 +264,7 @@ def test_pages_that_are_computed_again_do_not_fall_behind_in_the_queue(eviction:
     _settle(sim)
     books = sim.planner.state
     books.evict(FULL_HOST, 1, dirty=True)  # the other prompt goes first: the queue knows by now
-    books.evict(place(2, Tier.DEVICE), 8, dirty=True)
+    books.evict(place_of(2, Tier.DEVICE), 8, dirty=True)
     books.evict(FULL_DEVICE, 64, dirty=True)  # the pages are on the host, their window nowhere
     _publish(sim, [*tokens, 9], 8)
     _settle(sim)
@@ -282,8 +282,8 @@ def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePoli
     books = sim.planner.state
     sim.start([copy for node in list(books.tree.nodes()) for copy in sim.planner.backups.backup(node)])
     sim.settle()
-    for at in (place(1, Tier.DEVICE), FULL_DEVICE) * 3:
-        books.evict(at, 100, dirty=policy is not WritePolicy.WRITE_BACK)
+    for place in (place_of(1, Tier.DEVICE), FULL_DEVICE) * 3:
+        books.evict(place, 100, dirty=policy is not WritePolicy.WRITE_BACK)
         sim.settle()
     first, second = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
     for sequence in (first, second):

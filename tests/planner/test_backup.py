@@ -13,7 +13,7 @@ from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import CopyRequest
-from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place
+from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, SlotPlace, place_of
 from asynchicache.types import Tier, WritePolicy, token_array
 from controller.simulation import Simulation
 
@@ -122,7 +122,7 @@ def test_a_backup_copies_what_the_host_lacks_of_a_path_and_nothing_twice() -> No
     }
     assert moved == {
         "kv": (lower.slots_at(FULL_DEVICE), lower.slots_at(FULL_HOST)),
-        "mamba": (lower.slots_at(place(STATES, Tier.DEVICE)), lower.slots_at(place(STATES, Tier.HOST))),
+        "mamba": (lower.slots_at(place_of(STATES, Tier.DEVICE)), lower.slots_at(place_of(STATES, Tier.HOST))),
     }
     assert [len(slots) for slots, _ in moved.values()] == [3, 1]
     assert sim.planner.state.counters.backed_up == before + 4
@@ -270,7 +270,7 @@ def test_a_state_that_is_owed_brings_its_own_pages_along(monkeypatch: pytest.Mon
     assert moved == [
         ("kv", upper.slots_at(FULL_DEVICE)),
         ("kv", lower.slots_at(FULL_DEVICE)),
-        ("mamba", lower.slots_at(place(STATES, Tier.DEVICE))),
+        ("mamba", lower.slots_at(place_of(STATES, Tier.DEVICE))),
     ]
     sim.planner.copy_finished(copy, None)
 
@@ -311,17 +311,20 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     upper = published(sim, HEAD)
     saved(sim, upper)
     books = sim.planner.state
-    books.evict(place(state, Tier.HOST), 8, dirty=True)
+    books.evict(place_of(state, Tier.HOST), 8, dirty=True)
     lower = published(sim, [*HEAD, 5, 6, 7, 8])
-    books.evict(place(window, Tier.DEVICE), 2, dirty=True)
-    assert [bool(upper.slots_at(place(window, tier))) for tier in (Tier.DEVICE, Tier.HOST)] == [False, True]
-    assert upper.slots_at(place(state, Tier.DEVICE))
+    books.evict(place_of(window, Tier.DEVICE), 2, dirty=True)
+    assert [bool(upper.slots_at(place_of(window, tier))) for tier in (Tier.DEVICE, Tier.HOST)] == [
+        False,
+        True,
+    ]
+    assert upper.slots_at(place_of(state, Tier.DEVICE))
 
     copies = writer(sim).backup(lower)
 
     moved = [(transfer.pool, len(transfer.sources)) for copy in copies for transfer in copy.transfers]
     assert sorted(moved) == [("kv", 2), ("mamba", 1), ("mamba", 1), ("swa", 2)]
-    assert not upper.slots_at(place(window, Tier.HOST)), "it had to make room"
+    assert not upper.slots_at(place_of(window, Tier.HOST)), "it had to make room"
     for copy in copies:
         sim.planner.copy_finished(copy, None)
 
@@ -392,7 +395,7 @@ def test_a_write_has_what_is_on_the_host_and_not_in_storage() -> None:
     chain = digests(tokens)
     assert work.pages == {
         "kv": (chain[2:], lower.slots_at(FULL_HOST)),
-        "mamba": (chain[3:], lower.slots_at(place(STATES, Tier.HOST))),
+        "mamba": (chain[3:], lower.slots_at(place_of(STATES, Tier.HOST))),
     }
     assert [(mark.node, mark.component_id, mark.slots) for mark in work.marks] == [
         (lower, FULL, 2),
@@ -413,12 +416,12 @@ def test_what_a_write_reads_stays_until_it_ends() -> None:
     work = writer(sim).store(node)
     assert work is not None
     books = sim.planner.state
-    books.evict(place(STATES, Tier.HOST), 8, dirty=True)
+    books.evict(place_of(STATES, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
     assert [free.held for free in books.free] == [2, 2, 1, 1]
 
     writer(sim).write_finished(work, stored=True)
-    books.evict(place(STATES, Tier.HOST), 8, dirty=True)
+    books.evict(place_of(STATES, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
     assert [free.held for free in books.free] == [2, 0, 1, 0]
 
@@ -576,7 +579,7 @@ def test_a_window_that_storage_lost_a_page_of_is_written_anew() -> None:
     assert node.stored == 0b01
     work = writer(sim).store(node)
     assert work is not None
-    assert work.pages == {"swa": (digests(HEAD)[:1], node.slots_at(place(1, Tier.HOST))[:1])}
+    assert work.pages == {"swa": (digests(HEAD)[:1], node.slots_at(place_of(1, Tier.HOST))[:1])}
     writer(sim).write_finished(work, stored=True)
 
 
@@ -618,7 +621,7 @@ def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:
     assert (upper.stored, lower.stored) == (0b01, 0b11), "the state of the upper one's end"
     work = writer(sim).store(lower)
     assert work is not None
-    assert work.pages == {"mamba": ([chain[1]], upper.slots_at(place(STATES, Tier.HOST)))}
+    assert work.pages == {"mamba": ([chain[1]], upper.slots_at(place_of(STATES, Tier.HOST)))}
     writer(sim).write_finished(work, stored=True)
 
 
@@ -671,9 +674,9 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def on_arrive(self, node: Node, at: int) -> None: ...
+    def on_arrive(self, node: Node, place: SlotPlace) -> None: ...
 
-    def on_evict(self, node: Node, at: int, pages: int) -> None: ...
+    def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None: ...
 
     def on_store(self, node: Node, number: int) -> None:
         self.told.append((node, number))

@@ -13,7 +13,7 @@ from asynchicache.planner.load import by_place
 from asynchicache.planner.request_state import RequestState
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import CopyRequest
-from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place
+from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.types import MissReason, Tier, WritePolicy
 from controller.simulation import Simulation
 
@@ -88,11 +88,11 @@ def back_up(sim: Simulation, node: Node) -> None:
 
 def off_the_device(sim: Simulation, *numbers: int) -> None:
     for number in numbers:
-        sim.planner.state.evict(place(number, Tier.DEVICE), 64, dirty=True)
+        sim.planner.state.evict(place_of(number, Tier.DEVICE), 64, dirty=True)
 
 
 def sources(sequence: RequestState) -> dict[tuple[str, Tier], int]:
-    return {at: count for at, count in sequence.sources.items() if count}
+    return {place: count for place, count in sequence.sources.items() if count}
 
 
 # Where a prefix comes from
@@ -138,7 +138,7 @@ def test_what_is_on_the_host_only_is_copied() -> None:
 def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along() -> None:
     sim = simulation(mamba=(8, 8))
     node = published(sim, HEAD)
-    (source,) = node.slots_at(place(1, Tier.DEVICE))
+    (source,) = node.slots_at(place_of(1, Tier.DEVICE))
     sequence = sim.open(LONG)
 
     copies = sim.planner.loads.load(sequence)
@@ -153,14 +153,14 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
 
     back_up(sim, node)
     off_the_device(sim, 1, 0)
-    (source,) = node.slots_at(place(1, Tier.HOST))
+    (source,) = node.slots_at(place_of(1, Tier.HOST))
     sequence = sim.open(LONG)
     copies = sim.planner.loads.load(sequence)
     assert moved(copies) == [
         (Direction.LOAD, "kv", node.slots_at(FULL_HOST), node.slots_at(FULL_DEVICE)),
         (Direction.LOAD, "mamba", [source], [sequence.states[1]]),
     ]
-    assert not node.slots_at(place(1, Tier.DEVICE)), "each request has its own"
+    assert not node.slots_at(place_of(1, Tier.DEVICE)), "each request has its own"
     assert (sequence.tier, sequence.users) == (Tier.HOST, 2)
     assert sources(sequence) == {("kv", Tier.HOST): 2, ("mamba", Tier.HOST): 1}
     end(sim, copies)
@@ -247,15 +247,15 @@ def test_what_a_load_reads_stays_until_it_has_ended() -> None:
     copies = sim.planner.loads.load(sequence)
     books = sim.planner.state
 
-    books.evict(place(1, Tier.HOST), 8, dirty=True)
+    books.evict(place_of(1, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
     assert [free.held for free in books.free] == [2, 2, 1, 1]
     end(sim, copies)
     books.evict(FULL_DEVICE, 64, dirty=True)
     assert books.free[FULL_DEVICE].held == 2, "the request borrows them"
     sim.close(sequence)
-    for at in (place(1, Tier.HOST), FULL_HOST, FULL_DEVICE):
-        books.evict(at, 64, dirty=True)
+    for place in (place_of(1, Tier.HOST), FULL_HOST, FULL_DEVICE):
+        books.evict(place, 64, dirty=True)
     assert [free.held for free in books.free] == [0, 0, 0, 0]
 
 
@@ -266,11 +266,11 @@ def test_a_state_that_is_copied_on_the_device_stays_until_it_is() -> None:
     copies = sim.planner.loads.load(sequence)
     sim.close(sequence)
     books = sim.planner.state
-    books.evict(place(1, Tier.DEVICE), 8, dirty=True)
-    assert books.free[place(1, Tier.DEVICE)].held == 2
+    books.evict(place_of(1, Tier.DEVICE), 8, dirty=True)
+    assert books.free[place_of(1, Tier.DEVICE)].held == 2
     end(sim, copies)
-    books.evict(place(1, Tier.DEVICE), 8, dirty=True)
-    assert books.free[place(1, Tier.DEVICE)].held == 0
+    books.evict(place_of(1, Tier.DEVICE), 8, dirty=True)
+    assert books.free[place_of(1, Tier.DEVICE)].held == 0
 
 
 def test_a_load_waits_for_what_another_one_is_still_bringing() -> None:
@@ -286,12 +286,12 @@ def test_a_load_waits_for_what_another_one_is_still_bringing() -> None:
 
     assert moved(waiting) == []
     tree = sim.planner.state.tree
-    window = [node for node in tree.nodes() if node.slots_at(place(1, Tier.DEVICE))]
+    window = [node for node in tree.nodes() if node.slots_at(place_of(1, Tier.DEVICE))]
     assert [node.end for node in window] == [4]
     pages = {slot for pool, slots in waiting[-1].reads if pool == "kv" for slot in slots}
     assert pages == set(second.pages) == set(first.pages)
     assert [slots for pool, slots in waiting[-1].reads if pool == "swa"] == [
-        window[0].slots_at(place(1, Tier.DEVICE))
+        window[0].slots_at(place_of(1, Tier.DEVICE))
     ]
     end(sim, bringing + waiting)
     third = sim.open([*LONG, 7])
@@ -348,7 +348,7 @@ def test_slots_that_copies_take_are_counted_by_place() -> None:
     upper, lower = published(sim, HEAD), published(sim, [*LONG, 9, 10])
 
     wanted = [CopyRequest(upper, FULL), CopyRequest(lower, FULL), CopyRequest(lower, 1)]
-    assert by_place(wanted) == {FULL_DEVICE: 5, place(1, Tier.DEVICE): 1}
+    assert by_place(wanted) == {FULL_DEVICE: 5, place_of(1, Tier.DEVICE): 1}
 
 
 # Room as a request grows
@@ -407,7 +407,7 @@ def grown(sim: Simulation, tokens: list[int], length: int) -> RequestState:
 def test_a_restored_window_is_the_trees_until_it_is_left_behind() -> None:
     sim = simulation(swa=(16, 16), window=2)
     node = published(sim, LONG)
-    slots = [slot for part in (node,) for slot in part.slots_at(place(1, Tier.DEVICE))]
+    slots = [slot for part in (node,) for slot in part.slots_at(place_of(1, Tier.DEVICE))]
     sequence = grown(sim, [*LONG, 9, 10], 2)
     window = sequence.windows[1]
 
@@ -426,7 +426,7 @@ def test_a_request_lets_go_of_what_lies_before_its_window(length: int, first: in
     sim = simulation(swa=(16, 16), window=2)
     sequence = grown(sim, [*LONG, 9, 10], 10)
     window = sequence.windows[1]
-    slots, at = list(window.slots), place(1, Tier.DEVICE)
+    slots, place = list(window.slots), place_of(1, Tier.DEVICE)
 
     retired = sim.planner.windows.retire(sequence, length)
 
@@ -434,10 +434,10 @@ def test_a_request_lets_go_of_what_lies_before_its_window(length: int, first: in
     assert (retired is None) == (freed == 0)
     assert sim.planner.state.verify() == [], "a forward may still read them"
     if retired is not None:
-        assert retired.slots == {at: sorted(slots[:freed])}
-        assert sim.planner.state.free[at].held == 5
+        assert retired.slots == {place: sorted(slots[:freed])}
+        assert sim.planner.state.free[place].held == 5
         sim.planner.windows.finish(retired)
-    assert sim.planner.state.free[at].held == 5 - freed
+    assert sim.planner.state.free[place].held == 5 - freed
 
 
 def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> None:
@@ -447,7 +447,7 @@ def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> 
     assert retired is not None
     sim.planner.windows.finish(retired, RuntimeError("the device failed"))
 
-    assert sim.planner.state.free[place(1, Tier.DEVICE)].quarantined == 2
+    assert sim.planner.state.free[place_of(1, Tier.DEVICE)].quarantined == 2
 
 
 @pytest.mark.parametrize(("snapshot", "first"), [(2, 0), (4, 0), (6, 1), (8, 2), (10, 3)])

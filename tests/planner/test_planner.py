@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asynchicache.errors import CapacityError
-from asynchicache.tree.node import FULL_DEVICE, Node, place
+from asynchicache.tree.node import FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.types import MissReason, Tier, WritePolicy
 from controller.simulation import Simulation
 
@@ -133,7 +133,7 @@ def test_a_state_whose_copy_fails_after_it_became_the_trees_is_nobodys_again():
     sim.close(sequence)
     sim.planner.flush()
 
-    states = sim.planner.state.free[place(1, Tier.DEVICE)]
+    states = sim.planner.state.free[place_of(1, Tier.DEVICE)]
     assert (states.held, states.quarantined) == (0, 1)
     assert slot not in states.allocate(states.available)
 
@@ -144,11 +144,11 @@ class _Listener:
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def on_arrive(self, node: Node, at: int) -> None:
-        self.told.append(("arrived", at))
+    def on_arrive(self, node: Node, place: SlotPlace) -> None:
+        self.told.append(("arrived", place))
 
-    def on_evict(self, node: Node, at: int, pages: int) -> None:
-        self.told.append(("left", at))
+    def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
+        self.told.append(("left", place))
 
     def on_store(self, node: Node, component_id: int) -> None:
         self.told.append(("stored", component_id))
@@ -261,8 +261,8 @@ def test_a_failed_device_leaks_and_lends_nothing(seed: int):
     quarantined = {free.name: free.quarantined for free in sim.planner.state.free}
     for free in sim.planner.state.free:
         assert free.held == sum(
-            len(node.slots_at(at))
-            for at, other in enumerate(sim.planner.state.free)
+            len(node.slots_at(place))
+            for place, other in zip(sim.planner.state.tree.places, sim.planner.state.free, strict=True)
             if other is free
             for node in sim.planner.state.tree.nodes()
         ), quarantined

@@ -9,7 +9,7 @@ import pytest
 
 from asynchicache.hashing import page_digests
 from asynchicache.planner.fetch import ReadResult, StorageQuery, StorageRead
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 from controller.simulation import Simulation
 
@@ -265,7 +265,7 @@ def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> No
 def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, swa=3)
     served(sim, 8)
-    sim.planner.state.evict(place(1, Tier.DEVICE), 1, dirty=True)
+    sim.planner.state.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
     query = asked(sim)
     assert bytes(query.local[1]) == b"\0\1\1\1"
 
@@ -362,7 +362,7 @@ def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Si
 
     assert gained.pages == 8
     assert books.free[FULL_HOST].held == 8
-    assert books.free[place(STATES, Tier.HOST)].held == 2
+    assert books.free[place_of(STATES, Tier.HOST)].held == 2
     assert sorted(node.end for node in books.tree.nodes()) == [5, 8]
 
 

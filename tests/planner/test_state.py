@@ -10,7 +10,7 @@ import pytest
 from asynchicache.errors import ConfigError
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import PlannerCounters
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
 from controller.simulation import Simulation
 
@@ -98,7 +98,7 @@ def test_what_is_evicted_is_counted_by_place() -> None:
         saved(sim, published(sim, [first, 2, 3, 4]))
     books = sim.planner.state
 
-    books.evict(place(1, Tier.HOST), 1, dirty=True)
+    books.evict(place_of(1, Tier.HOST), 1, dirty=True)
     books.evict(FULL_DEVICE, 4, dirty=True)
     assert books.counters.evicted == [4, 0, 2, 1]
     assert [free.held for free in books.free] == [0, 4, 0, 1]
@@ -129,7 +129,7 @@ def test_an_eviction_is_traced_with_what_became_of_it() -> None:
     tracer = sim.planner.state.tracer = Tracer()  # type: ignore[assignment]
 
     sim.planner.state.evict(FULL_DEVICE, 8, dirty=True)
-    sim.planner.state.evict(place(1, Tier.HOST), 1, dirty=True)
+    sim.planner.state.evict(place_of(1, Tier.HOST), 1, dirty=True)
     assert tracer.told == [
         ("kv", "device", 8),
         {"freed": 3, "demoted": 2, "lost": 1},
@@ -182,7 +182,7 @@ def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
     books.watch_host(note)
     node = published(sim, [1, 2])
     saved(sim, node)
-    pages, states = (list(node.slots_at(place(number, Tier.HOST))) for number in (0, 1))
+    pages, states = (list(node.slots_at(place_of(number, Tier.HOST))) for number in (0, 1))
     books.evict(FULL_HOST, 1, dirty=True)
 
     assert sorted(left) == [("kv", pages), ("mamba", states)]
@@ -204,10 +204,10 @@ def test_slots_that_a_device_may_still_write_to_are_not_lent_again(poisoned: boo
 def test_a_failed_copy_condemns_where_it_went() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
     books = sim.planner.state
-    slots = books.free[place(1, Tier.HOST)].allocate(1)
+    slots = books.free[place_of(1, Tier.HOST)].allocate(1)
 
     books.condemn(Tier.HOST, books.transfers(1, [0], slots))
-    books.free[place(1, Tier.HOST)].release(slots)
+    books.free[place_of(1, Tier.HOST)].release(slots)
     assert [free.quarantined for free in books.free] == [0, 0, 0, 1]
 
 
@@ -236,7 +236,7 @@ def shared(sim: Simulation, sequence: RequestState) -> None:
 
 
 def state_leaked(sim: Simulation, sequence: RequestState) -> None:
-    sim.planner.state.free[place(1, Tier.DEVICE)].allocate(1)
+    sim.planner.state.free[place_of(1, Tier.DEVICE)].allocate(1)
 
 
 def state_shared(sim: Simulation, sequence: RequestState) -> None:
@@ -246,7 +246,7 @@ def state_shared(sim: Simulation, sequence: RequestState) -> None:
 def window_shared(sim: Simulation, sequence: RequestState) -> None:
     number = sim.planner.state.names.index("swa")
     sim.planner.state.private.append(
-        lambda: {place(number, Tier.DEVICE): list(sequence.windows[number].own)[:1]}
+        lambda: {place_of(number, Tier.DEVICE): list(sequence.windows[number].own)[:1]}
     )
 
 

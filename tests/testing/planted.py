@@ -33,7 +33,7 @@ from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
 from asynchicache.tree import copies
-from asynchicache.tree.node import FULL, RESIDENT, place
+from asynchicache.tree.node import FULL, RESIDENT, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import MissReason, Outcome, Tier
 
@@ -124,10 +124,10 @@ def poisoned_page_is_handed_out_again(patch: Patch) -> None:
 def freed_twice(patch: Patch) -> None:
     give_back = CacheState.give_back
 
-    def twice(self: CacheState, at: int, slots: list[int], *, poisoned: bool) -> None:
-        give_back(self, at, slots, poisoned=poisoned)
-        if slots and at == place(FULL, Tier.HOST):
-            self.free[at]._free.append(slots[0])
+    def twice(self: CacheState, place: SlotPlace, slots: list[int], *, poisoned: bool) -> None:
+        give_back(self, place, slots, poisoned=poisoned)
+        if slots and place == place_of(FULL, Tier.HOST):
+            self.free[place]._free.append(slots[0])
 
     patch.setattr(CacheState, "give_back", twice)
 
@@ -144,10 +144,10 @@ def lock_not_released(patch: Patch) -> None:
 def pinned_page_evicted(patch: Patch) -> None:
     evictable = UnifiedRadixTree.evictable
 
-    def ignoring_pins(node: Any, at: int) -> bool:
+    def ignoring_pins(node: Any, place: SlotPlace) -> bool:
         pins, node.pins = node.pins, [0] * len(node.pins)
         try:
-            return evictable(node, at)
+            return evictable(node, place)
         finally:
             node.pins = pins
 
@@ -155,10 +155,10 @@ def pinned_page_evicted(patch: Patch) -> None:
     patch.setattr(UnifiedRadixTree, "_pin", _pin_quietly)
 
 
-def _pin_quietly(self: UnifiedRadixTree, pins: Any, node: Any, at: int) -> None:
+def _pin_quietly(self: UnifiedRadixTree, pins: Any, node: Any, place: SlotPlace) -> None:
     """Without taking the node out of the queue."""
-    node.pins[at] += 1
-    if at in self._window_places:
+    node.pins[place] += 1
+    if place in self._window_places:
         node.holders = [*(node.holders or ()), pins]
 
 
@@ -310,9 +310,9 @@ def tombstone_recovered_though_it_was_none(patch: Patch) -> None:
     take = UnifiedRadixTree.take_pages
 
     def over(self: UnifiedRadixTree, node: Any, component_id: int, tier: Tier, pages: Any) -> dict[int, int]:
-        at = place(component_id, tier)
-        if node.residency[at] == RESIDENT and node.pages == len(pages.slots):
-            self.occupy(node, at, list(pages.slots), RESIDENT)
+        place = place_of(component_id, tier)
+        if node.residency[place] == RESIDENT and node.pages == len(pages.slots):
+            self.occupy(node, place, list(pages.slots), RESIDENT)
             return {}
         return take(self, node, component_id, tier, pages)
 
@@ -342,8 +342,8 @@ def minimum_instead_of_intersection(patch: Patch) -> None:
 def committed_before_the_copy(patch: Patch) -> None:
     occupy = UnifiedRadixTree.occupy
 
-    def resident(self: Any, node: Any, at: int, slots: Any, residency: int) -> None:
-        occupy(self, node, at, slots, RESIDENT)
+    def resident(self: Any, node: Any, place: SlotPlace, slots: Any, residency: int) -> None:
+        occupy(self, node, place, slots, RESIDENT)
 
     patch.setattr(UnifiedRadixTree, "occupy", resident)
 
@@ -360,8 +360,8 @@ def split_forgets_who_keeps_the_window(patch: Patch) -> None:
 
 @bug
 def parent_evicted_before_its_child(patch: Patch) -> None:
-    def anyone(node: Any, at: int) -> bool:
-        return node.residency[at] == RESIDENT and not node.pins[at] and node.parent is not None
+    def anyone(node: Any, place: SlotPlace) -> bool:
+        return node.residency[place] == RESIDENT and not node.pins[place] and node.parent is not None
 
     patch.setattr(UnifiedRadixTree, "evictable", staticmethod(anyone))
 

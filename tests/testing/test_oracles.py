@@ -46,7 +46,7 @@ from asynchicache.testing.chaos.script import (
 from asynchicache.testing.chaos.steady import BOUND_SECONDS, SteadyTraffic
 from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.seeded import SeededWorld, run_seeded
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import (
     ALL_PAGES,
     MissReason,
@@ -559,7 +559,7 @@ def test_a_page_is_held_in_either_tier_and_on_its_way_up() -> None:
     tree, books = sim.planner.state.tree, sim.planner.state
     assert (span(tree, node, 0), span(tree, node, 1)) == ((0, 2), (1, 2))
     assert (is_held(node, 0), is_held(node, 1)) == (True, True)
-    books.evict(place(1, Tier.DEVICE), 1, dirty=True)
+    books.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
     assert (is_held(node, 0), is_held(node, 1)) == (True, False)
     (copy,) = sim.planner.backups.backup(node)
     books.tree.pin_all([])
@@ -579,7 +579,7 @@ def test_room_could_be_made_of_ends_of_paths_that_nobody_keeps() -> None:
     published(sim, HEAD)
     lower = published(sim, LONG)
     tree = sim.planner.state.tree
-    device, states = FULL_DEVICE, place(1, Tier.DEVICE)
+    device, states = FULL_DEVICE, place_of(1, Tier.DEVICE)
     assert (reclaimable(tree, device), reclaimable(tree, FULL_HOST), reclaimable(tree, states)) == (4, 0, 2)
 
     keeper = sim.open([*HEAD, 9])

@@ -11,7 +11,7 @@ import pytest
 from asynchicache.tree import copies, verify
 from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.eviction import Evicted, evict
-from asynchicache.tree.node import TIERS, Node, place
+from asynchicache.tree.node import TIERS, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
@@ -36,8 +36,8 @@ class Bed:
     def tokens(word: str) -> array[int]:
         return array("q", [token for letter in word for token in (ord(letter), 7)])
 
-    def slots(self, at: int, component_id: int) -> list[int]:
-        return list(islice(self._numbers[at], component_id))
+    def slots(self, place: SlotPlace, component_id: int) -> list[int]:
+        return list(islice(self._numbers[place], component_id))
 
     def match(self, word: str, seed: bytes = b"", **limit: int) -> Match:
         return self.tree.match(self.tokens(word), seed, **limit)
@@ -60,7 +60,7 @@ class Bed:
         pages = self.slots(Tier.DEVICE, new)
         count = new if windows is None else windows
         trailing = {
-            component.id: Pages(len(word) - count, self.slots(place(component.id, Tier.DEVICE), count))
+            component.id: Pages(len(word) - count, self.slots(place_of(component.id, Tier.DEVICE), count))
             for component in self.tree.windows
         }
         result = self.tree.insert(lease, self.tokens(word), pages, windows=trailing)
@@ -71,7 +71,7 @@ class Bed:
         self, node: Node, tier: Tier, component_ids: Iterable[int], *, arriving: bool = False
     ) -> None:
         for component_id in component_ids:
-            [slot] = self.slots(place(component_id, tier), 1)
+            [slot] = self.slots(place_of(component_id, tier), 1)
             self.took[component_id] = self.tree.take_state(node, component_id, tier, slot, arriving=arriving)
 
     def add(
@@ -124,12 +124,12 @@ class Bed:
         self.finish(self.save(word))
         return node
 
-    def evict(self, at: int, component_id: int = 1000, *, dirty: bool = True) -> Evicted:
-        return evict(self.tree, at, component_id, dirty=dirty)
+    def evict(self, place: SlotPlace, component_id: int = 1000, *, dirty: bool = True) -> Evicted:
+        return evict(self.tree, place, component_id, dirty=dirty)
 
-    def words(self, at: int) -> set[str]:
+    def words(self, place: SlotPlace) -> set[str]:
         """The end of every node that has slots at a place, as words."""
-        return {self.word(node) for node in self.tree.nodes() if node.slots[at] is not None}
+        return {self.word(node) for node in self.tree.nodes() if node.slots[place] is not None}
 
     def word(self, node: Node) -> str:
         keys = []

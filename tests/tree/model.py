@@ -18,7 +18,11 @@ from asynchicache.tree.node import (
     RESIDENT,
     SAVING,
     TIERS,
-    place,
+    component_of,
+    is_full,
+    other_tier,
+    place_of,
+    tier_of,
 )
 from asynchicache.types import Tier
 
@@ -68,7 +72,7 @@ class Model:
         self.width = width
         self.windows = windows
         self.paged = {
-            place(component_id, tier)
+            place_of(component_id, tier)
             for component_id in (FULL, *windows)
             for tier in (Tier.DEVICE, Tier.HOST)
         }
@@ -95,9 +99,9 @@ class Model:
         return sorted(found, key=lambda k: len(k[1]), reverse=True)
 
     def nearest(self, page: Page, component_id: int) -> Tier | None:
-        if page.at(place(component_id, Tier.DEVICE)) in (RESIDENT, LOADING):
+        if page.at(place_of(component_id, Tier.DEVICE)) in (RESIDENT, LOADING):
             return Tier.DEVICE
-        return Tier.HOST if page.at(place(component_id, Tier.HOST)) == RESIDENT else None
+        return Tier.HOST if page.at(place_of(component_id, Tier.HOST)) == RESIDENT else None
 
     def needs(self, key: Key, component_id: int) -> list[Key]:
         """The pages, or the one with the state, that a prefix needs of a component."""
@@ -139,7 +143,8 @@ class Model:
                 nearest = self.nearest(self.page(prefix), component_id)
                 tier = Tier.HOST if nearest is None else nearest
                 pins += [
-                    Pin((self.page(prefix),), at) for at in (place(component_id, tier), place(FULL, tier))
+                    Pin((self.page(prefix),), at)
+                    for at in (place_of(component_id, tier), place_of(FULL, tier))
                 ]
         return pins
 
@@ -173,11 +178,11 @@ class Model:
         page = self.pages[key]
         if page.at(at) != RESIDENT or page.pins[at]:
             return False
-        clean = at % TIERS == Tier.HOST or page.at(at + 1) == RESIDENT
+        clean = tier_of(at) is Tier.HOST or page.at(at + 1) == RESIDENT
         if not (dirty or clean):
             return False
         children = [p for k, p in self.pages.items() if self.parent(k) == key]
-        return at >= TIERS or all(child.at(at) == ABSENT for child in children)
+        return not is_full(at) or all(child.at(at) == ABSENT for child in children)
 
     # Copies
 
@@ -193,15 +198,15 @@ class Model:
         return lost
 
     def take_back(self, key: Key, at: int, lost: Slots) -> None:
-        for below in self.below(key) if at < TIERS else [key]:
-            for component_id in reversed(range(self.width)) if at < TIERS else [at // TIERS]:
-                self.drop(below, place(component_id, Tier(at % TIERS)), lost)
+        for below in self.below(key) if is_full(at) else [key]:
+            for component_id in reversed(range(self.width)) if is_full(at) else [component_of(at)]:
+                self.drop(below, place_of(component_id, tier_of(at)), lost)
 
     def drop(self, key: Key, at: int, lost: Slots) -> None:
         page = self.pages.get(key)
         if page is None or page.at(at) == ABSENT:
             return
-        owner, saved = lost, at ^ 1
+        owner, saved = lost, other_tier(at)
         for copy in self.copies:
             if (key, at) in copy.filled:
                 copy.filled.remove((key, at))

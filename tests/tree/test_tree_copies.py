@@ -142,7 +142,10 @@ def test_a_failed_save_takes_back_what_storage_put_on_it(hybrid):
 
     lost = hybrid.finish(tier_copy, arrived=False)
 
-    assert {at: sorted(slots) for at, slots in lost.items()} == {FULL_HOST: [0, 1, 2, 3], STATE_HOST: [0]}
+    assert {place: sorted(slots) for place, slots in lost.items()} == {
+        FULL_HOST: [0, 1, 2, 3],
+        STATE_HOST: [0],
+    }
     assert hybrid.match("abcd").full_pages == 2
     hybrid.check()
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT
+from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, SlotPlace
 
 STATE_DEVICE, STATE_HOST = 2, 3
 
 
-def order(bed, at: int) -> str:
+def order(bed, place: SlotPlace) -> str:
     """The pages in the order in which they go; every letter may be in the tree once only."""
     letters = {
         slot: letter
         for node in bed.tree.nodes()
-        for slot, letter in zip(node.slots_at(at), bed.word(node)[-node.pages :], strict=False)
+        for slot, letter in zip(node.slots_at(place), bed.word(node)[-node.pages :], strict=False)
     }
     gone = ""
-    while freed := bed.evict(at, 1).slots.get(at):
+    while freed := bed.evict(place, 1).slots.get(place):
         gone += "".join(letters[slot] for slot in freed)
         bed.check()
     return gone
@@ -61,18 +61,18 @@ def test_the_least_recently_used_end_goes_first(bed):
     assert order(bed, FULL_DEVICE) == "dcfeba"
 
 
-@pytest.mark.parametrize("at", [FULL_DEVICE, FULL_HOST])
-def test_a_parent_is_as_recently_used_as_the_child_that_left_it(bed, at):
+@pytest.mark.parametrize("place", [FULL_DEVICE, FULL_HOST])
+def test_a_parent_is_as_recently_used_as_the_child_that_left_it(bed, place):
     for word in ("ab", "abcd", "xy"):
         bed.add_saved(word)
-    if at == FULL_HOST:
+    if place == FULL_HOST:
         bed.evict(FULL_DEVICE)
     with bed.pin("xy"):
         bed.pin("abcd").close()  # later than `xy`, which was used later than `ab`
-        bed.evict(at, 2)
-        assert bed.words(at) == {"ab", "xy"}
+        bed.evict(place, 2)
+        assert bed.words(place) == {"ab", "xy"}
 
-    assert order(bed, at) == "yxba"
+    assert order(bed, place) == "yxba"
 
 
 def test_states_go_by_their_own_use(hybrid):
@@ -96,8 +96,8 @@ def test_using_a_prefix_does_not_use_the_states_before_it(hybrid):
     assert hybrid.evict(STATE_DEVICE, 1).slots == {STATE_DEVICE: [0]}
 
 
-def states_in_order(bed, at: int) -> list[int]:
-    return [freed[at][0] for freed in iter(lambda: bed.evict(at, 1).slots, {})]
+def states_in_order(bed, place: SlotPlace) -> list[int]:
+    return [freed[place][0] for freed in iter(lambda: bed.evict(place, 1).slots, {})]
 
 
 def test_a_state_that_the_conversation_went_past_goes_first(hybrid):

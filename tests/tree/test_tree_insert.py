@@ -17,7 +17,7 @@ def test_new_pages_are_taken(bed):
     with bed.pin("abc") as lease:
         result = bed.insert(lease, "abc")
 
-    assert (result.taken, result.duplicates, result.fresh) == (3, [], [result.node])
+    assert (result.accepted, result.duplicates, result.filled) == (3, [], [result.node])
     assert bed.node("abc").slots == [[0, 1, 2], None]
     bed.check()
 
@@ -29,8 +29,8 @@ def test_known_pages_are_duplicates(bed):
     result = bed.insert(lease, "abcd")
 
     assert result.duplicates == [2, 3]
-    assert result.taken == 2
-    assert [bed.word(node) for node in result.fresh] == ["abcd"]
+    assert result.accepted == 2
+    assert [bed.word(node) for node in result.filled] == ["abcd"]
     assert bed.node("abcd").slots[FULL_DEVICE] == [4, 5]
     bed.check([lease])
     lease.close()
@@ -67,8 +67,8 @@ def test_pages_on_the_host_only_come_back_with_fresh_slots(bed):
 
     result = bed.insert(lease, "abx")
 
-    assert (result.taken, result.duplicates) == (3, [])
-    assert [bed.word(node) for node in result.fresh] == ["ab", "abx"]
+    assert (result.accepted, result.duplicates) == (3, [])
+    assert [bed.word(node) for node in result.filled] == ["ab", "abx"]
     assert bed.node("ab").residency == [RESIDENT, RESIDENT]
     assert bed.node("abcd").residency == [ABSENT, RESIDENT]
     lease.close()
@@ -82,7 +82,7 @@ def test_inserting_nothing_can_still_bring_a_state(hybrid):
 
     result = hybrid.insert(lease, "ab", states=[1])
 
-    assert (result.taken, result.duplicates, hybrid.took) == (0, [], {1: True})
+    assert (result.accepted, result.duplicates, hybrid.took) == (0, [], {1: True})
     lease.close()
     hybrid.check()
 
@@ -155,7 +155,7 @@ def test_storage_delivers_behind_a_prefix(hybrid):
 
     result = hybrid.add_host("abcd", after="ab", states=[1])
 
-    assert (result.taken, hybrid.took) == (2, {1: True})
+    assert (result.accepted, hybrid.took) == (2, {1: True})
     assert hybrid.node("abcd").residency == [ABSENT, RESIDENT, ABSENT, RESIDENT]
     assert hybrid.match("abcd").pages == 4
     hybrid.check()
@@ -167,7 +167,7 @@ def test_storage_delivers_what_the_host_has_already(bed):
     result = bed.add_host("abcd")
 
     assert result.duplicates == [3, 4, 5]
-    assert result.taken == 1
+    assert result.accepted == 1
     bed.check()
 
 
@@ -176,7 +176,7 @@ def test_storage_delivers_the_host_copy_of_device_pages(bed):
 
     result = bed.add_host("abcd")
 
-    assert (result.taken, result.duplicates) == (4, [])
+    assert (result.accepted, result.duplicates) == (4, [])
     assert bed.node("ab").residency == [RESIDENT, RESIDENT]
     bed.check()
 

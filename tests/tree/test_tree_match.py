@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from asynchicache.errors import InternalError
-from asynchicache.tree.node import FULL_DEVICE, Node, place
+from asynchicache.tree.node import FULL_DEVICE, Node, place_of
 from asynchicache.tree.radix_tree import HeldBack, Match, UnifiedRadixTree
 from asynchicache.types import Tier
 
@@ -378,6 +378,6 @@ def test_what_holds_a_match_back_is_the_pool_that_reaches_least(make_bed):
     assert held_back("abc") == HeldBack(1, dropped=False), "of two that reach equally far the first"
     bed.add("abcdef", states=[2])
     assert held_back("abcdef") == HeldBack(1, dropped=False)
-    bed.evict(place(2, Tier.DEVICE))
+    bed.evict(place_of(2, Tier.DEVICE))
     assert bed.match("ab").pages == 0
     assert held_back("ab") == HeldBack(2, dropped=True)

@@ -29,7 +29,10 @@ from asynchicache.tree.node import (
     TIERS,
     Node,
     Pins,
-    place,
+    component_of,
+    is_full,
+    place_of,
+    tier_of,
 )
 from asynchicache.tree.radix_tree import Inserted, Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
@@ -75,7 +78,7 @@ class Twins:
         self.tree = UnifiedRadixTree(PAGE, coverages, windows=self.windows)
         self.model = Model(self.tree.width, self.windows)
         self.pools = [
-            SlotAllocator((PAGES if at in self.model.paged else STATES)[Tier(at % TIERS)], name=f"place {at}")
+            SlotAllocator((PAGES if at in self.model.paged else STATES)[tier_of(at)], name=f"place {at}")
             for at in range(TIERS * self.tree.width)
         ]
         self.leases: list[Held] = []
@@ -156,7 +159,7 @@ class Twins:
 
     def arrive(self, node: Node, key: Key, component_ids: list[int]) -> None:
         copy = Copy(
-            filled=[(key, place(component_id, Tier.DEVICE)) for component_id in component_ids],
+            filled=[(key, place_of(component_id, Tier.DEVICE)) for component_id in component_ids],
             pins=[Pin((self.model.page(key),), FULL_DEVICE)] * len(component_ids),
         )
         self.launch(copies.begin_arrival(self.tree, node, component_ids), copy)
@@ -168,7 +171,8 @@ class Twins:
         wanted = copies.missing_on_host(self.tree, held.lease.node)
         for component_id in range(self.tree.width):
             self.make_room(
-                place(component_id, Tier.HOST), sum(w.size for w in wanted if w.component_id == component_id)
+                place_of(component_id, Tier.HOST),
+                sum(w.size for w in wanted if w.component_id == component_id),
             )
         if self.alive(held):  # a lease on the device does not keep host copies: ask again
             wanted = copies.missing_on_host(self.tree, held.lease.node)
@@ -192,7 +196,7 @@ class Twins:
         self.repinned(held, held.key)
 
     def repinned(self, held: Held, key: Key) -> None:
-        devices = [place(component_id, Tier.DEVICE) for component_id in self.windows]
+        devices = [place_of(component_id, Tier.DEVICE) for component_id in self.windows]
         kept = [pin for pin in held.pins if pin.at in devices]
         covered = {(page, pin.at) for pin in kept for page in pin.pages}
         again = [
@@ -216,11 +220,11 @@ class Twins:
                 keys = [k for k in Model.path(prefix_of(node), node.end - node.pages) if k in needed]
                 pages = tuple(map(self.model.page, keys))
                 nearest = self.model.nearest(pages[-1], component_id) if pages and tier is None else tier
-                if not pages or nearest is None or pages[-1].at(place(component_id, nearest)) == ABSENT:
+                if not pages or nearest is None or pages[-1].at(place_of(component_id, nearest)) == ABSENT:
                     continue
-                pins.append(Pin(pages, place(component_id, nearest)))
+                pins.append(Pin(pages, place_of(component_id, nearest)))
                 if tier is None and (keys[-1] == key or nearest is Tier.HOST):
-                    pins.append(Pin(pages[-1:], place(FULL, nearest)))
+                    pins.append(Pin(pages[-1:], place_of(FULL, nearest)))
         return pins
 
     def move_on(self) -> None:
@@ -233,7 +237,7 @@ class Twins:
             self.tree.drop_behind(held.lease, component_id, LONGEST, behind)
         self.check_leases(behind)
         self.tree.unpin_all(behind)
-        gone = [pin for pin in held.pins if pin.at // TIERS in self.windows]
+        gone = [pin for pin in held.pins if component_of(pin.at) in self.windows]
         held.pins = [pin for pin in held.pins if pin not in gone]
         self.model.pin(gone, -1)
 
@@ -247,7 +251,7 @@ class Twins:
                     return
                 yield from ((page, FULL) for page in pages)
             for component_id in range(1, self.model.width):
-                device, host = place(component_id, Tier.DEVICE), place(component_id, Tier.HOST)
+                device, host = place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST)
                 for page in pages:
                     wanted = page in needed.get(component_id, (page,))
                     at = self.model.page(page)
@@ -266,7 +270,7 @@ class Twins:
     def begin(self, tier: Tier, wanted: list[CopyRequest]) -> None:
         given: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
-            slots = self.allocate(place(want.component_id, tier), want.size, evicting=tier is Tier.DEVICE)
+            slots = self.allocate(place_of(want.component_id, tier), want.size, evicting=tier is Tier.DEVICE)
             if slots is None:
                 break  # parents come first, so what was given slots so far can go alone
             given.append((want, slots))
@@ -276,13 +280,15 @@ class Twins:
         state = LOADING if tier is Tier.DEVICE else SAVING
         other = Tier(1 - tier)
         for want, slots in given:
-            at, end = place(want.component_id, tier), self.model.page(prefix_of(want.node))
+            at, end = place_of(want.component_id, tier), self.model.page(prefix_of(want.node))
             keys = [key for key, _ in self.pages_of([want])]
             sources = tuple(map(self.model.page, keys))
             for key, slot in zip(keys, slots, strict=True):
                 assert self.model.offer(key, at, slot, state)
                 copy.filled.append((key, at))
-            copy.pins.append(Pin(sources if want.component_id else (end,), place(want.component_id, other)))
+            copy.pins.append(
+                Pin(sources if want.component_id else (end,), place_of(want.component_id, other))
+            )
             if want.component_id:
                 copy.pins += [Pin((end,), FULL_DEVICE), Pin((end,), FULL_HOST)]
         self.launch(copies.begin(self.tree, tier, given), copy)
@@ -316,7 +322,7 @@ class Twins:
         before = len(self.model.pages)
         freed = evict(self.tree, at, count, dirty=dirty)
 
-        if at not in self.model.paged or at < TIERS:
+        if at not in self.model.paged or is_full(at):
             assert freed.count(at) <= count or len(freed.slots) > 1, "only a state's node may not be cut"
         gone = [(owner[where, slot], where) for where, slots in freed.slots.items() for slot in slots]
         for key, where in gone:
@@ -327,10 +333,10 @@ class Twins:
         for key, where in sorted(gone, key=lambda one: (-len(one[0][1]), -one[1])):
             self.model.vacate(key, where)
         assert freed.lost == before - len(self.model.pages)
-        assert freed.lost + freed.demoted == (len(freed.slots.get(at, ())) if at < TIERS else 0)
+        assert freed.lost + freed.demoted == (len(freed.slots.get(at, ())) if is_full(at) else 0)
         if freed.count(at) < count:
             left = [key for key in self.model.pages if self.model.evictable(key, at, dirty=dirty)]
-            assert not left or at // TIERS in self.windows, "there was more to evict"
+            assert not left or component_of(at) in self.windows, "there was more to evict"
         self.release(freed.slots)
 
     def make_room(self, at: int, count: int) -> None:
@@ -349,7 +355,7 @@ class Twins:
 
     def offer(self, tier: Tier) -> Offer | None:
         """A lease, a continuation of it, and slots for its pages and states; None if there is no room."""
-        at = place(FULL, tier)
+        at = place_of(FULL, tier)
         held = self.holder(lambda held: self.model.page(held.key).at(at) != ABSENT)
         if held is None:
             return None
@@ -359,16 +365,16 @@ class Twins:
         for component_id in range(1, self.tree.width):
             if component_id in self.windows or self.random.random() > 0.7:
                 continue
-            if state := self.allocate(place(component_id, tier), 1):
+            if state := self.allocate(place_of(component_id, tier), 1):
                 states[component_id] = state[0]
         windows = self.offered_windows(key) if tier is Tier.DEVICE else {}
         if slots is not None and self.model.page(held.key).at(at) != ABSENT:
             return Offer(tier, held, key, slots, states, windows)
         self.release({at: slots or []})  # the room that was made may be the prefix itself
         self.release(
-            {place(component_id, tier): list(pages.slots) for component_id, pages in windows.items()}
+            {place_of(component_id, tier): list(pages.slots) for component_id, pages in windows.items()}
         )
-        self.release({place(component_id, tier): [state] for component_id, state in states.items()})
+        self.release({place_of(component_id, tier): [state] for component_id, state in states.items()})
         return None
 
     def offered_windows(self, key: Key) -> dict[int, Pages]:
@@ -377,7 +383,7 @@ class Twins:
         pages = len(key[1]) // PAGE
         for component_id in self.windows:
             count = self.random.randint(0, pages)
-            if count and (slots := self.allocate(place(component_id, Tier.DEVICE), count)):
+            if count and (slots := self.allocate(place_of(component_id, Tier.DEVICE), count)):
                 offered[component_id] = Pages(pages - count, slots)
         return offered
 
@@ -385,7 +391,7 @@ class Twins:
         """Offer states to the tree and the model; the components whose states were taken."""
         taken = []
         for component_id, slot in offer.states.items():
-            at = place(component_id, offer.tier)
+            at = place_of(component_id, offer.tier)
             residency = LOADING if arriving else RESIDENT
             took = self.tree.take_state(node, component_id, offer.tier, slot, arriving=arriving)
             assert took == (bool(offer.key[1]) and self.model.offer(offer.key, at, slot, residency))
@@ -397,16 +403,16 @@ class Twins:
 
     def check_inserted(self, result: Inserted, offer: Offer) -> None:
         """Offer the same to the model."""
-        at = place(FULL, offer.tier)
+        at = place_of(FULL, offer.tier)
         fresh = self.model.path(offer.key, len(offer.held.key[1]) // PAGE)
         pairs = zip(fresh, offer.slots, strict=True)
         refused = [slot for key, slot in pairs if not self.model.offer(key, at, slot)]
         assert prefix_of(result.node) == offer.key
         assert result.duplicates == refused
-        assert result.taken == len(fresh) - len(refused) == sum(node.pages for node in result.fresh)
+        assert result.accepted == len(fresh) - len(refused) == sum(node.pages for node in result.filled)
         self.release({at: refused})
         for component_id, pages in offer.windows.items():
-            at = place(component_id, Tier.DEVICE)
+            at = place_of(component_id, Tier.DEVICE)
             offered = zip(self.model.path(offer.key, pages.first), pages.slots, strict=True)
             kept = [slot for key, slot in offered if not self.model.offer(key, at, slot)]
             assert sorted(result.windows[component_id].values()) == sorted(kept)
@@ -438,7 +444,9 @@ class Twins:
         assert verify.problems(self.tree, leases, tier_copies) == []
 
     def seen(self, page: Page) -> dict[int, tuple[int, int | None, int]]:
-        pins = {at: count for at, count in page.pins.items() if count and at // TIERS not in self.windows}
+        pins = {
+            at: count for at, count in page.pins.items() if count and component_of(at) not in self.windows
+        }
         return {at: (page.at(at), page.slots.get(at), pins.get(at, 0)) for at in {*page.slots, *pins}}
 
     def seen_in(self) -> Iterator[tuple[Key, dict[int, tuple[int, int | None, int]]]]:
@@ -451,7 +459,7 @@ class Twins:
                     paged = at in self.model.paged
                     here = slots is not None and (last or paged)
                     slot = node.slots_at(at)[index if paged else 0] if here else None
-                    pins = node.pins[at] if last and at // TIERS not in self.windows else 0
+                    pins = node.pins[at] if last and component_of(at) not in self.windows else 0
                     if slot is not None or pins:
                         at_page[at] = (ABSENT if slot is None else node.residency[at], slot, pins)
                 yield key, at_page

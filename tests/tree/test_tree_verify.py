@@ -58,8 +58,8 @@ def negative_pins(bed):
 
 
 def nowhere(bed):
-    for at in (FULL_DEVICE, STATE_DEVICE):
-        bed.tree.vacate(bed.node("abcd"), at)
+    for place in (FULL_DEVICE, STATE_DEVICE):
+        bed.tree.vacate(bed.node("abcd"), place)
 
 
 def child_without_parent(bed):

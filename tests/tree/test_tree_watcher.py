@@ -7,7 +7,16 @@ from collections import Counter
 
 import pytest
 
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
+from asynchicache.tree.node import (
+    FULL_DEVICE,
+    FULL_HOST,
+    RESIDENT,
+    Node,
+    SlotPlace,
+    component_of,
+    is_full,
+    place_of,
+)
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
@@ -20,17 +29,17 @@ class Mirror:
         self.told: Counter[str] = Counter()
         self._tree = tree
 
-    def pages(self, node: Node, at: int, count: int) -> list[tuple[int, bytes]]:
-        paged = at < TIERS or self._tree.components[at // TIERS - 1].paged
-        return [(at, digest) for digest in self._tree.digests(node)[-(count if paged else 1) :]]
+    def pages(self, node: Node, place: SlotPlace, count: int) -> list[tuple[int, bytes]]:
+        paged = is_full(place) or self._tree.components[component_of(place) - 1].paged
+        return [(place, digest) for digest in self._tree.digests(node)[-(count if paged else 1) :]]
 
-    def on_arrive(self, node: Node, at: int) -> None:
+    def on_arrive(self, node: Node, place: SlotPlace) -> None:
         self.told["arrived"] += 1
-        self.there.update(self.pages(node, at, node.pages))
+        self.there.update(self.pages(node, place, node.pages))
 
-    def on_evict(self, node: Node, at: int, pages: int) -> None:
+    def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
         self.told["left"] += 1
-        gone = self.pages(node, at, pages)
+        gone = self.pages(node, place, pages)
         assert all(self.there[page] == 1 for page in gone), "something left that had not come"
         self.there.subtract(gone)
 
@@ -45,9 +54,9 @@ class Mirror:
         return Counter(
             page
             for node in self._tree.nodes()
-            for at, residency in enumerate(node.residency)
+            for place, residency in enumerate(node.residency)
             if residency == RESIDENT
-            for page in self.pages(node, at, node.pages)
+            for page in self.pages(node, place, node.pages)
         )
 
 
@@ -63,8 +72,10 @@ def test_what_was_told_is_what_is_there(make_bed, seed: int) -> None:
             case 1:
                 bed.add_saved(word, states=[1])
             case 2:
-                at = chance.choice([FULL_DEVICE, FULL_HOST, place(1, Tier.HOST), place(2, Tier.DEVICE)])
-                bed.evict(at, chance.randrange(1, 6))
+                place = chance.choice(
+                    [FULL_DEVICE, FULL_HOST, place_of(1, Tier.HOST), place_of(2, Tier.DEVICE)]
+                )
+                bed.evict(place, chance.randrange(1, 6))
         assert +mirror.there == mirror.truth()
         bed.check()
     assert min(mirror.told["arrived"], mirror.told["left"]) > 20
@@ -78,7 +89,7 @@ def test_a_copy_is_told_of_when_its_bytes_are_there(bed) -> None:
     assert not +mirror.there
     bed.finish(saving)
 
-    assert {at for at, _ in +mirror.there} == {FULL_HOST}
+    assert {place for place, _ in +mirror.there} == {FULL_HOST}
     assert sum(mirror.there.values()) == 3
 
 

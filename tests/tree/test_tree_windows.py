@@ -9,20 +9,20 @@ import pytest
 
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
-from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, place
+from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Pages
 from asynchicache.types import Tier
 
 WINDOW, STATE = 1, 1
-DEVICE, HOST = place(WINDOW, Tier.DEVICE), place(WINDOW, Tier.HOST)
-MIXED_WINDOW = place(2, Tier.DEVICE)
+DEVICE, HOST = place_of(WINDOW, Tier.DEVICE), place_of(WINDOW, Tier.HOST)
+MIXED_WINDOW = place_of(2, Tier.DEVICE)
 
 
-def windowed(bed, at: int = DEVICE) -> set[str]:
+def windowed(bed, place: SlotPlace = DEVICE) -> set[str]:
     """The pages that have a slot of the window, each as the word that ends with it."""
     found = set()
     for node in bed.tree.nodes():
-        if node.slots[at] is not None:
+        if node.slots[place] is not None:
             word = bed.word(node)
             found |= {word[:end] for end in range(node.end - node.pages + 1, node.end + 1)}
     return found
@@ -30,7 +30,7 @@ def windowed(bed, at: int = DEVICE) -> set[str]:
 
 def kept_windows(bed, lease) -> list[str]:
     """The ends of the nodes whose window a lease keeps on the device, each as often as it does."""
-    return sorted(bed.word(node) for node, at in lease.pinned if at == DEVICE)
+    return sorted(bed.word(node) for node, place in lease.pinned if place == DEVICE)
 
 
 # Where a prefix may end
@@ -261,7 +261,7 @@ def test_a_state_goes_with_the_window_that_it_needs(mixed):
 
     freed = mixed.evict(MIXED_WINDOW)
 
-    assert freed.count(place(STATE, Tier.DEVICE)) == 1
+    assert freed.count(place_of(STATE, Tier.DEVICE)) == 1
     mixed.check()
 
 
@@ -270,7 +270,7 @@ def test_a_state_stays_while_its_window_is_on_the_host(mixed):
 
     freed = mixed.evict(MIXED_WINDOW)
 
-    assert not freed.count(place(STATE, Tier.DEVICE))
+    assert not freed.count(place_of(STATE, Tier.DEVICE))
     assert mixed.match("abcd").pages == 4
 
 
@@ -349,14 +349,14 @@ def test_a_copy_in_flight_is_split_with_its_node(sliding):
     sliding.check()
 
 
-@pytest.mark.parametrize("at", [FULL_HOST, HOST])
-def test_a_copy_in_flight_keeps_what_it_copies(sliding, at):
+@pytest.mark.parametrize("place", [FULL_HOST, HOST])
+def test_a_copy_in_flight_keeps_what_it_copies(sliding, place):
     """Host pages went while they were being loaded (#26728, #27424)."""
     sliding.add_saved("abcdef")
     sliding.evict(FULL_DEVICE)
     tier_copy = sliding.load("abcdef")
 
-    assert not sliding.evict(at).count(at)
+    assert not sliding.evict(place).count(place)
     sliding.finish(tier_copy)
     sliding.check()
 

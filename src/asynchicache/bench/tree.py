@@ -21,7 +21,7 @@ from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, turns
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
-from asynchicache.tree.node import FULL_DEVICE, Node, place
+from asynchicache.tree.node import FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
@@ -161,7 +161,7 @@ class _Server:
         """`slots(component)` is the size of that component's pool."""
         self.tree = recipe.tree()
         self.pools = {
-            place(component_id, Tier.DEVICE): SlotAllocator(slots(component_id))
+            place_of(component_id, Tier.DEVICE): SlotAllocator(slots(component_id))
             for component_id in range(self.tree.width)
         }
         self.match: Callable[..., Match] = self.tree.match
@@ -175,13 +175,15 @@ class _Server:
         _path_slots(lease.node)  # what an attention kernel is given for the prefix
         new = len(turn.tokens) // tree.page_size - match.pages
         slots = self._allocate(FULL_DEVICE, new)
-        windows = {n: Pages(match.pages, self._allocate(place(n, Tier.DEVICE), new)) for n in self._windows}
-        states = {n: self._allocate(place(n, Tier.DEVICE), 1)[0] for n in self._states}
+        windows = {
+            n: Pages(match.pages, self._allocate(place_of(n, Tier.DEVICE), new)) for n in self._windows
+        }
+        states = {n: self._allocate(place_of(n, Tier.DEVICE), 1)[0] for n in self._states}
         inserted = tree.insert(lease, turn.tokens, slots, windows=windows)
         self._give_back(inserted)
         for component_id, slot in states.items():
             if not tree.take_state(inserted.node, component_id, Tier.DEVICE, slot):
-                self.pools[place(component_id, Tier.DEVICE)].release([slot])
+                self.pools[place_of(component_id, Tier.DEVICE)].release([slot])
         lease.close()
         return match.pages
 
@@ -189,12 +191,12 @@ class _Server:
         """Free the slots of what the tree had already."""
         self.pools[FULL_DEVICE].release(inserted.duplicates)
         for component_id, refused in inserted.windows.items():
-            self.pools[place(component_id, Tier.DEVICE)].release(list(refused.values()))
+            self.pools[place_of(component_id, Tier.DEVICE)].release(list(refused.values()))
 
-    def _allocate(self, at: int, count: int) -> list[int]:
-        pool = self.pools[at]
+    def _allocate(self, place: SlotPlace, count: int) -> list[int]:
+        pool = self.pools[place]
         if count > pool.available:
-            freed = evict(self.tree, at, count - pool.available)
+            freed = evict(self.tree, place, count - pool.available)
             for where, slots in freed.slots.items():
                 self.pools[where].release(slots)
         return pool.allocate(count)

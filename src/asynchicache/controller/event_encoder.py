@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.events import CacheEvent, PagesRemoved, PagesStored, TiersCleared
 from asynchicache.specs import PoolSpec
-from asynchicache.tree.node import RESIDENT, TIERS, Node, place
+from asynchicache.tree.node import RESIDENT, Node, SlotPlace, component_of, place_of, tier_of
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier
 
@@ -35,14 +35,14 @@ class TreeEvents:
         self._namespaces = namespaces
         self._tell = tell
 
-    def on_arrive(self, node: Node, at: int) -> None:
-        self._tell(self.describe(node, at // TIERS, Tier(at % TIERS)))
+    def on_arrive(self, node: Node, place: SlotPlace) -> None:
+        self._tell(self.describe(node, component_of(place), tier_of(place)))
 
-    def on_evict(self, node: Node, at: int, pages: int) -> None:
-        component_id = at // TIERS
+    def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
+        component_id = component_of(place)
         count = pages if self._owners[component_id].per_token else 1
         digests = tuple(self._tree.digests(node)[-count:])
-        self._tell(PagesRemoved(self._owners[component_id].name, Tier(at % TIERS), digests))
+        self._tell(PagesRemoved(self._owners[component_id].name, tier_of(place), digests))
 
     def on_store(self, node: Node, component_id: int) -> None:
         self._tell(self.describe(node, component_id, Tier.STORAGE))
@@ -60,7 +60,7 @@ class TreeEvents:
         """What a node has, tier by tier; `under_way`: what is being written to storage, and not there yet."""
         for component_id in range(self._tree.width):
             for tier in (Tier.DEVICE, Tier.HOST):
-                if node.residency[place(component_id, tier)] == RESIDENT:
+                if node.residency[place_of(component_id, tier)] == RESIDENT:
                     yield self.describe(node, component_id, tier)
             if node.stored >> component_id & 1 and (node, component_id) not in under_way:
                 yield self.describe(node, component_id, Tier.STORAGE)

@@ -14,7 +14,7 @@ from asynchicache.planner.state import CacheState, PlannerCounters
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.statistics import TransferStatistics
-from asynchicache.tree.node import place
+from asynchicache.tree.node import place_of
 from asynchicache.types import Tier
 
 
@@ -92,6 +92,6 @@ def _occupancy(state: CacheState) -> dict[str, tuple[Occupancy, Occupancy]]:
 def _evicted(state: CacheState) -> dict[str, tuple[int, int]]:
     evicted = state.counters.evicted
     return {
-        name: (evicted[place(component_id, Tier.DEVICE)], evicted[place(component_id, Tier.HOST)])
+        name: (evicted[place_of(component_id, Tier.DEVICE)], evicted[place_of(component_id, Tier.HOST)])
         for component_id, name in enumerate(state.names)
     }

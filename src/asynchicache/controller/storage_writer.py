@@ -19,7 +19,7 @@ from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
-from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
+from asynchicache.tree.node import FULL_HOST, RESIDENT, Node, Pins
 from asynchicache.types import MissReason, Outcome, ShedReason
 
 _SHED = {
@@ -158,7 +158,7 @@ class StorageWriter:
 
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
-        kept = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
+        kept: Pins = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
         self._state.keep(kept)
         self._backups.preparing.append(node)
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
 from asynchicache.transfer.plan import CacheOperation, Direction
-from asynchicache.tree.node import LOADING, SAVING, Node, place
+from asynchicache.tree.node import LOADING, SAVING, Node, place_of
 from asynchicache.types import Tier
 
 
@@ -60,7 +60,7 @@ def _copies(state: CacheState, copies: Iterable[CacheOperation]) -> Iterator[str
         way = operation.direction
         for pool, sources, destinations in operation.transfers:
             for tier, slots in ((way.source, sources), (way.destination, destinations)):
-                free = state.free[place(numbers[pool], tier)]
+                free = state.free[place_of(numbers[pool], tier)]
                 for slot in filter(free.is_free, slots):
                     yield f"{free.name}: slot {slot} is free, and a {way.value} uses it"
             if way is Direction.FORK:
@@ -74,7 +74,7 @@ def _copies(state: CacheState, copies: Iterable[CacheOperation]) -> Iterator[str
 def _writes(writing: Iterable[tuple[Node, int]]) -> Iterator[str]:
     """Nodes and components that are written to storage, and have no bytes yet."""
     for node, component_id in writing:
-        if node.residency[place(component_id, Tier.HOST)] in (LOADING, SAVING):
+        if node.residency[place_of(component_id, Tier.HOST)] in (LOADING, SAVING):
             yield f"{node!r}: component {component_id} goes to storage before it is on the host"
 
 

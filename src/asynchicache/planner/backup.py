@@ -22,7 +22,8 @@ from asynchicache.tree.node import (
     SAVING,
     Node,
     Pins,
-    place,
+    SlotPlace,
+    place_of,
 )
 from asynchicache.types import Tier, WritePolicy
 
@@ -90,7 +91,7 @@ class BackupPlanner:
         if not free[FULL_HOST].capacity:
             return []  # nothing else may be there without full pages
         missing = copies.missing_on_host(self._tree, node)
-        return [want for want in missing if free[place(want.component_id, Tier.HOST)].capacity]
+        return [want for want in missing if free[place_of(want.component_id, Tier.HOST)].capacity]
 
     def lacks_room(self, node: Node) -> bool:
         """Whether the path to `node` has something on the device that could be on the host and is not."""
@@ -102,7 +103,7 @@ class BackupPlanner:
         if not wanted:
             return []
         anchor = self._host_anchor(node)
-        anchor += [(want.node, place(want.component_id, Tier.DEVICE)) for want in wanted]
+        anchor += [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
         state.keep(anchor)
         batch = self._host_slots(wanted)
         state.drop(anchor)
@@ -114,7 +115,7 @@ class BackupPlanner:
             transfer
             for (below, component_id), slots in batch
             for transfer in state.transfers(
-                component_id, below.slots_at(place(component_id, Tier.DEVICE)), slots
+                component_id, below.slots_at(place_of(component_id, Tier.DEVICE)), slots
             )
         ]
         state.counters.backed_up += sum(want.size for want, _ in batch)
@@ -165,9 +166,9 @@ class BackupPlanner:
         ground = first.node.parent if first.component_id == FULL else first.node
         if ground is None or ground.residency[FULL_HOST] == ABSENT:
             return False
-        counts: Counter[int] = Counter()
+        counts: Counter[SlotPlace] = Counter()
         for want in wanted:
-            counts[place(want.component_id, Tier.HOST)] += want.size
+            counts[place_of(want.component_id, Tier.HOST)] += want.size
         kept = self._host_anchor(wanted[-1].node)
         self._state.keep(kept)
         short = self._state.has_room(counts)
@@ -185,9 +186,9 @@ class BackupPlanner:
         """Host slots for as many of `wanted` as there is room for, parents before children."""
         batch: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
-            at = place(want.component_id, Tier.HOST)
-            if self._state.make_room(at, want.size):
-                batch.append((want, self._state.free[at].allocate(want.size)))
+            place = place_of(want.component_id, Tier.HOST)
+            if self._state.make_room(place, want.size):
+                batch.append((want, self._state.free[place].allocate(want.size)))
                 continue
             self._state.counters.host_pressure += want.size
             if want.component_id == FULL:
@@ -219,7 +220,7 @@ class BackupPlanner:
             node = node.parent
         for below in reversed(path):
             for component_id in range(len(self._state.names)):
-                resident = below.residency[place(component_id, Tier.HOST)] == RESIDENT
+                resident = below.residency[place_of(component_id, Tier.HOST)] == RESIDENT
                 if resident and not below.stored >> component_id & 1:
                     self._add(work, below, component_id)
         if not work.marks:
@@ -229,8 +230,8 @@ class BackupPlanner:
         return work
 
     def _add(self, work: StorageWrite, node: Node, component_id: int) -> None:
-        at = place(component_id, Tier.HOST)
-        held = node.slots_at(at)
+        place = place_of(component_id, Tier.HOST)
+        held = node.slots_at(place)
         digests = self._tree.digests(node)[-len(held) :]  # of all its pages, or of the last one for a state
         if self._there:
             left = [
@@ -243,8 +244,8 @@ class BackupPlanner:
             keys += digests
             slots += held
         node.stored |= 1 << component_id
-        work.marks.append(StoredSpan(node, component_id, len(node.slots_at(at))))
-        work.pins += [(node, at)] if component_id == FULL else [(node, at), (node, FULL_HOST)]
+        work.marks.append(StoredSpan(node, component_id, len(node.slots_at(place))))
+        work.pins += [(node, place)] if component_id == FULL else [(node, place), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:
         """The nodes that a write to storage is under way for."""
@@ -271,8 +272,8 @@ class BackupPlanner:
         for component_id in range(len(self._state.names)):
             if node.stored >> component_id & 1:
                 continue
-            device = node.residency[place(component_id, Tier.DEVICE)]
-            host = node.residency[place(component_id, Tier.HOST)]
+            device = node.residency[place_of(component_id, Tier.DEVICE)]
+            host = node.residency[place_of(component_id, Tier.HOST)]
             if host == SAVING or (device == LOADING and host == ABSENT):
                 return True
         return False
@@ -286,7 +287,8 @@ class BackupPlanner:
             held = 0
             for component_id in range(len(self._state.names)):
                 slots = (
-                    node.slots[place(component_id, Tier.DEVICE)] or node.slots[place(component_id, Tier.HOST)]
+                    node.slots[place_of(component_id, Tier.DEVICE)]
+                    or node.slots[place_of(component_id, Tier.HOST)]
                 )
                 if slots and node in needed.get(component_id, (node,)):
                     held |= 1 << component_id

@@ -25,7 +25,7 @@ from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
 from asynchicache.tree.components import Component, prefix_pins
 from asynchicache.tree.copies import missing_on_host
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, Pins, place
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, Pins, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
@@ -153,7 +153,7 @@ class FetchPlanner:
 
     def asks(self, component_id: int) -> bool:
         """Whether storage can serve a component: its pages need host slots to arrive in."""
-        return self._state.free[place(component_id, Tier.HOST)].capacity > 0
+        return self._state.free[place_of(component_id, Tier.HOST)].capacity > 0
 
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of the first pages of a sequence that were computed before."""
@@ -356,10 +356,12 @@ class FetchPlanner:
         if not self._state.make_room(FULL_HOST, len(full)):
             return full[min(self._state.free[FULL_HOST].available, len(full) - 1)]
         for component_id, pages in read.pages.items():
-            if not self._state.make_room(place(component_id, Tier.HOST), len(pages)):
+            if not self._state.make_room(place_of(component_id, Tier.HOST), len(pages)):
                 return 0
         for component_id, pages in read.pages.items():
-            read.slots[component_id] = self._state.free[place(component_id, Tier.HOST)].allocate(len(pages))
+            read.slots[component_id] = self._state.free[place_of(component_id, Tier.HOST)].allocate(
+                len(pages)
+            )
         read.needs = [other for other, shared in others if self._brings(other, min(shared, target))]
         read.joined = bool(read.needs)
         self._reads.add(read)
@@ -425,10 +427,10 @@ class FetchPlanner:
             ):
                 tier = component.nearest(node)
                 if tier is not None:
-                    kept += [(node, place(component.id, tier)), (node, place(FULL, tier))]
+                    kept += [(node, place_of(component.id, tier)), (node, place_of(FULL, tier))]
                 node = node.parent
-        for node, at in kept:
-            self._tree.pin_for(query.pins, node, at)
+        for node, place in kept:
+            self._tree.pin_for(query.pins, node, place)
 
     def _commit(self, read: StorageRead, outcomes: Outcomes) -> ReadResult:
         """Put what arrived into the tree, up to the longest prefix that is restorable now."""
@@ -510,7 +512,7 @@ class FetchPlanner:
         read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
         # Also to the nodes above: another request may have published them while storage was read.
         _give_digests(result.node, query.digests, result.node.end)
-        for fresh in result.fresh:
+        for fresh in result.filled:
             if query.forgotten == self._backups.forgotten:
                 self._mark_stored(fresh, FULL)
         return result.node
@@ -578,20 +580,20 @@ class FetchPlanner:
         """Give back what is left, but for slots that a late read may still write to."""
         for component_id, slots in read.slots.items():
             gone = [slot for slot in slots if slot not in late[component_id]]
-            self._state.free[place(component_id, Tier.HOST)].release(gone)
+            self._state.free[place_of(component_id, Tier.HOST)].release(gone)
             read.slots[component_id] = [slot for slot in slots if slot in late[component_id]]
 
     def finish(self, read: StorageRead, *, safe: bool = True) -> None:
         """No engine writes to the read's slots any more; or, unless `safe`, that will never be known."""
         for component_id, slots in read.slots.items():
-            self._state.give_back(place(component_id, Tier.HOST), slots, poisoned=not safe)
+            self._state.give_back(place_of(component_id, Tier.HOST), slots, poisoned=not safe)
         self._reads.discard(read)
 
-    def _private(self) -> Mapping[int, list[int]]:
-        owned: dict[int, list[int]] = {}
+    def _private(self) -> Mapping[SlotPlace, list[int]]:
+        owned: dict[SlotPlace, list[int]] = {}
         for read in self._reads:
             for component_id, slots in read.slots.items():
-                owned.setdefault(place(component_id, Tier.HOST), []).extend(slots)
+                owned.setdefault(place_of(component_id, Tier.HOST), []).extend(slots)
         return owned
 
 

@@ -15,7 +15,17 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, LOADING, RESIDENT, Node, Pins, place
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    LOADING,
+    RESIDENT,
+    Node,
+    Pins,
+    SlotPlace,
+    place_of,
+)
 from asynchicache.tree.radix_tree import device_end
 from asynchicache.types import MissReason, Tier
 
@@ -123,12 +133,13 @@ class LoadPlanner:
         state = self._state
         reads = self._arriving(node)
         batch = [
-            (want, state.free[place(want.component_id, Tier.DEVICE)].allocate(want.size)) for want in wanted
+            (want, state.free[place_of(want.component_id, Tier.DEVICE)].allocate(want.size))
+            for want in wanted
         ]
         load = Copy(Direction.LOAD, [], state.begin(Tier.DEVICE, batch), reads=reads)
         for want, slots in batch:
             load.transfers += state.transfers(
-                want.component_id, want.node.slots_at(place(want.component_id, Tier.HOST)), slots
+                want.component_id, want.node.slots_at(place_of(want.component_id, Tier.HOST)), slots
             )
         fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
         for component_id, slot in sequence.states.items() if node.parent is not None else ():
@@ -142,13 +153,13 @@ class LoadPlanner:
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
         """Add a copy of one state at `node` into the request's own slot, and keep its source."""
-        tier = Tier.DEVICE if node.residency[place(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
+        tier = Tier.DEVICE if node.residency[place_of(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
         copy = fork if tier is Tier.DEVICE else load
         copy.transfers += self._state.transfers(
-            component_id, node.slots_at(place(component_id, tier)), [slot]
+            component_id, node.slots_at(place_of(component_id, tier)), [slot]
         )
         copies.keep(
-            self._tree, copy.tier_copy, [(node, place(component_id, tier)), (node, place(FULL, tier))]
+            self._tree, copy.tier_copy, [(node, place_of(component_id, tier)), (node, place_of(FULL, tier))]
         )
 
     def _keep_on_device(self, sequence: RequestState, node: Node) -> None:
@@ -161,20 +172,20 @@ class LoadPlanner:
     def on_device(self, node: Node) -> Pins:
         """What a prefix that ends at `node` has on the device, so that no room is made at its cost."""
         end = device_end(node)
-        found = [(end, FULL_DEVICE)] if end.parent is not None else []
+        found: Pins = [(end, FULL_DEVICE)] if end.parent is not None else []
         for component in self._tree.windows:
-            at = place(component.id, Tier.DEVICE)
-            found += [(part, at) for part in component.needs(node) if part.residency[at] != ABSENT]
+            place = place_of(component.id, Tier.DEVICE)
+            found += [(part, place) for part in component.needs(node) if part.residency[place] != ABSENT]
         return found
 
     def _arriving(self, node: Node) -> list[tuple[str, list[int]]]:
         """Slots of the path that another request's load is still filling."""
         reads = []
         for component in self._tree.windows:
-            at = place(component.id, Tier.DEVICE)
+            place = place_of(component.id, Tier.DEVICE)
             for part in component.needs(node):
-                if part.residency[at] == LOADING:
-                    reads += [(name, part.slots_at(at)) for name in self._state.sharing(component.id)]
+                if part.residency[place] == LOADING:
+                    reads += [(name, part.slots_at(place)) for name in self._state.sharing(component.id)]
         while node.parent is not None:
             if node.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
                 reads.append((self._state.names[FULL], node.slots_at(FULL_DEVICE)))
@@ -184,19 +195,19 @@ class LoadPlanner:
     def take_states(self, sequence: RequestState) -> bool:
         """Working states of the request's own, as far as it has none; False if there is no room."""
         for component_id in self._states:
-            at = place(component_id, Tier.DEVICE)
+            place = place_of(component_id, Tier.DEVICE)
             if component_id not in sequence.states:
-                if not self._state.make_room(at, 1):
+                if not self._state.make_room(place, 1):
                     return False
-                sequence.states[component_id] = self._state.free[at].allocate(1)[0]
+                sequence.states[component_id] = self._state.free[place].allocate(1)[0]
         return True
 
 
-def by_place(wanted: Iterable[CopyRequest]) -> dict[int, int]:
+def by_place(wanted: Iterable[CopyRequest]) -> dict[SlotPlace, int]:
     """Slots that copies to the device take, by place."""
-    counts: Counter[int] = Counter()
+    counts: Counter[SlotPlace] = Counter()
     for want in wanted:
-        counts[place(want.component_id, Tier.DEVICE)] += want.size
+        counts[place_of(want.component_id, Tier.DEVICE)] += want.size
     return counts
 
 

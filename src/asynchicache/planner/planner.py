@@ -24,7 +24,7 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, place
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import MissReason, Tier, WritePolicy
 
@@ -131,9 +131,9 @@ class Planner:
         state.give_back(FULL_DEVICE, sequence.own_pages(), poisoned=poisoned)
         for slots in (sequence.states, sequence.snapshots):
             for component_id, slot in slots.items():
-                state.give_back(place(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
+                state.give_back(place_of(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
         for component_id, window in sequence.windows.items():
-            state.give_back(place(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
+            state.give_back(place_of(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def abandon(self) -> None:
         """The cache is closed: requests that are over, but whose copies or forwards nobody will tell of any
@@ -189,7 +189,9 @@ class Planner:
         """
         state = self.state
         target, count = sequence.reserved + tokens, self.new_pages(sequence, tokens)
-        self._need(sequence, {FULL_DEVICE: count} | {place(n, Tier.DEVICE): count for n in sequence.windows})
+        self._need(
+            sequence, {FULL_DEVICE: count} | {place_of(n, Tier.DEVICE): count for n in sequence.windows}
+        )
         slots = state.free[FULL_DEVICE].allocate(count)
         sequence.pages += slots
         sequence.reserved = target
@@ -215,18 +217,18 @@ class Planner:
         finally:
             self.state.drop(kept)
 
-    def _need(self, sequence: RequestState, counts: Mapping[int, int]) -> None:
+    def _need(self, sequence: RequestState, counts: Mapping[SlotPlace, int]) -> None:
         if not self.loads.take_states(sequence):
             missing = next(
                 component_id for component_id in self._states if component_id not in sequence.states
             )
-            raise self._short(1, place(missing, Tier.DEVICE))
+            raise self._short(1, place_of(missing, Tier.DEVICE))
         short = self.state.has_room(counts)
         if short is not None:
             raise self._short(counts[short], short)
 
-    def _short(self, count: int, at: int) -> CapacityError:
-        free = self.state.free[at]
+    def _short(self, count: int, place: SlotPlace) -> CapacityError:
+        free = self.state.free[place]
         return CapacityError(
             f"{count} more {free.name} wanted, {free.available} of {free.capacity} are free and the rest "
             "in use: wait for them (reserve), admit fewer requests, or raise the device slots"
@@ -251,12 +253,12 @@ class Planner:
     def _take_snapshots(self, sequence: RequestState) -> bool:
         """Slots for a snapshot of every working state, all or none."""
         new = [component_id for component_id in sequence.states if component_id not in sequence.snapshots]
-        if not all(self.state.make_room(place(component_id, Tier.DEVICE), 1) for component_id in new):
+        if not all(self.state.make_room(place_of(component_id, Tier.DEVICE), 1) for component_id in new):
             return False
         for component_id in new:
-            sequence.snapshots[component_id] = self.state.free[place(component_id, Tier.DEVICE)].allocate(1)[
-                0
-            ]
+            sequence.snapshots[component_id] = self.state.free[place_of(component_id, Tier.DEVICE)].allocate(
+                1
+            )[0]
         return True
 
     def publish(self, sequence: RequestState, length: int, *, final: bool = False) -> list[Copy]:
@@ -281,7 +283,7 @@ class Planner:
         sequence.borrowed = pages
         if self._tree.windows:
             sequence.published.add(pages)
-        for node in result.fresh:
+        for node in result.filled:
             node.hits = max(node.hits, 1)  # it may be known on the host: what orders evictions never falls
         sequence.finished = final
         if final and sequence.snapshot_tokens != length:
@@ -312,7 +314,7 @@ class Planner:
             if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
                 del sequence.states[component_id]
                 # The forward that writes it may be under way, until the request gives everything back.
-                self._tree.pin_for(sequence.lease.pinned, node, place(component_id, Tier.DEVICE))
+                self._tree.pin_for(sequence.lease.pinned, node, place_of(component_id, Tier.DEVICE))
                 self._tree.supersede(node, component_id)
             else:
                 self._tree.touch(node, component_id)
@@ -337,14 +339,14 @@ class Planner:
 
     def _state_slot(self, node: Node, component_id: int) -> int | None:
         """A slot, the tree's from now on, for a state at `node`; None if it has one, or for want of room."""
-        at = place(component_id, Tier.DEVICE)
-        if node.residency[at] != ABSENT:
+        place = place_of(component_id, Tier.DEVICE)
+        if node.residency[place] != ABSENT:
             self._tree.touch(node, component_id)
             return None
-        if not self.state.make_room(at, 1):
+        if not self.state.make_room(place, 1):
             self.state.counters.states_skipped += 1
             return None
-        slot = self.state.free[at].allocate(1)[0]
+        slot = self.state.free[place].allocate(1)[0]
         self._tree.take_state(node, component_id, Tier.DEVICE, slot, arriving=True)
         self._tree.supersede(node, component_id)
         return slot
@@ -357,8 +359,8 @@ class Planner:
         if error is not None:
             self.state.condemn(copy.direction.destination, copy.transfers)
         lost = copies.finish(self._tree, copy.tier_copy, arrived=error is None)
-        for at, slots in lost.items():
-            self.state.free[at].quarantine(slots)
+        for place, slots in lost.items():
+            self.state.free[place].quarantine(slots)
         if copy.user is not None:
             self.release(copy.user, error)
         return copy.publishes if error is None else None
@@ -366,8 +368,8 @@ class Planner:
     def flush(self) -> None:
         """Forget everything that nobody holds, in both tiers."""
         watcher, self._tree.watcher = self._tree.watcher, None  # one word instead of one a page
-        for at, free in enumerate(self.state.free):
-            self.state.evict(at, free.capacity, dirty=True)
+        for place, free in zip(self.state.tree.places, self.state.free, strict=True):
+            self.state.evict(place, free.capacity, dirty=True)
         self._tree.watcher = watcher
         if watcher is not None:
             watcher.on_clear(Tier.DEVICE, Tier.HOST)

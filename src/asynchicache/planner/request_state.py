@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asynchicache.streams.base import Stream
-from asynchicache.tree.node import Pins
+from asynchicache.tree.node import Pins, SlotPlace
 from asynchicache.tree.radix_tree import HeldBack, Match, PathLease
 from asynchicache.types import MissReason, Tier
 
@@ -36,7 +36,7 @@ class RetiredPages:
     """
 
     pins: Pins = field(default_factory=list)
-    slots: dict[int, list[int]] = field(default_factory=dict)
+    slots: dict[SlotPlace, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

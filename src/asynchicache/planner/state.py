@@ -15,7 +15,7 @@ from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import CopyRequest, TierCopy
-from asynchicache.tree.node import FULL_DEVICE, TIERS, Pins, place
+from asynchicache.tree.node import FULL_DEVICE, Pins, SlotPlace, component_of, place_of, tier_of
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
@@ -97,11 +97,11 @@ class CacheState:
         self.sequences: set[RequestState] = set()
         self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
-        self.private: list[Callable[[], Mapping[int, list[int]]]] = []
+        self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
 
     def open_host(self, pool: str, slots: int) -> None:
         """Use the first `slots` host slots of a pool; the memory of the others is not ready."""
-        self.free[place(self.names.index(pool), Tier.HOST)].open_only(slots)
+        self.free[place_of(self.names.index(pool), Tier.HOST)].open_only(slots)
 
     def _check_windows(self) -> None:
         """
@@ -110,7 +110,7 @@ class CacheState:
         """
         for component in self.tree.windows:
             device, host = (
-                self.free[place(component.id, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST)
+                self.free[place_of(component.id, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST)
             )
             name, least = self.names[component.id], component.pages + 1
             if device < least:
@@ -124,43 +124,43 @@ class CacheState:
                     f"host pages of {name!r}, or set them to 0 to keep it off the host"
                 )
 
-    def has_room(self, counts: Mapping[int, int]) -> int | None:
+    def has_room(self, counts: Mapping[SlotPlace, int]) -> SlotPlace | None:
         """Have so many slots free at each place; the first place where that cannot be done, or None."""
-        return next((at for at, count in counts.items() if not self.make_room(at, count)), None)
+        return next((place for place, count in counts.items() if not self.make_room(place, count)), None)
 
     def watch_host(self, on_release: Callable[[str, Iterable[int]], object]) -> None:
         """Have `on_release` told of every pool's host slots whose content nobody needs any more."""
         for component_id in range(len(self.names)):
-            self.free[place(component_id, Tier.HOST)].on_release = partial(
+            self.free[place_of(component_id, Tier.HOST)].on_release = partial(
                 _tell_all, on_release, self.sharing(component_id)
             )
 
-    def make_room(self, at: int, count: int) -> bool:
+    def make_room(self, place: SlotPlace, count: int) -> bool:
         """Have `count` slots of a place free, by eviction if need be; False if that cannot be done."""
-        free = self.free[at]
+        free = self.free[place]
         if count > free.available:
             if self.write_policy is WritePolicy.WRITE_BACK:
-                self.evict(at, count - free.available, dirty=False)
-            self.evict(at, count - free.available, dirty=True)
+                self.evict(place, count - free.available, dirty=False)
+            self.evict(place, count - free.available, dirty=True)
         return count <= free.available
 
-    def evict(self, at: int, count: int, *, dirty: bool) -> None:
+    def evict(self, place: SlotPlace, count: int, *, dirty: bool) -> None:
         if count <= 0:
             return
         tracer = self.tracer
-        span = tracer.evicting(*self._names_of(at), count) if tracer is not None else None
-        freed = eviction.evict(self.tree, at, count, dirty=dirty)
+        span = tracer.evicting(*self._names_of(place), count) if tracer is not None else None
+        freed = eviction.evict(self.tree, place, count, dirty=dirty)
         for where, slots in freed.slots.items():
             self.free[where].release(slots)
             self.counters.evicted[where] += len(slots)
         self.counters.demoted += freed.demoted
         self.counters.lost += freed.lost
         if span is not None:
-            span.finish(freed=freed.count(at), demoted=freed.demoted, lost=freed.lost)
+            span.finish(freed=freed.count(place), demoted=freed.demoted, lost=freed.lost)
 
-    def _names_of(self, at: int) -> tuple[str, str]:
+    def _names_of(self, place: SlotPlace) -> tuple[str, str]:
         """Pool and tier of a place."""
-        return self.names[at // TIERS], Tier(at % TIERS).name.lower()
+        return self.names[component_of(place)], tier_of(place).name.lower()
 
     def sharing(self, component_id: int) -> list[str]:
         """The pools that use a component's slots."""
@@ -184,41 +184,41 @@ class CacheState:
         self.pinned[:] = [other for other in self.pinned if other is not pins]
         self.tree.unpin_all(pins)
 
-    def give_back(self, at: int, slots: list[int], *, poisoned: bool) -> None:
+    def give_back(self, place: SlotPlace, slots: list[int], *, poisoned: bool) -> None:
         """Free slots, unless a failed device may still write to them."""
         if poisoned:
-            self.free[at].quarantine(slots)
+            self.free[place].quarantine(slots)
         else:
-            self.free[at].release(slots)
+            self.free[place].release(slots)
 
     def condemn(self, tier: Tier, transfers: Transfers) -> None:
         """A copy failed, and the device may still write to where it went: whoever holds these slots by now,
         nobody is to have them next. A state that a request loaded may be the tree's already."""
         for pool, _, slots in transfers:
             owner = self.spec.pool(pool).slots_of or pool
-            self.free[place(self.names.index(owner), tier)].condemn(slots)
+            self.free[place_of(self.names.index(owner), tier)].condemn(slots)
 
     def verify(self) -> list[str]:
         """Broken invariants in words; empty when all is well. Linear in the slots."""
         leases = [sequence.lease for sequence in self.sequences if not sequence.lease.closed]
         tier_copies = [*self.tier_copies, *(TierCopy(Tier.HOST, {}, pins) for pins in self.pinned)]
         found = problems(self.tree, leases, tier_copies)
-        for at, free in enumerate(self.free):
+        for place, free in zip(self.tree.places, self.free, strict=True):
             found += free.problems()
-            owned = self._owned(at)
+            owned = self._owned(place)
             if len(set(owned)) != len(owned):
                 found.append(f"{free.name}: a slot has two owners")
             if set(owned) != free.held_slots():
                 found.append(f"{free.name}: {sorted(set(owned) ^ free.held_slots())} leaked or stolen")
         return found
 
-    def _owned(self, at: int) -> list[int]:
-        owned = [slot for node in self.tree.nodes() for slot in node.slots_at(at)]
-        owned += [slot for tier_copy in self.tier_copies for slot in tier_copy.orphans(at)]
-        if at == FULL_DEVICE:
+    def _owned(self, place: SlotPlace) -> list[int]:
+        owned = [slot for node in self.tree.nodes() for slot in node.slots_at(place)]
+        owned += [slot for tier_copy in self.tier_copies for slot in tier_copy.orphans(place)]
+        if place == FULL_DEVICE:
             owned += [slot for sequence in self.sequences for slot in sequence.own_pages()]
-        elif at % TIERS == Tier.DEVICE:
-            component_id = at // TIERS
+        elif tier_of(place) is Tier.DEVICE:
+            component_id = component_of(place)
             for sequence in self.sequences:
                 owned += [
                     held[component_id]
@@ -228,5 +228,5 @@ class CacheState:
                 if component_id in sequence.windows:
                     owned += sequence.windows[component_id].own
         for slots in self.private:
-            owned += slots().get(at, [])
+            owned += slots().get(place, [])
         return owned

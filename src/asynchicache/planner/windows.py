@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from asynchicache.planner.request_state import RequestState, RetiredPages, Window
 from asynchicache.planner.state import CacheState
 from asynchicache.tree.components import WindowComponent
-from asynchicache.tree.node import Node, place
+from asynchicache.tree.node import Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Pages
 from asynchicache.types import Tier
 
@@ -33,15 +33,17 @@ class WindowPlanner:
 
     @staticmethod
     def _slots(component: WindowComponent, node: Node, first: int) -> list[int]:
-        at = place(component.id, Tier.DEVICE)
-        parts = [part.slots_at(at)[max(first + part.pages - part.end, 0) :] for part in component.needs(node)]
+        place = place_of(component.id, Tier.DEVICE)
+        parts = [
+            part.slots_at(place)[max(first + part.pages - part.end, 0) :] for part in component.needs(node)
+        ]
         return [slot for part in reversed(parts) for slot in part]
 
     def extend(self, sequence: RequestState, count: int) -> dict[str, list[int]]:
         """Slots for `count` more pages of each window, which there is room for."""
         given: dict[str, list[int]] = {}
         for component_id, window in sequence.windows.items():
-            slots = self._state.free[place(component_id, Tier.DEVICE)].allocate(count)
+            slots = self._state.free[place_of(component_id, Tier.DEVICE)].allocate(count)
             window.slots += slots
             window.own.update(slots)
             given |= {name: list(slots) for name in self._state.sharing(component_id)}
@@ -95,19 +97,19 @@ class WindowPlanner:
         own = window.own.intersection(gone)
         window.own -= own
         if own:
-            retired.slots[place(component.id, Tier.DEVICE)] = sorted(own)
+            retired.slots[place_of(component.id, Tier.DEVICE)] = sorted(own)
         self._tree.drop_behind(sequence.lease, component.id, first, retired.pins)
 
     def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
         """No forward reads these pages any more; `error`: the device failed and may still write to them."""
         self._retired.discard(retired)
         self._state.drop(retired.pins)
-        for at, slots in retired.slots.items():
-            self._state.give_back(at, slots, poisoned=error is not None)
+        for place, slots in retired.slots.items():
+            self._state.give_back(place, slots, poisoned=error is not None)
 
-    def _private(self) -> Mapping[int, list[int]]:
-        owned: dict[int, list[int]] = {}
+    def _private(self) -> Mapping[SlotPlace, list[int]]:
+        owned: dict[SlotPlace, list[int]] = {}
         for retired in self._retired:
-            for at, slots in retired.slots.items():
-                owned.setdefault(at, []).extend(slots)
+            for place, slots in retired.slots.items():
+                owned.setdefault(place, []).extend(slots)
         return owned

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from asynchicache.errors import ConfigError
-from asynchicache.tree.node import FULL, LOADING, RESIDENT, Node, place
+from asynchicache.tree.node import FULL, LOADING, RESIDENT, Node, Pins, place_of
 from asynchicache.types import Coverage, Tier
 
 End = tuple[Node, int]
@@ -48,8 +48,8 @@ class _Places:
 
     def __init__(self, component_id: int) -> None:
         self.id = component_id
-        self._device = place(component_id, Tier.DEVICE)
-        self._host = place(component_id, Tier.HOST)
+        self._device = place_of(component_id, Tier.DEVICE)
+        self._host = place_of(component_id, Tier.HOST)
 
     def nearest(self, node: Node) -> Tier | None:
         device = node.residency[self._device]
@@ -135,7 +135,7 @@ def make_component(coverage: Coverage, component_id: int, *, paged: bool) -> Com
     )
 
 
-def prefix_pins(component: Component, node: Node) -> list[tuple[Node, int]]:
+def prefix_pins(component: Component, node: Node) -> Pins:
     """What keeps a prefix that ends at `node` restorable: the slots it needs where they are nearest, and
     the full pages that they would go with."""
     found = []
@@ -143,7 +143,7 @@ def prefix_pins(component: Component, node: Node) -> list[tuple[Node, int]]:
         tier = component.nearest(part)
         if tier is None:
             continue
-        found.append((part, place(component.id, tier)))
+        found.append((part, place_of(component.id, tier)))
         if part is node or tier is Tier.HOST:  # on the device the path's own end keeps those above
-            found.append((part, place(FULL, tier)))
+            found.append((part, place_of(FULL, tier)))
     return found

@@ -20,11 +20,14 @@ from asynchicache.tree.node import (
     LOADING,
     RESIDENT,
     SAVING,
-    TIERS,
     Node,
     Pending,
     Pins,
-    place,
+    SlotPlace,
+    is_full,
+    other_tier,
+    place_of,
+    tier_of,
 )
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
@@ -41,7 +44,9 @@ class CopyRequest(NamedTuple):
         """Slots that it takes."""
         slots = self.node.slots
         return len(
-            slots[place(self.component_id, Tier.DEVICE)] or slots[place(self.component_id, Tier.HOST)] or ()
+            slots[place_of(self.component_id, Tier.DEVICE)]
+            or slots[place_of(self.component_id, Tier.HOST)]
+            or ()
         )
 
 
@@ -56,17 +61,17 @@ class TierCopy:
     """
 
     tier: Tier
-    pending: dict[int, Pending] = field(default_factory=dict)
+    pending: dict[SlotPlace, Pending] = field(default_factory=dict)
     pins: Pins = field(default_factory=list)
 
     def nodes(self, component: int) -> list[Node]:
         """The nodes that this flight fills for a component, halves of split ones included."""
-        pending = self.pending.get(place(component, self.tier))
+        pending = self.pending.get(place_of(component, self.tier))
         return list(pending.nodes) if pending else []
 
-    def orphans(self, at: int) -> list[int]:
+    def orphans(self, place: SlotPlace) -> list[int]:
         """Slots of a place that the tree gave up while this flight used them; `finish` returns them."""
-        return [slot for pending in self.pending.values() for slot in pending.orphans.get(at, ())]
+        return [slot for pending in self.pending.values() for slot in pending.orphans.get(place, ())]
 
 
 def missing_on_device(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
@@ -120,7 +125,7 @@ def missing_on_host(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
 
 def is_unsaved(node: Node, component_id: int) -> bool:
     """Whether a component of a node is on the device only."""
-    device, host = place(component_id, Tier.DEVICE), place(component_id, Tier.HOST)
+    device, host = place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST)
     return node.residency[device] == RESIDENT and node.residency[host] == ABSENT
 
 
@@ -130,12 +135,12 @@ def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest
     state = LOADING if tier is Tier.DEVICE else SAVING
     other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
     for (node, component_id), slots in copies:
-        at = place(component_id, tier)
-        tree.occupy(node, at, slots, state)
-        _pend(tier_copy, node, at)
-        tier_copy.pins.append((node, place(component_id, other)))
+        place = place_of(component_id, tier)
+        tree.occupy(node, place, slots, state)
+        _pend(tier_copy, node, place)
+        tier_copy.pins.append((node, place_of(component_id, other)))
         if component_id != FULL:
-            tier_copy.pins += [(node, place(FULL, tier)), (node, place(FULL, other))]
+            tier_copy.pins += [(node, place_of(FULL, tier)), (node, place_of(FULL, other))]
     tree.pin_all(tier_copy.pins)
     return tier_copy
 
@@ -144,7 +149,7 @@ def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int])
     """A flight for states that `take_state(..., arriving=True)` took: a copy within the device."""
     tier_copy = TierCopy(Tier.DEVICE)
     for component_id in components:
-        _pend(tier_copy, node, place(component_id, Tier.DEVICE))
+        _pend(tier_copy, node, place_of(component_id, Tier.DEVICE))
         tier_copy.pins.append((node, FULL_DEVICE))
     tree.pin_all(tier_copy.pins)
     return tier_copy
@@ -152,19 +157,19 @@ def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int])
 
 def keep(tree: UnifiedRadixTree, tier_copy: TierCopy, pins: Pins) -> None:
     """Keep further places until a flight ends: sources that it copies to slots outside the tree."""
-    for node, at in pins:
-        tree.pin_for(tier_copy.pins, node, at)
+    for node, place in pins:
+        tree.pin_for(tier_copy.pins, node, place)
 
 
-def _pend(tier_copy: TierCopy, node: Node, at: int) -> None:
-    pending = tier_copy.pending.get(at)
+def _pend(tier_copy: TierCopy, node: Node, place: SlotPlace) -> None:
+    pending = tier_copy.pending.get(place)
     if pending is None:
-        pending = tier_copy.pending[at] = Pending(at, [])
+        pending = tier_copy.pending[place] = Pending(place, [])
     pending.nodes.append(node)
     node.pending = [*(node.pending or ()), pending]
 
 
-def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dict[int, list[int]]:
+def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dict[SlotPlace, list[int]]:
     """End a flight.
 
     Returns:
@@ -172,7 +177,7 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
         on. What had been built on them in the same tier, and what was being saved from there, is
         taken back with them; leases on it hold nothing then.
     """
-    lost: dict[int, list[int]] = {}
+    lost: dict[SlotPlace, list[int]] = {}
     for pending in tier_copy.pending.values():
         lost.update(pending.orphans)
         for node in pending.nodes:
@@ -180,9 +185,9 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
     for pending in tier_copy.pending.values():
         for node in pending.nodes:
             if arrived:
-                tree.settle(node, pending.at)
+                tree.settle(node, pending.place)
             else:
-                _take_back(tree, node, pending.at, lost)
+                _take_back(tree, node, pending.place, lost)
     tree.unpin_all(tier_copy.pins)
     return lost
 
@@ -192,35 +197,32 @@ def _unpend(node: Node, pending: Pending) -> None:
     node.pending = left or None
 
 
-def _take_back(tree: UnifiedRadixTree, node: Node, at: int, lost: dict[int, list[int]]) -> None:
+def _take_back(
+    tree: UnifiedRadixTree, node: Node, place: SlotPlace, lost: dict[SlotPlace, list[int]]
+) -> None:
     """Empty a place that never got its bytes, and for full pages everything below it in that tier."""
-    if at >= TIERS:
-        _drop(tree, node, at, lost)
+    if not is_full(place):
+        _drop(tree, node, place, lost)
         return
     for below in reversed(list(tree.subtree(node))):
         for component_id in reversed(range(tree.width)):
-            _drop(tree, below, place(component_id, Tier(at)), lost)
+            _drop(tree, below, place_of(component_id, tier_of(place)), lost)
         remove_if_dead(tree, below)
 
 
-def _drop(tree: UnifiedRadixTree, node: Node, at: int, lost: dict[int, list[int]]) -> None:
+def _drop(tree: UnifiedRadixTree, node: Node, place: SlotPlace, lost: dict[SlotPlace, list[int]]) -> None:
     """Empty a place. A copy that still uses its slots keeps them, one that fills them loses the node."""
-    if node.residency[at] == ABSENT:
+    if node.residency[place] == ABSENT:
         return
-    user = next((copy for copy in node.pending or () if copy.at in (at, _opposite(at))), None)
-    if user is not None and user.at == at:
+    user = next((copy for copy in node.pending or () if copy.place in (place, other_tier(place))), None)
+    if user is not None and user.place == place:
         user.nodes.remove(node)
         _unpend(node, user)
     owner = lost if user is None else user.orphans
-    owner.setdefault(at, []).extend(tree.vacate(node, at))
-    saved = _opposite(at)
+    owner.setdefault(place, []).extend(tree.vacate(node, place))
+    saved = other_tier(place)
     if node.residency[saved] == SAVING:  # from pages that are void
         _take_back(tree, node, saved, lost)
-
-
-def _opposite(at: int) -> int:
-    """The same component's place in the other tier, where copies into `at` come from."""
-    return at ^ 1
 
 
 def remove_if_dead(tree: UnifiedRadixTree, node: Node) -> bool:

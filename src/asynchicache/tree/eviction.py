@@ -10,7 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asynchicache.tree.copies import remove_if_dead
-from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
+from asynchicache.tree.node import (
+    FULL_DEVICE,
+    FULL_HOST,
+    RESIDENT,
+    Node,
+    SlotPlace,
+    component_of,
+    is_full,
+    other_tier,
+    place_of,
+    tier_of,
+)
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
@@ -25,67 +36,67 @@ class Evicted:
         lost: pages that no tier of the tree has any more.
     """
 
-    slots: dict[int, list[int]] = field(default_factory=dict)
+    slots: dict[SlotPlace, list[int]] = field(default_factory=dict)
     demoted: int = 0
     lost: int = 0
 
-    def count(self, at: int) -> int:
-        return len(self.slots.get(at, ()))
+    def count(self, place: SlotPlace) -> int:
+        return len(self.slots.get(place, ()))
 
 
-def evict(tree: UnifiedRadixTree, at: int, count: int, *, dirty: bool = True) -> Evicted:
+def evict(tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool = True) -> Evicted:
     """Free `count` slots of a place, more if a node cannot be cut, fewer if no candidate is left.
 
     Args:
         tree: the tree.
-        at: which component and tier (`node.place`).
+        place: the component and the tier.
         count: slots wanted.
         dirty: whether device pages and states may go that have no copy on the host.
     """
     freed = Evicted()
     spared: list[Node] = []
-    queue = tree.queues[at]
-    while freed.count(at) < count:
+    queue = tree.queues[place]
+    while freed.count(place) < count:
         node = queue.pop()
         if node is None:
             break
-        if not _may_go(node, at, dirty):
+        if not _may_go(node, place, dirty):
             spared.append(node)
             continue
-        if at < TIERS:
-            _evict_full(tree, node, at, count - freed.count(at), freed)
-        elif at in tree.page_places:
-            _evict_window(tree, node, at, count - freed.count(at), freed)
+        if is_full(place):
+            _evict_full(tree, node, place, count - freed.count(place), freed)
+        elif place in tree.page_places:
+            _evict_window(tree, node, place, count - freed.count(place), freed)
         else:
-            _vacate(tree, node, at, freed)
+            _vacate(tree, node, place, freed)
     for node in spared:
         queue.add(node)
     return freed
 
 
-def _may_go(node: Node, at: int, dirty: bool) -> bool:
-    if at == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:
+def _may_go(node: Node, place: SlotPlace, dirty: bool) -> bool:
+    if place == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:
         return dirty and not node.children
-    if at == FULL_HOST:
+    if place == FULL_HOST:
         return True
-    return dirty or at % TIERS == Tier.HOST or node.residency[at + Tier.HOST] == RESIDENT
+    return dirty or tier_of(place) is Tier.HOST or node.residency[other_tier(place)] == RESIDENT
 
 
-def _vacate(tree: UnifiedRadixTree, node: Node, at: int, freed: Evicted) -> None:
-    freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
-    if node.slots[at ^ 1] is None:
-        node.dropped |= 1 << at // TIERS
+def _vacate(tree: UnifiedRadixTree, node: Node, place: SlotPlace, freed: Evicted) -> None:
+    freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
+    if node.slots[other_tier(place)] is None:
+        node.dropped |= 1 << component_of(place)
 
 
-def _evict_window(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, freed: Evicted) -> None:
+def _evict_window(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: int, freed: Evicted) -> None:
     """Give up a node's pages of a window: the first ones, if its last ones are a window by themselves."""
-    window = next(component.pages for component in tree.windows if component.id == at // TIERS)
+    window = next(component.pages for component in tree.windows if component.id == component_of(place))
     if wanted <= node.pages - window and not any(node.pins):
         upper = tree.split(node, wanted)
-        tree.refresh(node, at)
+        tree.refresh(node, place)
         node = upper
-    _vacate(tree, node, at, freed)
-    if node.slots[at ^ 1] is None:
+    _vacate(tree, node, place, freed)
+    if node.slots[other_tier(place)] is None:
         _drop_states(tree, node, freed)
 
 
@@ -93,25 +104,25 @@ def _drop_states(tree: UnifiedRadixTree, node: Node, freed: Evicted) -> None:
     """Give up the states of a node whose window is gone: nobody can resume there."""
     for component in tree.components:
         for tier in () if component.paged else (Tier.DEVICE, Tier.HOST):
-            at = place(component.id, tier)
-            if tree.evictable(node, at):  # not marked as dropped: it is the window that made room
-                freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
+            place = place_of(component.id, tier)
+            if tree.evictable(node, place):  # not marked as dropped: it is the window that made room
+                freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
 
 
-def _evict_full(tree: UnifiedRadixTree, node: Node, at: int, wanted: int, freed: Evicted) -> None:
-    others = [at + TIERS * component_id for component_id in range(1, tree.width)]
+def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: int, freed: Evicted) -> None:
+    others = [place_of(component_id, tier_of(place)) for component_id in range(1, tree.width)]
     states = [other for other in others if other not in tree.page_places]
     if wanted < node.pages and not any(node.slots[other] for other in states):
         if _alone(node):
-            freed.slots.setdefault(at, []).extend(tree.trim(node, wanted, at))
+            freed.slots.setdefault(place, []).extend(tree.trim(node, wanted, place))
             freed.lost += wanted
-            tree.refresh(node, at)
+            tree.refresh(node, place)
             return
         tree.split(node, node.pages - wanted)  # a tail is enough: `node` is the tail now
     for other in others:
         if node.slots[other] is not None:
             _vacate(tree, node, other, freed)
-    freed.slots.setdefault(at, []).extend(tree.vacate(node, at))
+    freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
     if remove_if_dead(tree, node):
         freed.lost += node.pages
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NewType
+
 from asynchicache.types import Residency, Tier
 
 # Plain integers: reading a member of an enumeration costs more than the comparison it is for.
@@ -17,13 +19,48 @@ TIERS = 2
 """Tiers that a node has slots in; storage is known by key only."""
 
 
-def place(component: int, tier: Tier) -> int:
-    """Where a component's slots, residency and pins of one tier stand in a node's lists."""
-    return TIERS * component + tier
+SlotPlace = NewType("SlotPlace", int)
+"""One component in one tier: the index of its slots, residency and pins in a node's lists.
+
+An integer at run time, because the tree indexes lists with it on every step of a walk: an integer
+subclass or an enumeration would take the slow path of each such access. Ask it with the functions below.
+"""
+
+_TIERS = (Tier.DEVICE, Tier.HOST)
 
 
-FULL_DEVICE = place(FULL, Tier.DEVICE)
-FULL_HOST = place(FULL, Tier.HOST)
+def place_of(component_id: int, tier: Tier) -> SlotPlace:
+    """The place of a component in a tier."""
+    return TIERS * component_id + tier  # type: ignore[return-value]  # calling a NewType costs as much again
+
+
+def component_of(place: SlotPlace) -> int:
+    """The id of the component whose place this is."""
+    return place // TIERS
+
+
+def tier_of(place: SlotPlace) -> Tier:
+    """The tier of a place."""
+    return _TIERS[place % TIERS]
+
+
+def other_tier(place: SlotPlace) -> SlotPlace:
+    """The place of the same component in the other tier."""
+    return place ^ 1  # type: ignore[return-value]
+
+
+def is_full(place: SlotPlace) -> bool:
+    """Whether this is a place of the full component, whose pages make the path."""
+    return place < TIERS
+
+
+def all_places(components: int) -> list[SlotPlace]:
+    """Every place of a tree of so many components, in the order of a node's lists."""
+    return [place_of(component_id, tier) for component_id in range(components) for tier in _TIERS]
+
+
+FULL_DEVICE = place_of(FULL, Tier.DEVICE)
+FULL_HOST = place_of(FULL, Tier.HOST)
 
 
 class Node:
@@ -93,9 +130,9 @@ class Node:
         self.serial = 0
         self.born = 0
 
-    def slots_at(self, at: int) -> list[int]:
+    def slots_at(self, place: SlotPlace) -> list[int]:
         """The slots at a place that has some."""
-        slots = self.slots[at]
+        slots = self.slots[place]
         return slots if slots is not None else []
 
     def __repr__(self) -> str:
@@ -103,7 +140,7 @@ class Node:
         return f"<Node {self.serial} pages {self.end - self.pages}..{self.end} {states} pins {self.pins}>"
 
 
-Pins = list[tuple[Node, int]]
+Pins = list[tuple[Node, SlotPlace]]
 """Places of nodes that somebody keeps from being evicted."""
 
 
@@ -113,9 +150,9 @@ class Pending:
     `orphans` are slots, by place, that the tree gave up while these copies still used them.
     """
 
-    __slots__ = ("at", "nodes", "orphans")
+    __slots__ = ("nodes", "orphans", "place")
 
-    def __init__(self, at: int, nodes: list[Node]) -> None:
-        self.at = at
+    def __init__(self, place: SlotPlace, nodes: list[Node]) -> None:
+        self.place = place
         self.nodes = nodes
-        self.orphans: dict[int, list[int]] = {}
+        self.orphans: dict[SlotPlace, list[int]] = {}

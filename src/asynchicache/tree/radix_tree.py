@@ -29,10 +29,13 @@ from asynchicache.tree.node import (
     FULL_HOST,
     LOADING,
     RESIDENT,
-    TIERS,
     Node,
     Pins,
-    place,
+    SlotPlace,
+    all_places,
+    component_of,
+    is_full,
+    place_of,
 )
 from asynchicache.tree.policies import EvictionQueue, lru, policy
 from asynchicache.types import TOKEN_BYTES, Coverage, Tier
@@ -41,11 +44,11 @@ from asynchicache.types import TOKEN_BYTES, Coverage, Tier
 class SlotWatcher(Protocol):
     """Is told what nodes have, as it changes; it must not change the tree."""
 
-    def on_arrive(self, node: Node, at: int) -> None:
+    def on_arrive(self, node: Node, place: SlotPlace) -> None:
         """The bytes of a place may be read from now on."""
         ...
 
-    def on_evict(self, node: Node, at: int, pages: int) -> None:
+    def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
         """The last `pages` pages of a place are about to go, or its state."""
         ...
 
@@ -125,16 +128,16 @@ class Inserted:
     Attributes:
         node: where the inserted sequence ends.
         duplicates: offered page slots that the tree already had pages for; they stay the caller's.
-        taken: how many offered page slots are the tree's own now.
+        accepted: how many offered page slots are the tree's own now.
         windows: by component id and page, the offered slots that stay the caller's.
-        fresh: nodes that hold newly taken pages, parents first.
+        filled: nodes that hold newly taken pages, parents first.
     """
 
     node: Node
     duplicates: list[int] = field(default_factory=list)
-    taken: int = 0
+    accepted: int = 0
     windows: dict[int, dict[int, int]] = field(default_factory=dict)
-    fresh: list[Node] = field(default_factory=list)
+    filled: list[Node] = field(default_factory=list)
 
 
 class UnifiedRadixTree:
@@ -144,7 +147,9 @@ class UnifiedRadixTree:
         page_size, page_bytes: tokens of a page, and bytes of them in a key.
         components: the pools beside the full one, numbered from 1 in this order.
         windows: those of them that have a slot for each page.
-        queues: by `place`: who may give up slots there.
+        places: every place of a node, in the order of its lists.
+        page_places: those with a slot for each page.
+        queues: by place, the nodes that may give up slots there.
         roots: by namespace seed, for as long as something stands on them.
         version: changes whenever a match may no longer hold; one of another version is stale.
         watcher: told of slots that come and go; None, and then at no cost, if nobody listens.
@@ -173,14 +178,14 @@ class UnifiedRadixTree:
         self.windows = [component for component in self.components if isinstance(component, WindowComponent)]
         self.width = 1 + len(self.components)
         paged = [FULL, *(component.id for component in self.windows)]
-        self.page_places = tuple(
-            place(component_id, tier) for component_id in paged for tier in (Tier.DEVICE, Tier.HOST)
-        )
-        self._window_places = frozenset(self.page_places[TIERS:])
+        self.places = all_places(self.width)
+        self.page_places = tuple(place for place in self.places if component_of(place) in paged)
+        self._window_places = frozenset(place for place in self.page_places if not is_full(place))
         self._inherited = sum(1 << component_id for component_id in paged)
         full = policy(eviction)
         self.queues = [
-            EvictionQueue(full if at < TIERS else lru, at // TIERS, at) for at in range(TIERS * self.width)
+            EvictionQueue(full if is_full(place) else lru, component_of(place), place)
+            for place in self.places
         ]
         self.counts_hits = eviction in ("lfu", "slru")
         self.roots: dict[bytes, Node] = {}
@@ -201,7 +206,7 @@ class UnifiedRadixTree:
     def bare_root(self, seed: bytes) -> Node:
         """A root that is not the tree's, for whoever only looks."""
         root = Node(None, b"", b"", 0, self.width)
-        root.residency = [RESIDENT] * (TIERS * self.width)
+        root.residency = [RESIDENT] * len(self.places)
         root.digests = [seed]
         return root
 
@@ -252,30 +257,30 @@ class UnifiedRadixTree:
         if node.holders:
             self._hold_both(upper, node)
         for component in self.windows:
-            for at in (place(component.id, Tier.DEVICE), place(component.id, Tier.HOST)):
-                self.refresh(upper, at)
+            for place in (place_of(component.id, Tier.DEVICE), place_of(component.id, Tier.HOST)):
+                self.refresh(upper, place)
         return upper
 
     def _divide(self, upper: Node, lower: Node) -> None:
         """Share slots a page, and the copies that fill them."""
-        for at in self.page_places:
-            slots = lower.slots[at]
+        for place in self.page_places:
+            slots = lower.slots[place]
             if slots is not None:
-                upper.slots[at], lower.slots[at] = slots[: upper.pages], slots[upper.pages :]
-                upper.residency[at] = lower.residency[at]
+                upper.slots[place], lower.slots[place] = slots[: upper.pages], slots[upper.pages :]
+                upper.residency[place] = lower.residency[place]
         upper.device_children = int(lower.residency[FULL_DEVICE] != ABSENT)
         upper.host_children = int(lower.residency[FULL_HOST] != ABSENT)
         if lower.pending:
-            flying = [copy for copy in lower.pending if copy.at in self.page_places]
+            flying = [copy for copy in lower.pending if copy.place in self.page_places]
             for copy in flying:
                 copy.nodes.append(upper)
             upper.pending = flying or None
 
     def _hold_both(self, upper: Node, lower: Node) -> None:
         for pins in {id(pins): pins for pins in lower.holders or ()}.values():
-            more = [(upper, at) for node, at in pins if node is lower and at in self._window_places]
-            for node, at in more:
-                self.pin_for(pins, node, at)
+            more = [(upper, place) for node, place in pins if node is lower and place in self._window_places]
+            for node, place in more:
+                self.pin_for(pins, node, place)
 
     def cut_window(self, node: Node, component_id: int) -> None:
         """Have a node begin where the window of `node` does."""
@@ -286,18 +291,18 @@ class UnifiedRadixTree:
         if node.end - node.pages < first < node.end:
             self.split(node, node.pages - (node.end - first))
 
-    def trim(self, node: Node, pages: int, at: int) -> list[int]:
+    def trim(self, node: Node, pages: int, place: SlotPlace) -> list[int]:
         """Cut the last pages off an unpinned leaf that has slots at one place only; returns theirs.
 
         Like `split` and `remove` of the second half, without making it first.
         """
-        slots = node.slots_at(at)
+        slots = node.slots_at(place)
         if self.watcher is not None:
-            self.watcher.on_evict(node, at, pages)
+            self.watcher.on_evict(node, place, pages)
         node.pages -= pages
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
-        node.slots[at] = slots[: node.pages]
+        node.slots[place] = slots[: node.pages]
         node.stored &= self._inherited
         if node.digests is not None:
             node.digests = node.digests[: node.pages]
@@ -326,45 +331,46 @@ class UnifiedRadixTree:
 
     # Slots
 
-    def occupy(self, node: Node, at: int, slots: list[int], residency: int) -> None:
+    def occupy(self, node: Node, place: SlotPlace, slots: list[int], residency: int) -> None:
         """Give an empty place of a node its slots."""
-        node.slots[at] = slots
-        node.residency[at] = residency
-        node.dropped &= ~(1 << at // TIERS)
-        if at == FULL_DEVICE:
+        node.slots[place] = slots
+        node.residency[place] = residency
+        if node.dropped:  # rarely; this is the hottest change of a node
+            node.dropped &= ~(1 << component_of(place))
+        if place == FULL_DEVICE:
             parent = _parent(node)
             parent.device_children += 1
             self.refresh(parent, FULL_DEVICE)
-        elif at == FULL_HOST:
+        elif place == FULL_HOST:
             parent = _parent(node)
             parent.host_children += 1
             self.refresh(parent, FULL_HOST)
-        self.refresh(node, at)
+        self.refresh(node, place)
         if self.watcher is not None and residency == RESIDENT:
-            self.watcher.on_arrive(node, at)
+            self.watcher.on_arrive(node, place)
 
-    def settle(self, node: Node, at: int) -> None:
+    def settle(self, node: Node, place: SlotPlace) -> None:
         """The bytes of a place have arrived."""
-        node.residency[at] = RESIDENT
-        self.refresh(node, at)
+        node.residency[place] = RESIDENT
+        self.refresh(node, place)
         if self.watcher is not None:
-            self.watcher.on_arrive(node, at)
+            self.watcher.on_arrive(node, place)
 
-    def vacate(self, node: Node, at: int) -> list[int]:
+    def vacate(self, node: Node, place: SlotPlace) -> list[int]:
         """Empty a place of a node; returns its slots, which the caller owns now."""
-        slots = node.slots_at(at)
-        if self.watcher is not None and node.residency[at] == RESIDENT:
-            self.watcher.on_evict(node, at, node.pages)
+        slots = node.slots_at(place)
+        if self.watcher is not None and node.residency[place] == RESIDENT:
+            self.watcher.on_evict(node, place, node.pages)
         self.version += 1
-        node.slots[at] = None
-        node.residency[at] = ABSENT
-        self.queues[at].discard(node)
-        if at == FULL_DEVICE:
+        node.slots[place] = None
+        node.residency[place] = ABSENT
+        self.queues[place].discard(node)
+        if place == FULL_DEVICE:
             parent = _parent(node)
             parent.device_children -= 1
             self._inherit_use(parent, node)
             self.refresh(parent, FULL_DEVICE)
-        elif at == FULL_HOST:
+        elif place == FULL_HOST:
             parent = _parent(node)
             parent.host_children -= 1
             self._inherit_use(parent, node)
@@ -378,65 +384,65 @@ class UnifiedRadixTree:
 
     # Candidates
 
-    def refresh(self, node: Node, at: int) -> None:
+    def refresh(self, node: Node, place: SlotPlace) -> None:
         """Put a node in, or take it out of, the queue of a place."""
-        if self.evictable(node, at):
-            self.queues[at].add(node)
+        if self.evictable(node, place):
+            self.queues[place].add(node)
         else:
-            self.queues[at].discard(node)
+            self.queues[place].discard(node)
 
     @staticmethod
-    def evictable(node: Node, at: int) -> bool:
+    def evictable(node: Node, place: SlotPlace) -> bool:
         """Whether the slots of a place may be taken away: arrived, unpinned, and nobody stands on them.
 
         Children stand on the full pages of their parent in the same tier, so only ends of paths are
         candidates, and pinning one node keeps the whole path above it.
         """
-        if node.residency[at] != RESIDENT or node.pins[at] or node.parent is None:
+        if node.residency[place] != RESIDENT or node.pins[place] or node.parent is None:
             return False
-        if at == FULL_DEVICE:
+        if place == FULL_DEVICE:
             return not node.device_children
-        if at == FULL_HOST:
+        if place == FULL_HOST:
             return not node.host_children
         return True
 
-    def pin_for(self, pins: Pins, node: Node, at: int) -> None:
+    def pin_for(self, pins: Pins, node: Node, place: SlotPlace) -> None:
         """Add one place to what somebody keeps; `pins` is theirs, and grows when the node is split."""
-        pins.append((node, at))
-        self._pin(pins, node, at)
+        pins.append((node, place))
+        self._pin(pins, node, place)
 
     def pin_all(self, pins: Pins) -> None:
         """Keep all of `pins` until `unpin_all` of the same list."""
-        for node, at in pins:
-            self._pin(pins, node, at)
+        for node, place in pins:
+            self._pin(pins, node, place)
 
     def unpin_all(self, pins: Pins) -> None:
         """Let go of everything in a list, which is empty then."""
         while pins:
-            node, at = pins.pop()
-            self._unpin(pins, node, at)
+            node, place = pins.pop()
+            self._unpin(pins, node, place)
 
     def unpin_for(self, pins: Pins, index: int) -> None:
         """Let go of one place in a list."""
-        node, at = pins.pop(index)
-        self._unpin(pins, node, at)
+        node, place = pins.pop(index)
+        self._unpin(pins, node, place)
 
-    def _pin(self, pins: Pins, node: Node, at: int) -> None:
-        node.pins[at] += 1
-        if node.pins[at] == 1:
-            self.queues[at].discard(node)
-        if at in self._window_places:
+    def _pin(self, pins: Pins, node: Node, place: SlotPlace) -> None:
+        node.pins[place] += 1
+        if node.pins[place] == 1:
+            self.queues[place].discard(node)
+        if place in self._window_places:
             if node.holders is None:
                 node.holders = []
             node.holders.append(pins)
 
-    def _unpin(self, pins: Pins, node: Node, at: int) -> None:
-        if at in self._window_places:
+    def _unpin(self, pins: Pins, node: Node, place: SlotPlace) -> None:
+        if place in self._window_places:
             _forget(node.holders or [], pins)
-        node.pins[at] -= 1
-        if not node.pins[at]:
+        node.pins[place] -= 1
+        if not node.pins[place]:
             if node.pages:
-                self.refresh(node, at)
+                self.refresh(node, place)
             else:
                 self._prune(node)
 
@@ -473,17 +479,17 @@ class UnifiedRadixTree:
         node = self.roots.get(seed)
         if node is None:
             return Match(self.bare_root(seed), 0, 0, 0, None, self.version)
-        at, partial, inside = 0, None, 0
-        while at < end:
-            child = node.children.get(view[at : at + size].tobytes())
+        offset, partial, inside = 0, None, 0  # in bytes
+        while offset < end:
+            child = node.children.get(view[offset : offset + size].tobytes())
             if child is None:
                 break
             key = child.key
-            after = at + len(key)
-            if after <= end and key.startswith(view[at:after]):
-                node, at = child, after
+            after = offset + len(key)
+            if after <= end and key.startswith(view[offset:after]):
+                node, offset = child, after
                 continue
-            partial, inside = child, self._common(key, view, at, end)
+            partial, inside = child, self._common(key, view, offset, end)
             break
         return self._settle_match(node, partial, inside)
 
@@ -542,13 +548,13 @@ class UnifiedRadixTree:
                 return False
         return True
 
-    def _common(self, key: bytes, view: memoryview, at: int, end: int) -> int:
-        """Whole pages that `key` and `view[at:end]` share, by bisection over buffers."""
+    def _common(self, key: bytes, view: memoryview, offset: int, end: int) -> int:
+        """Whole pages that `key` and `view[offset:end]` share, by bisection over buffers."""
         size = self.page_bytes
-        low, high = 1, min(len(key), end - at) // size  # the first page matched: it was the lookup
+        low, high = 1, min(len(key), end - offset) // size  # the first page matched: it was the lookup
         while low < high:
             middle = (low + high + 1) // 2
-            if key.startswith(view[at : at + middle * size]):
+            if key.startswith(view[offset : offset + middle * size]):
                 low = middle
             else:
                 high = middle - 1
@@ -646,7 +652,7 @@ class UnifiedRadixTree:
         return PathLease(self, node, pinned)
 
     @staticmethod
-    def _anchors(node: Node) -> list[tuple[Node, int]]:
+    def _anchors(node: Node) -> Pins:
         """The ends of the path to `node`, in each tier that it needs."""
         if node.residency[FULL_DEVICE] != ABSENT:
             return [(node, FULL_DEVICE)]
@@ -661,10 +667,10 @@ class UnifiedRadixTree:
         kept on the device: a forward that reads them may be under way; `drop_behind` lets go of them."""
         lease.node = node
         pinned = lease.pinned  # always this list: it is what closing the lease gives back
-        kept = {place(component.id, Tier.DEVICE) for component in self.windows}
-        old = [i for i, (_, at) in enumerate(pinned) if at not in kept]
-        for held, at in self._anchors(node):
-            self.pin_for(pinned, held, at)
+        kept = {place_of(component.id, Tier.DEVICE) for component in self.windows}
+        old = [i for i, (_, place) in enumerate(pinned) if place not in kept]
+        for held, place in self._anchors(node):
+            self.pin_for(pinned, held, place)
         self.keep_windows(lease, Tier.DEVICE)
         for index in reversed(old):
             self.unpin_for(pinned, index)
@@ -672,18 +678,18 @@ class UnifiedRadixTree:
     def keep_windows(self, lease: PathLease, tier: Tier) -> None:
         """Have a lease keep, in one tier, the windows that its end needs."""
         for component in self.windows:
-            at = place(component.id, tier)
+            place = place_of(component.id, tier)
             for part in component.needs(lease.node):
-                if part.residency[at] != ABSENT and (part, at) not in lease.pinned:
-                    self.pin_for(lease.pinned, part, at)
+                if part.residency[place] != ABSENT and (part, place) not in lease.pinned:
+                    self.pin_for(lease.pinned, part, place)
 
     def drop_behind(self, lease: PathLease, component_id: int, page: int, pinned: Pins) -> None:
         """Move the windows before a page from what a lease keeps to what `pinned` does."""
-        places = (place(component_id, Tier.DEVICE), place(component_id, Tier.HOST))
+        places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
         for index in reversed(range(len(lease.pinned))):
-            node, at = lease.pinned[index]
-            if at in places and node.end <= page:
-                self.pin_for(pinned, node, at)
+            node, place = lease.pinned[index]
+            if place in places and node.end <= page:
+                self.pin_for(pinned, node, place)
                 self.unpin_for(lease.pinned, index)
 
     # Insertion
@@ -714,13 +720,13 @@ class UnifiedRadixTree:
             raise InternalError(f"pages inserted behind {lease.node!r}, which is not on the device")
         result = self._walk_in(lease.node, tokens, slots, FULL_DEVICE)
         node = result.node
-        begun = [node.end - node.pages for node in result.fresh]
+        begun = [node.end - node.pages for node in result.filled]
         for component_id, pages in (windows or {}).items():
             self.cut_window(node, component_id)  # so that what lies behind it can go by itself
             result.windows[component_id] = self.take_pages(node, component_id, Tier.DEVICE, pages)
             self.use(self.components[component_id - 1], node)
-        result.fresh = [
-            part for fresh, start in zip(result.fresh, begun, strict=True) for part in _parts(fresh, start)
+        result.filled = [
+            part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
         ]
         self.touch(node, FULL)
         self.repin(lease, node)
@@ -733,11 +739,11 @@ class UnifiedRadixTree:
     ) -> None:
         """Have a lease keep the pages of a window that were taken from page `first` on, those too that its
         end needs no more: the forward that wrote them, or one that reads them, may be under way."""
-        at = place(component_id, Tier.DEVICE)
+        place = place_of(component_id, Tier.DEVICE)
         node = lease.node
         while node.end > first and node.parent is not None:
-            if node.end - 1 not in refused and (node, at) not in lease.pinned:
-                self.pin_for(lease.pinned, node, at)
+            if node.end - 1 not in refused and (node, place) not in lease.pinned:
+                self.pin_for(lease.pinned, node, place)
             node = node.parent
 
     def insert_host(self, node: Node, tokens: array[int], slots: Sequence[int]) -> Inserted:
@@ -756,7 +762,7 @@ class UnifiedRadixTree:
         self.touch(result.node, FULL)
         return result
 
-    def _walk_in(self, node: Node, tokens: array[int], slots: Sequence[int], at: int) -> Inserted:
+    def _walk_in(self, node: Node, tokens: array[int], slots: Sequence[int], place: SlotPlace) -> Inserted:
         """Walk down from `node`; pages that have no slots at a place get those offered."""
         size = self.page_bytes
         view = memoryview(tokens).cast("B")
@@ -774,10 +780,10 @@ class UnifiedRadixTree:
                 common = self._common(child.key, view, start, end)
                 child = child if common == child.pages else self.split(child, common)
             offered = slots[done : done + child.pages]
-            if child.residency[at] == ABSENT:
-                self.occupy(child, at, list(offered), RESIDENT)
-                result.taken += len(offered)
-                result.fresh.append(child)
+            if child.residency[place] == ABSENT:
+                self.occupy(child, place, list(offered), RESIDENT)
+                result.accepted += len(offered)
+                result.filled.append(child)
             else:
                 result.duplicates.extend(offered)
             done += child.pages
@@ -792,11 +798,11 @@ class UnifiedRadixTree:
 
         `arriving`: it is still being copied; `copies.finish` will settle it.
         """
-        at = place(component_id, tier)
-        if node.parent is None or node.residency[at] != ABSENT:
+        place = place_of(component_id, tier)
+        if node.parent is None or node.residency[place] != ABSENT:
             return False
         self.touch(node, component_id)
-        self.occupy(node, at, [slot], LOADING if arriving else RESIDENT)
+        self.occupy(node, place, [slot], LOADING if arriving else RESIDENT)
         return True
 
     def take_pages(self, node: Node, component_id: int, tier: Tier, pages: Pages) -> dict[int, int]:
@@ -807,17 +813,17 @@ class UnifiedRadixTree:
             By page number, the slots that stay the caller's: the tree has those pages already, or no
             full pages of them in that tier.
         """
-        at = place(component_id, tier)
+        place = place_of(component_id, tier)
         refused: dict[int, int] = {}
         while node.end > pages.first and node.parent is not None:
             start = max(node.end - node.pages, pages.first)
             offered = pages.slots[start - pages.first : node.end - pages.first]
-            if node.residency[at] != ABSENT or node.residency[place(FULL, tier)] == ABSENT:
+            if node.residency[place] != ABSENT or node.residency[place_of(FULL, tier)] == ABSENT:
                 refused.update(zip(range(start, node.end), offered, strict=True))
             else:
                 if len(offered) < node.pages:
                     self.split(node, node.pages - len(offered))
-                self.occupy(node, at, list(offered), RESIDENT)
+                self.occupy(node, place, list(offered), RESIDENT)
             node = node.parent
         return refused
 
@@ -841,13 +847,13 @@ class UnifiedRadixTree:
     def _age(self, node: Node, component_id: int) -> bool:
         """Put a node's slots where they go first; whether that is all: a state is one, and what lies
         before a window that has aged has aged with it."""
-        places = (place(component_id, Tier.DEVICE), place(component_id, Tier.HOST))
-        if not any(node.slots[at] for at in places):
+        places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
+        if not any(node.slots[place] for place in places):
             return False
         aged = not node.used[component_id]
         node.used[component_id] = 0
-        for at in places:  # both: an entry may wait there for slots to come
-            self.queues[at].hurry(node)
+        for place in places:  # both: an entry may wait there for slots to come
+            self.queues[place].hurry(node)
         return aged or not self.components[component_id - 1].paged
 
     def count_hit(self, node: Node) -> list[Node]:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from asynchicache.hashing import page_digests
 from asynchicache.tree.copies import TierCopy
-from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, TIERS, Node, place
+from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place_of, tier_of
 from asynchicache.tree.policies import Key
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
-from asynchicache.types import Tier
 
 
 def problems(
@@ -53,27 +52,32 @@ def _node(tree: UnifiedRadixTree, node: Node) -> Iterator[str]:
 
 
 def _residency(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
-    for at, slots in enumerate(node.slots):
-        wanted = node.pages if at in tree.page_places else 1
-        if (slots is None) != (node.residency[at] == ABSENT) or (slots is not None and len(slots) != wanted):
-            yield f"{node!r} has {slots} at place {at}, residency {node.residency[at]}"
-        if node.pins[at] < 0:
-            yield f"{node!r} has {node.pins[at]} pins at place {at}"
+    for place, slots in enumerate(node.slots):
+        wanted = node.pages if place in tree.page_places else 1
+        if (slots is None) != (node.residency[place] == ABSENT) or (
+            slots is not None and len(slots) != wanted
+        ):
+            yield f"{node!r} has {slots} at place {place}, residency {node.residency[place]}"
+        if node.pins[place] < 0:
+            yield f"{node!r} has {node.pins[place]} pins at place {place}"
     if node.residency[FULL_DEVICE] == ABSENT and node.residency[FULL_HOST] == ABSENT:
         yield f"{node!r} has full pages nowhere"
-    for at in (FULL_DEVICE, FULL_HOST):
-        if node.residency[at] != ABSENT and parent.residency[at] == ABSENT:
-            yield f"{node!r} has full pages in {Tier(at).name} and its parent has not"
+    for place in (FULL_DEVICE, FULL_HOST):
+        if node.residency[place] != ABSENT and parent.residency[place] == ABSENT:
+            yield f"{node!r} has full pages in {tier_of(place).name} and its parent has not"
         for component_id in range(1, tree.width):
-            if node.residency[place(component_id, Tier(at))] != ABSENT and node.residency[at] == ABSENT:
-                yield f"{node!r} has component {component_id} in {Tier(at).name} without full pages"
+            if (
+                node.residency[place_of(component_id, tier_of(place))] != ABSENT
+                and node.residency[place] == ABSENT
+            ):
+                yield f"{node!r} has component {component_id} in {tier_of(place).name} without full pages"
 
 
 def _children(node: Node) -> Iterator[str]:
-    for at, counted in ((FULL_DEVICE, node.device_children), (FULL_HOST, node.host_children)):
-        there = sum(child.residency[at] != ABSENT for child in node.children.values())
+    for place, counted in ((FULL_DEVICE, node.device_children), (FULL_HOST, node.host_children)):
+        there = sum(child.residency[place] != ABSENT for child in node.children.values())
         if there != counted:
-            yield f"{node!r} counts {counted} children in {Tier(at).name}, has {there}"
+            yield f"{node!r} counts {counted} children in {tier_of(place).name}, has {there}"
 
 
 def _digests(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
@@ -88,26 +92,26 @@ def _digests(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
 
 
 def _slots_disjoint(tree: UnifiedRadixTree) -> Iterator[str]:
-    for at in range(TIERS * tree.width):
-        counts = Counter(slot for node in tree.nodes() for slot in node.slots_at(at))
+    for place in tree.places:
+        counts = Counter(slot for node in tree.nodes() for slot in node.slots_at(place))
         for slot, owners in counts.items():
             if owners > 1:
-                yield f"slot {slot} at place {at} belongs to {owners} nodes"
+                yield f"slot {slot} at place {place} belongs to {owners} nodes"
 
 
 def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
     nodes = list(tree.nodes())
-    for at, queue in enumerate(tree.queues):
-        expected = {node for node in nodes if tree.evictable(node, at)}
+    for place, queue in zip(tree.places, tree.queues, strict=True):
+        expected = {node for node in nodes if tree.evictable(node, place)}
         for node in expected ^ queue.members:
             kind = "is no candidate" if node in expected else "is a stale candidate"
-            yield f"{node!r} {kind} at place {at}"
+            yield f"{node!r} {kind} at place {place}"
         first: dict[Node, Key] = {}
         for key, _, node in queue.entries():
             first[node] = min(key, first.get(node, key))
         for node in queue.members:
             if node not in first or first[node] > queue.key(node):
-                yield f"{node!r} would come up too late at place {at}"
+                yield f"{node!r} would come up too late at place {place}"
 
 
 def _pins(
@@ -115,20 +119,22 @@ def _pins(
 ) -> Iterator[str]:
     expected: Counter[tuple[int, int]] = Counter()
     for pins in (*(lease.pinned for lease in leases), *(tier_copy.pins for tier_copy in tier_copies)):
-        expected.update((id(node), at) for node, at in pins)
+        expected.update((id(node), place) for node, place in pins)
     for node in tree.nodes():
-        for at, count in enumerate(node.pins):
-            if count != expected[id(node), at]:
-                yield f"{node!r} has {count} pins at place {at}, leases hold {expected[id(node), at]}"
+        for place, count in enumerate(node.pins):
+            if count != expected[id(node), place]:
+                yield f"{node!r} has {count} pins at place {place}, leases hold {expected[id(node), place]}"
 
 
 def _arrivals(tree: UnifiedRadixTree, tier_copies: Iterable[TierCopy]) -> Iterator[str]:
     """What is on its way to a place is brought there by one copy, no more and no less."""
     brought: Counter[tuple[int, int]] = Counter()
     for tier_copy in tier_copies:
-        brought.update((id(node), at) for at, pending in tier_copy.pending.items() for node in pending.nodes)
+        brought.update(
+            (id(node), place) for place, pending in tier_copy.pending.items() for node in pending.nodes
+        )
     for node in tree.nodes():
-        for at, residency in enumerate(node.residency):
-            copies = brought[id(node), at]
+        for place, residency in enumerate(node.residency):
+            copies = brought[id(node), place]
             if residency not in (ABSENT, RESIDENT) and copies != 1:
-                yield f"{node!r} is on its way to place {at}, brought by {copies} copies"
+                yield f"{node!r} is on its way to place {place}, brought by {copies} copies"

@@ -14,7 +14,7 @@ from asynchicache.bench.virtual import InstantCache
 from asynchicache.errors import CapacityError
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
-from asynchicache.tree.node import FULL, place
+from asynchicache.tree.node import FULL, place_of
 from asynchicache.types import TOKEN_BYTES, MissReason, Tier
 
 IDS_A_BLOCK = 2
@@ -114,7 +114,7 @@ class Player:
         """The longest chunk of a prefill beside a window and the page that is not whole."""
         free = self._planner.state.free
         room = [
-            free[place(window.id, Tier.DEVICE)].capacity - window.pages - 1
+            free[place_of(window.id, Tier.DEVICE)].capacity - window.pages - 1
             for window in self._planner.state.tree.windows
         ]
         return min(max(_CHUNK_TOKENS // self._block_size, 1), *room) if room else _WHOLE

@@ -20,7 +20,7 @@ from asynchicache.bench.replay.trace import Trace, read_trace
 from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
-from asynchicache.tree.node import FULL_DEVICE, place
+from asynchicache.tree.node import FULL_DEVICE, place_of
 from asynchicache.types import Tier, WritePolicy
 
 Progress = Callable[[int, int], None]
@@ -64,7 +64,7 @@ def _report(
 ) -> ReplayReport:
     tiers = (Tier.DEVICE, Tier.HOST)
     evicted = {
-        name: {tier.name.lower(): books.counters.evicted[place(component_id, tier)] for tier in tiers}
+        name: {tier.name.lower(): books.counters.evicted[place_of(component_id, tier)] for tier in tiers}
         for component_id, name in enumerate(books.names)
     }
     return ReplayReport(

@@ -23,6 +23,7 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.chaos.script import DeviceFaults
 from asynchicache.testing.seeded import COPY_SECONDS
 from asynchicache.transfer.plan import Direction
+from asynchicache.tree.node import SlotPlace
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
@@ -228,8 +229,8 @@ def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator
     """Let there be no room now and then, as if all that there is were in use."""
     make_room = books.make_room
 
-    def refuse(at: int, count: int) -> bool:
-        return not (count and draws.strikes("allocation.refused", rate)) and make_room(at, count)
+    def refuse(place: SlotPlace, count: int) -> bool:
+        return not (count and draws.strikes("allocation.refused", rate)) and make_room(place, count)
 
     with patch.object(books, "make_room", refuse) if rate else ExitStack():
         yield

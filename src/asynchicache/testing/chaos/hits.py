@@ -34,7 +34,7 @@ from asynchicache.testing.chaos.presence import (
 )
 from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
-from asynchicache.tree.node import FULL, FULL_HOST, TIERS, Node, place
+from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 
 ROUNDS = 3
@@ -225,7 +225,7 @@ class HitOracle:
         component_ids = range(self._tree.width)
         found = nothing(len(component_ids), len(digests))
         for component_id in component_ids if self._asks else ():
-            if self._state.free[place(component_id, Tier.HOST)].capacity:
+            if self._state.free[place_of(component_id, Tier.HOST)].capacity:
                 found[component_id] = self._storage.has(self._state.sharing(component_id), digests)
         return found
 
@@ -319,29 +319,31 @@ class HitOracle:
         """How often somebody was refused room, by bad luck too."""
         return self._refused + self._draws.counted["allocation.refused"]
 
-    def _room(self, make_room: Callable[[int, int], bool], at: int, count: int) -> bool:
-        if make_room(at, count):
+    def _room(self, make_room: Callable[[SlotPlace, int], bool], place: SlotPlace, count: int) -> bool:
+        if make_room(place, count):
             return True
         self._refused += 1
         self.costs.forget()  # who was told to read has to leave it to others
-        free = self._state.free[at]
-        could = free.available + reclaimable(self._tree, at)
+        free = self._state.free[place]
+        could = free.available + reclaimable(self._tree, place)
         if could >= count:
             self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
         return False
 
-    def _vacate(self, vacate: Callable[[Node, int], list[int]], node: Node, at: int) -> list[int]:
-        slots = vacate(node, at)
-        component_id = at // TIERS
+    def _vacate(
+        self, vacate: Callable[[Node, SlotPlace], list[int]], node: Node, place: SlotPlace
+    ) -> list[int]:
+        slots = vacate(node, place)
+        component_id = component_of(place)
         if not is_held(node, component_id):
             self._left(node, component_id, *span(self._tree, node, component_id))
         return slots
 
     def _trim(
-        self, trim: Callable[[Node, int, int], list[int]], node: Node, pages: int, at: int
+        self, trim: Callable[[Node, int, SlotPlace], list[int]], node: Node, pages: int, place: SlotPlace
     ) -> list[int]:
         self._left(node, FULL, node.end - pages, node.end)
-        return trim(node, pages, at)
+        return trim(node, pages, place)
 
     def _left(self, node: Node, component_id: int, first: int, end: int) -> None:
         """Pages of a component are in no tier of the tree any more: nobody who waits need find them."""

@@ -14,7 +14,7 @@ from asynchicache.cache import HybridCache
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.oracle import POISON
-from asynchicache.tree.node import TIERS, Node, place
+from asynchicache.tree.node import Node, SlotPlace, component_of, place_of, tier_of
 from asynchicache.types import Tier
 
 
@@ -61,8 +61,8 @@ class CacheInternals:
     def poison_freed(self) -> None:
         """From now on, overwrite what slots hold as soon as they are given back: whoever still reads
         them is seen."""
-        for at, free in enumerate(self.state.free):
-            free.on_release = partial(self._left, free.on_release, at)
+        for place, free in zip(self.state.tree.places, self.state.free, strict=True):
+            free.on_release = partial(self._left, free.on_release, place)
 
     @contextmanager
     def watching_failed_copies(self) -> Iterator[None]:
@@ -73,8 +73,8 @@ class CacheInternals:
         def copied(copy: Copy, error: BaseException | None) -> Node | None:
             tier = copy.direction.destination
             for pool, _, slots in copy.transfers if error is not None else ():
-                at = place(self._owners[pool], tier)
-                self._spoilt.update((at, slot) for slot in slots)
+                place = place_of(self._owners[pool], tier)
+                self._spoilt.update((place, slot) for slot in slots)
             return settle(copy, error)
 
         with patch.object(planner, "copy_finished", copied):
@@ -84,15 +84,17 @@ class CacheInternals:
         """The cache closes: forwards that still run may read what requests gave back, as nobody gets it."""
         self._poisons = False
 
-    def _left(self, told: Callable[[Sequence[int]], object] | None, at: int, slots: Sequence[int]) -> None:
+    def _left(
+        self, told: Callable[[Sequence[int]], object] | None, place: SlotPlace, slots: Sequence[int]
+    ) -> None:
         if told is not None:
             told(slots)
-        free = self.state.free[at]
+        free = self.state.free[place]
         for slot in slots if self._spoilt else ():
-            if (at, slot) in self._spoilt and free.is_free(slot):
+            if (place, slot) in self._spoilt and free.is_free(slot):
                 self.violations.append(f"handed out again: {free.name} {slot}, which a failed copy may write")
-        for pool in self.state.sharing(at // TIERS) if self._poisons else ():
-            for tensor in self._tensors[pool, Tier(at % TIERS)]:
+        for pool in self.state.sharing(component_of(place)) if self._poisons else ():
+            for tensor in self._tensors[pool, tier_of(place)]:
                 tensor[:, list(slots)] = POISON
 
     def leftovers(self, may_leak: bool) -> list[str]:

@@ -9,7 +9,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT, Node, place
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    Node,
+    SlotPlace,
+    place_of,
+)
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Coverage, Tier
 
@@ -74,7 +84,7 @@ def shared_pages(node: Node, view: memoryview, at: int, pages: int, size: int) -
 
 def is_held(node: Node, component_id: int) -> bool:
     """Whether a request could be given the node's slots of a component, from either tier."""
-    device, host = (node.residency[place(component_id, tier)] for tier in (Tier.DEVICE, Tier.HOST))
+    device, host = (node.residency[place_of(component_id, tier)] for tier in (Tier.DEVICE, Tier.HOST))
     if component_id == FULL:
         return device != ABSENT or host == RESIDENT
     return device in (RESIDENT, LOADING) or host == RESIDENT
@@ -82,28 +92,28 @@ def is_held(node: Node, component_id: int) -> bool:
 
 def span(tree: UnifiedRadixTree, node: Node, component_id: int) -> tuple[int, int]:
     """The pages that a node's slots of a component stand for: all of its own, or, for a state, its last."""
-    paged = place(component_id, Tier.DEVICE) in tree.page_places
+    paged = place_of(component_id, Tier.DEVICE) in tree.page_places
     return node.end - (node.pages if paged else 1), node.end
 
 
-def reclaimable(tree: UnifiedRadixTree, at: int) -> int:
+def reclaimable(tree: UnifiedRadixTree, place: SlotPlace) -> int:
     """How many slots of a place may be given up by and by, if whatever nobody keeps goes."""
-    if at not in (FULL_DEVICE, FULL_HOST):
-        return sum(len(node.slots_at(at)) for node in tree.nodes() if _is_free(node, at))
+    if place not in (FULL_DEVICE, FULL_HOST):
+        return sum(len(node.slots_at(place)) for node in tree.nodes() if _is_free(node, place))
     going: set[int] = set()
     for node in reversed(list(tree.nodes())):  # children first
-        if _is_free(node, at) and _stands_alone(node, at, going):
+        if _is_free(node, place) and _stands_alone(node, place, going):
             going.add(id(node))
-    return sum(len(node.slots_at(at)) for node in tree.nodes() if id(node) in going)
+    return sum(len(node.slots_at(place)) for node in tree.nodes() if id(node) in going)
 
 
-def _is_free(node: Node, at: int) -> bool:
-    return node.residency[at] == RESIDENT and not node.pins[at]
+def _is_free(node: Node, place: SlotPlace) -> bool:
+    return node.residency[place] == RESIDENT and not node.pins[place]
 
 
-def _stands_alone(node: Node, at: int, going: set[int]) -> bool:
+def _stands_alone(node: Node, place: SlotPlace, going: set[int]) -> bool:
     """Whether all that stands on a node's full pages goes before it."""
     children = node.children.values()
-    if at == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:  # it would be gone for good
+    if place == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:  # it would be gone for good
         return all(id(child) in going and child.residency[FULL_HOST] == ABSENT for child in children)
-    return all(child.residency[at] == ABSENT or id(child) in going for child in children)
+    return all(child.residency[place] == ABSENT or id(child) in going for child in children)
