@@ -17,6 +17,12 @@ from asynchicache.specs import PoolSpec, TensorSpec
 ALIGNMENT = 4096
 """Host slots start on, and are padded to, this many bytes: what O_DIRECT asks of memory and files."""
 
+HEADER_BYTES = ALIGNMENT
+"""Bytes of a page's header in host memory and in storage: one aligned block, which O_DIRECT can move."""
+
+POISON = 0xDD
+"""The byte that poisoned memory is filled with: bytes that were never written show it."""
+
 
 class HostLayout(Enum):
     """In which order host memory holds layers, pages and tokens.

@@ -21,8 +21,9 @@ import pytest
 from asynchicache.backends.hf3fs.backend import open_backend
 from asynchicache.backends.hf3fs.datafile import Frame
 from asynchicache.backends.hf3fs.posix import PosixPath, runs
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from engines import Server, free_port

@@ -11,9 +11,8 @@ from uuid import uuid4
 import pytest
 
 from asynchicache.backends.hf3fs import open_backend
-from asynchicache.layouts import ALIGNMENT, round_up
+from asynchicache.layouts import ALIGNMENT, HEADER_BYTES, round_up
 from asynchicache.ports import Port
-from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance, PoolUnderTest
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent

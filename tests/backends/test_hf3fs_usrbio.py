@@ -21,8 +21,8 @@ import pytest
 from asynchicache.backends.hf3fs import open_backend, rings
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath
 from asynchicache.errors import StorageError
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort, Port
-from asynchicache.storage.binding import HEADER_BYTES
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import (
     BackendConformance,

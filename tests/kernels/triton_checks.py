@@ -17,13 +17,12 @@ from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import HostPointers, SamePointers
 from asynchicache.kernels.reference import ReferenceKernels
 from asynchicache.kernels.triton_copy import BLOCK_BYTES, TritonKernels
-from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.layouts import POISON, HostLayout, SlotLayout
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-POISON = 0xDD
 NAN = 0x7FC1  # a bfloat16 NaN with a payload that arithmetic would lose
 
 MHA = PoolSpec("kv", tuple(TensorSpec(name, (0, 1, 3), (2, 8), "bfloat16") for name in ("keys", "values")))

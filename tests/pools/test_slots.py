@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, UsageError
-from asynchicache.pools.device import POISON, DevicePool
-from asynchicache.pools.host import HEADER_BYTES, HostPool
+from asynchicache.layouts import HEADER_BYTES, POISON
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
 

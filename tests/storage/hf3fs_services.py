@@ -15,8 +15,9 @@ import uvicorn
 from asynchicache.backends.hf3fs import Hf3fsBackend, open_backend
 from asynchicache.backends.hf3fs.metadata.service import MetadataService
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from engines import Server
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable
 
 from asynchicache.errors import UsageError
-from asynchicache.layouts import SlotLayout
-from asynchicache.pools.host import HEADER_BYTES, HostPool
+from asynchicache.layouts import HEADER_BYTES, SlotLayout
+from asynchicache.pools.host import HostPool
 from asynchicache.pools.slabs import Slab
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages

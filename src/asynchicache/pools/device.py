@@ -7,15 +7,13 @@ import math
 import torch
 
 from asynchicache.errors import CapacityError, ConfigError
+from asynchicache.layouts import POISON
 from asynchicache.pools.slabs import Slab
 from asynchicache.specs import DTYPE_BYTES, PoolSpec
 from asynchicache.types import check_number
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 """Torch's dtypes by the names that specs use."""
-
-POISON = 0xDD
-"""What poisoned memory is filled with, so that bytes nobody wrote are seen for what they are."""
 
 
 class DevicePool:

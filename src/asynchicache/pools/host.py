@@ -11,14 +11,11 @@ from math import lcm
 import torch
 
 from asynchicache.errors import CapacityError, UsageError
-from asynchicache.layouts import ALIGNMENT, HostLayout, SlotLayout
+from asynchicache.layouts import HEADER_BYTES, HostLayout, SlotLayout
 from asynchicache.pools.device import check_size
 from asynchicache.pools.slabs import Pinner, PinningWarning, Slab, warn_unpinned
 from asynchicache.ports import Port
 from asynchicache.specs import PoolSpec
-
-HEADER_BYTES = ALIGNMENT
-"""Bytes of a slot's header in its slab; what O_DIRECT can write at the least."""
 
 
 class HostPool:

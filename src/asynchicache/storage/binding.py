@@ -15,13 +15,11 @@ from xxhash import xxh3_64, xxh3_64_digest
 
 from asynchicache.errors import ConfigError, UsageError
 from asynchicache.hashing import ObjectKey
-from asynchicache.layouts import ALIGNMENT, SlotLayout
+from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-HEADER_BYTES = ALIGNMENT
-"""Bytes of a header in memory and in storage, a block of its own so that O_DIRECT can move it."""
 
 _MAGIC = b"AHC-PAGE"
 _VERSION = 1

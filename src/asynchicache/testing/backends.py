@@ -20,10 +20,10 @@ from hashlib import sha256, shake_128
 from pathlib import Path
 
 from asynchicache.hashing import ObjectKey
-from asynchicache.layouts import SlotLayout
+from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
-from asynchicache.storage.binding import HEADER_BYTES, SlotBinding
+from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import run_immediate
 from asynchicache.storage.protocol import PoolEngine, StorageBackend, TouchableEngine
 from asynchicache.types import Outcome

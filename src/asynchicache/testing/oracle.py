@@ -21,8 +21,6 @@ from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 DIGEST_BYTES = 32
-POISON = 0xDD
-"""What freed memory is filled with."""
 
 
 def _nothing_more(pool: str) -> str:

@@ -15,12 +15,11 @@ from typing import Protocol
 from asynchicache.bench.soak.model import Part
 from asynchicache.cache import HybridCache
 from asynchicache.errors import ConfigError, StorageError
-from asynchicache.layouts import ALIGNMENT, round_up
+from asynchicache.layouts import ALIGNMENT, HEADER_BYTES, round_up
 from asynchicache.specs import ModelSpec
 
 _FILE_BYTES = 16 << 10  # counted for the small files of a folder
 _ENTRIES_BYTES = 256 << 10  # of a segment, of which a pool of a soak has one
-_HEADER_BYTES = 4096  # before each page in Redis
 _KEY_BYTES = 120  # of a page in Redis
 _SAMPLES = 64  # keys that Redis compares to find the oldest; its default is 5
 _ANSWER_SECONDS = 30.0
@@ -151,7 +150,7 @@ class RedisStore:
         try:
             costs = {}
             for pool in spec.pools:
-                size = _HEADER_BYTES + pool.slot_bytes(spec.page_size)
+                size = HEADER_BYTES + pool.slot_bytes(spec.page_size)
                 name = "k" * _KEY_BYTES
                 writer.write(
                     f"SETRANGE {name} {size - 1} x\r\nMEMORY USAGE {name}\r\nDEL {name}\r\n".encode()

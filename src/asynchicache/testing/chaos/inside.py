@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asynchicache.cache import HybridCache
+from asynchicache.layouts import POISON
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.state import CacheState
-from asynchicache.testing.oracle import POISON
 from asynchicache.tree.node import Node, SlotPlace, component_of, place_of, tier_of
 from asynchicache.types import Tier
 
