@@ -37,7 +37,7 @@ class HostLayout(Enum):
     """`[slots, page_size, layers, token]`: a slot is one run, but a layer of it is one run a token."""
     LAYER_FIRST = "layer_first"
     """`[layers, slots, page_size, token]`, as on the device: neighbouring slots of a layer are one run,
-    but a slot is in as many pieces as it has layers, so storage cannot use it."""
+    but a slot is one piece per layer, so storage cannot use it."""
 
     @property
     def whole_slots(self) -> bool:
@@ -148,7 +148,7 @@ class SlotLayout:
         return cls(pool, kind, offset, round_up(offset, ALIGNMENT), tensors)
 
     def nbytes(self, slots: int) -> int:
-        """Bytes of host memory that so many slots take."""
+        """Bytes of host memory that `slots` slots take."""
         if self.kind.whole_slots:
             return self.slot_bytes * slots
         return sum(size for _, size in self.layer_arrays(slots))
@@ -163,7 +163,7 @@ class SlotLayout:
                 offset += size
 
     def strides(self, name: str, slots: int) -> ItemStrides:
-        """Where tensor `name` lies in host memory of so many slots."""
+        """The position of tensor `name` in host memory with `slots` slots."""
         tensor = self.tensors[name]
         item, unit, layers = tensor.item_bytes, tensor.unit_bytes, len(tensor.spec.layers)
         match self.kind:

@@ -1,4 +1,4 @@
-"""The right to pages, as an object: closing it twice is harmless, losing it warns and releases."""
+"""Leases: hold pages until closed. Closing twice is harmless; a lost lease warns and releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynchicache.errors import LeaseWarning
 
 
 class Lease:
-    """Holds something until `close`, then gives it back exactly once.
+    """Holds a resource until `close`, then releases it exactly once.
 
     A lease is confined to the thread of the loop that made it; the transfer or the request that
     needs the pages owns the lease, not the coroutine that waits for them.

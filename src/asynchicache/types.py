@@ -1,4 +1,4 @@
-"""The words that every floor uses: tiers, residency, outcomes, reasons, tokens."""
+"""Types that every floor uses: tiers, residency, outcomes, reasons, tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MissReason(Enum):
     """Why a request was served less than it could have been."""
 
     NONE = "none"  # nothing was missed
-    COLD = "cold"  # nobody computed this prefix
+    COLD = "cold"  # this prefix was never computed
     STATE = "state"  # attention pages reach further than any recurrent state
     WINDOW = "window"  # attention pages reach further than the sliding window's pages
     HOST_CAPACITY = "host_capacity"  # no host pages for what storage holds

@@ -1,4 +1,4 @@
-"""Slots of one pool in one tier: free, held by one owner, or quarantined."""
+"""Allocates the slots of one pool in one tier: each is free, held by one owner, or quarantined."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _FREE, _HELD, _QUARANTINED = 0, 1, 2
 class SlotAllocator:
     """Hands out slot numbers `0 .. capacity - 1`, ascending runs first, so that copies coalesce.
 
-    Pure and loop-confined. Releasing what is not held is refused: a slot with two owners is how
-    one request comes to read another's bytes.
+    Pure and loop-confined. Releasing a slot that is not held is refused: a slot with two owners would
+    let one request read another's bytes.
 
     Attributes:
         name: for messages.
-        left: told of slots whose content nobody needs any more, as they are given back or quarantined.
+        on_release: called with slots that were freed or quarantined.
         quarantined: how many will never be handed out again.
     """
 
@@ -54,7 +54,7 @@ class SlotAllocator:
         of the others is not ready.
 
         Raises:
-            InternalError: a slot beyond them is in use, or there are not so many.
+            InternalError: a slot beyond them is in use, or `count` exceeds the capacity.
         """
         if not 0 <= count <= len(self._state) or any(self._state[count:]):
             raise InternalError(f"{self.name}: {count} slots cannot be all that is open")
@@ -99,7 +99,7 @@ class SlotAllocator:
             self.quarantine(sorted(lost))
 
     def condemn(self, slots: Sequence[int]) -> None:
-        """Quarantine these slots once whoever holds them by then gives them back; some may be already.
+        """Quarantine these slots as soon as they are released; some may be quarantined already.
 
         Raises:
             InternalError: a slot is free; nothing is changed then.
@@ -111,7 +111,7 @@ class SlotAllocator:
         self._condemned.update(slot for slot in slots if state[slot] == _HELD)
 
     def quarantine(self, slots: Sequence[int]) -> None:
-        """Never hand these slots out again: a device that failed may still write to them.
+        """Never allocate these slots again: a device that failed may still write to them.
 
         Raises:
             InternalError: a slot is not held; nothing is changed then.
@@ -140,7 +140,7 @@ class SlotAllocator:
         return {slot for slot, state in enumerate(self._state) if state == _HELD}
 
     def is_free(self, slot: int) -> bool:
-        """Whether nobody has the slot; those whose memory is not ready count as free."""
+        """Whether the slot is free; slots whose memory is not ready count as free."""
         return self._state[slot] == _FREE
 
     def problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether the pools fit each other: what the smallest of them makes of the others' hits."""
+"""Find pools that are too small for the others and so limit their hits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asynchicache.pools.sizing import PAGES_PER_STATE, weight
 from asynchicache.specs import ModelSpec
 
 UNDERSIZED_SHARE = 0.5
-"""A pool that can serve less than this share of what attention pages can is worth a warning."""
+"""A pool that serves less than this share of the tokens that attention pages serve gets a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class UndersizedPool:
-    """A pool that is too small for the others: what they hold beyond it is no hit.
+    """A pool that is too small for the others: pages they hold beyond it can never be a hit.
 
     Attributes:
         pool: its name.

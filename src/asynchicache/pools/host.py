@@ -31,7 +31,7 @@ class HostPool:
         spec: the pool.
         page_size: tokens of a slot; without meaning where a slot holds a state.
         slots: how many there are.
-        layout: where what lies in a slot.
+        layout: the position of each tensor in a slot.
         ready: how many of them may be used, the first ones.
         step_slots: whole slots of one registration; slots 0, `step_slots`, ... begin one. All of them where
             slots are in pieces, or not pinned. CUDA copies nothing that lies in two.
@@ -74,7 +74,7 @@ class HostPool:
         if self._pinner is not None and slots:
             try:
                 self._begin(self._pinner)
-            except BaseException:  # nobody else could unpin what was pinned so far
+            except BaseException:  # no caller could unpin what was pinned so far
                 self.close()
                 raise
 

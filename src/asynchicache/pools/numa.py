@@ -1,4 +1,4 @@
-"""On which NUMA node memory lies: the one that a GPU hangs on is nearest to it."""
+"""Place host memory on the NUMA node that a GPU is attached to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def device_node(pci_address: str, root: Path = Path("/")) -> int | None:
-    """The node that a PCI device hangs on; None if there is one node only, or nobody knows.
+    """The node that a PCI device hangs on; None if there is only one node, or it is unknown.
 
     Args:
         pci_address: such as `0000:3b:00.0`.

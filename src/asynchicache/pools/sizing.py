@@ -1,4 +1,4 @@
-"""How many slots each pool gets in each tier: from numbers, from bytes, from a ratio, or by itself."""
+"""Work out how many slots each pool gets in each tier: from counts, bytes, a ratio, or free memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _host_slots(
     if options.host_bytes is not None and need:
         share = max(budget, 0) / need
     elif need > budget:
-        share = max(budget, 0) / need  # the ratio is a wish: it shrinks to what there is
+        share = max(budget, 0) / need  # the ratio is a target: lowered if host memory is smaller
     slots |= {name: _whole_windows(spec.pool(name), int(count * share)) for name, count in wanted.items()}
     return slots
 
@@ -168,7 +168,7 @@ def _no_more_than_pages(spec: ModelSpec, slots: Mapping[str, int]) -> dict[str, 
 
 
 def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:
-    """Bytes of so many slots, of the pools that share them too."""
+    """Bytes of these slots, including the pools that share them."""
     return sum(
         slots[pool.slots_of or pool.name] * slot_cost(pool, spec.page_size, host=host)
         for pool in spec.pools

@@ -1,4 +1,4 @@
-"""What the tree asks of a pool's coverage: where a prefix may end, and what must then be kept."""
+"""Pools beside the full one, as the tree sees them: where a prefix may end, and what it needs there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Component(Protocol):
     def tier(self, node: Node) -> Tier | None:
         """The farthest tier that a prefix ending at `node` needs of this pool; None: it cannot end there.
 
-        A place in flight up counts as there, behind its fence; one in flight down does not count yet.
+        Slots that are LOADING count, behind their fence; slots that are SAVING do not count yet.
         """
         ...
 
@@ -80,8 +80,8 @@ class StateComponent(_Places):
 class WindowComponent(_Places):
     """A sliding window: the last `pages` pages before the end, or all of a shorter prefix.
 
-    A node has slots for all of its pages or for none. Where it has none, the window has moved on, or
-    was evicted: a tombstone, which a later insertion may fill again.
+    A node has slots for all of its pages or for none. A node without is a tombstone: the window moved on
+    or was evicted, and a later insertion may fill it again.
     """
 
     __slots__ = ("pages",)
@@ -92,7 +92,7 @@ class WindowComponent(_Places):
         self.pages = pages
 
     def longest(self, node: Node, partial: Node | None, inside: int) -> End:
-        """One walk up: a gap moves the end to its upper edge, since no nearer end can do without it."""
+        """One walk up: a gap moves the end to its upper edge, because every nearer end needs the gap too."""
         end = (node, inside)
         current, covered = (partial, inside) if partial is not None and inside else (node, node.pages)
         while current.parent is not None:

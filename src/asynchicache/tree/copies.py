@@ -1,9 +1,9 @@
-"""Residency while bytes move: copies between the tiers of a tree, from their start to their end.
+"""Copies between the tiers of a tree, from their start to their end.
 
-A flight marks its destinations LOADING or SAVING, keeps its sources and destinations from being
-evicted, and ends once: settled, or taken back. Nodes may be split meanwhile; both halves belong to
-the flight then. Where one flight fails, what others bring to the pages above it has no ground: the
-tree forgets it at once, and the flight that still uses the slots returns them when it ends.
+A copy marks its destinations LOADING or SAVING, pins its sources and destinations, and ends once:
+settled or taken back. A node may be split meanwhile; both halves then belong to the copy. When a copy
+fails, pages that others are building on it are lost as well: the tree drops them at once, and the copy
+that still uses their slots returns the slots when it ends.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from asynchicache.types import Tier
 
 
 class CopyRequest(NamedTuple):
-    """One component of one node that a copy would bring to a tier."""
+    """One component of one node that is to be copied to a tier."""
 
     node: Node
     component_id: int
 
     @property
     def size(self) -> int:
-        """Slots that it takes."""
+        """Number of slots it needs."""
         slots = self.node.slots
         return len(
             slots[place_of(self.component_id, Tier.DEVICE)]
@@ -52,12 +52,12 @@ class CopyRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TierCopy:
-    """One copy in flight.
+    """One copy in flight between the tiers, from the tree's point of view.
 
     Attributes:
-        tier: where it goes; the other one is where it comes from.
+        tier: the destination; the source is the other one.
         pending: by place, the nodes whose slots are being filled.
-        pins: what is kept meanwhile.
+        pins: what must not be evicted meanwhile.
     """
 
     tier: Tier
@@ -65,12 +65,12 @@ class TierCopy:
     pins: Pins = field(default_factory=list)
 
     def nodes(self, component: int) -> list[Node]:
-        """The nodes that this flight fills for a component, halves of split ones included."""
+        """The nodes that this copy fills for a component, including halves of split nodes."""
         pending = self.pending.get(place_of(component, self.tier))
         return list(pending.nodes) if pending else []
 
     def orphans(self, place: SlotPlace) -> list[int]:
-        """Slots of a place that the tree gave up while this flight used them; `finish` returns them."""
+        """Slots of a place that the tree dropped while this copy used them; `finish` returns them."""
         return [slot for pending in self.pending.values() for slot in pending.orphans.get(place, ())]
 
 
@@ -130,7 +130,7 @@ def is_unsaved(node: Node, component_id: int) -> bool:
 
 
 def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest, list[int]]]) -> TierCopy:
-    """Give destinations their slots and keep both ends; parents must come before their children."""
+    """Start a copy: fill the destinations with slots and pin both ends. Parents come before children."""
     tier_copy = TierCopy(tier)
     state = LOADING if tier is Tier.DEVICE else SAVING
     other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
@@ -146,7 +146,7 @@ def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest
 
 
 def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int]) -> TierCopy:
-    """A flight for states that `take_state(..., arriving=True)` took: a copy within the device."""
+    """Start the copy, within the device, of states that `take_state(..., arriving=True)` took."""
     tier_copy = TierCopy(Tier.DEVICE)
     for component_id in components:
         _pend(tier_copy, node, place_of(component_id, Tier.DEVICE))
@@ -156,7 +156,7 @@ def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int])
 
 
 def keep(tree: UnifiedRadixTree, tier_copy: TierCopy, pins: Pins) -> None:
-    """Keep further places until a flight ends: sources that it copies to slots outside the tree."""
+    """Pin further places until a copy ends: sources that it copies to slots outside the tree."""
     for node, place in pins:
         tree.pin_for(tier_copy.pins, node, place)
 
@@ -170,12 +170,12 @@ def _pend(tier_copy: TierCopy, node: Node, place: SlotPlace) -> None:
 
 
 def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dict[SlotPlace, list[int]]:
-    """End a flight.
+    """End a copy.
 
     Returns:
-        By place, slots that are nobody's any more because this copy failed, or one that it stood
-        on. What had been built on them in the same tier, and what was being saved from there, is
-        taken back with them; leases on it hold nothing then.
+        By place, slots that the tree no longer owns because this copy failed, or one that it depended
+        on. Pages built on them in the same tier, and copies that were saving them, are taken back as
+        well; leases on those pin nothing from then on.
     """
     lost: dict[SlotPlace, list[int]] = {}
     for pending in tier_copy.pending.values():
@@ -211,7 +211,7 @@ def _take_back(
 
 
 def _drop(tree: UnifiedRadixTree, node: Node, place: SlotPlace, lost: dict[SlotPlace, list[int]]) -> None:
-    """Empty a place. A copy that still uses its slots keeps them, one that fills them loses the node."""
+    """Empty a place. A copy in flight that uses its slots owns them until it ends."""
     if node.residency[place] == ABSENT:
         return
     user = next((copy for copy in node.pending or () if copy.place in (place, other_tier(place))), None)
@@ -226,7 +226,7 @@ def _drop(tree: UnifiedRadixTree, node: Node, place: SlotPlace, lost: dict[SlotP
 
 
 def remove_if_dead(tree: UnifiedRadixTree, node: Node) -> bool:
-    """Take out a node that has full pages nowhere and no children."""
+    """Remove a node without children that has no full pages in any tier; whether it was removed."""
     full = node.residency[FULL_DEVICE] != ABSENT or node.residency[FULL_HOST] != ABSENT
     if full or node.children or node.parent is None:
         return False

@@ -1,8 +1,8 @@
-"""Making room: one component's slots in one tier, the policy's first choice first.
+"""Eviction: free slots of one component in one tier, in the order of the policy.
 
-Giving up full pages takes everything else of that node in that tier along; giving up a window
-takes the state that would need it; a state goes alone. What is left behind stays in the tree for as
-long as full pages are somewhere: a state that is gone is a tombstone, not a hole.
+Evicting full pages also evicts everything else of that node in that tier; evicting a window also
+evicts the state that needs it; a state goes alone. A node stays in the tree as long as some tier has
+its full pages: an evicted state leaves a tombstone, which a later insertion can fill.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Evicted:
     """What an eviction freed.
 
     Attributes:
-        slots: by place, slots that are the caller's now.
-        demoted: pages that live on in the other tier.
+        slots: by place, freed slots; the caller owns them.
+        demoted: pages that remain in the other tier.
         lost: pages that no tier of the tree has any more.
     """
 
@@ -45,13 +45,13 @@ class Evicted:
 
 
 def evict(tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool = True) -> Evicted:
-    """Free `count` slots of a place, more if a node cannot be cut, fewer if no candidate is left.
+    """Free `count` slots of a place: more if a node cannot be split, fewer if candidates run out.
 
     Args:
         tree: the tree.
         place: the component and the tier.
         count: slots wanted.
-        dirty: whether device pages and states may go that have no copy on the host.
+        dirty: whether device pages and states without a copy on the host may be evicted.
     """
     freed = Evicted()
     spared: list[Node] = []
@@ -89,7 +89,7 @@ def _vacate(tree: UnifiedRadixTree, node: Node, place: SlotPlace, freed: Evicted
 
 
 def _evict_window(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: int, freed: Evicted) -> None:
-    """Give up a node's pages of a window: the first ones, if its last ones are a window by themselves."""
+    """Evict a node's pages of a window; only the first ones, if the rest is still a whole window."""
     window = next(component.pages for component in tree.windows if component.id == component_of(place))
     if wanted <= node.pages - window and not any(node.pins):
         upper = tree.split(node, wanted)
@@ -101,7 +101,10 @@ def _evict_window(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: 
 
 
 def _drop_states(tree: UnifiedRadixTree, node: Node, freed: Evicted) -> None:
-    """Give up the states of a node whose window is gone: nobody can resume there."""
+    """Evict the states of a node whose window is gone: no prefix can end there."""
+    # The cascade goes one way, attention over windows over states. A state that is evicted leaves pages
+    # that the next checkpoint makes useful again; the other way round, one small pool would empty the
+    # large one.
     for component in tree.components:
         for tier in () if component.paged else (Tier.DEVICE, Tier.HOST):
             place = place_of(component.id, tier)
@@ -130,5 +133,5 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
 
 
 def _alone(node: Node) -> bool:
-    """Whether a leaf is at one place only, so that its tail can be cut off without a trace."""
+    """Whether a leaf has slots at one place only, so that its tail can be cut off without a split."""
     return not node.children and not any(node.pins) and node.slots.count(None) == len(node.slots) - 1

@@ -1,4 +1,4 @@
-"""A run of pages in the tree, and the numbers that say where its bytes are."""
+"""A node of the tree, and the places where its bytes can be."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_full(place: SlotPlace) -> bool:
 
 
 def all_places(components: int) -> list[SlotPlace]:
-    """Every place of a tree of so many components, in the order of a node's lists."""
+    """Every place of a tree with that number of components, in the order of a node's lists."""
     return [place_of(component_id, tier) for component_id in range(components) for tier in _TIERS]
 
 
@@ -73,11 +73,11 @@ class Node:
         used: by component, the tree's clock at the last use. A node is at least as recently used as
             its descendants; that is made up for when they go, so that a use touches one node only.
         device_children, host_children: children whose full component has slots in that tier.
-        digests: page digests, once somebody asked; `stored`: bit by component, known to be in L3.
-        dropped: bit by component, had slots that were evicted from every tier of the tree.
+        digests: page digests, once computed; `stored`: bit by component, storage has it.
+        dropped: bit by component, its slots were evicted from every tier of the tree.
         pending: copies in flight into this node; a split adds the new half to them.
-        holders: the lists of pins that name a window's place of this node, one entry a pin; a split adds
-            the new half to them. The other places need none: who stands on the end stands on both.
+        holders: the pin lists that name a window of this node, one entry per pin; a split adds the new
+            half to them. Other places need none: a pin on the end of a path covers both halves.
         queued: bit by eviction queue, has an entry in its heap.
         serial, born: number of the node, and of the node that its pages came with; a split makes a
             new node of old pages.
@@ -131,7 +131,7 @@ class Node:
         self.born = 0
 
     def slots_at(self, place: SlotPlace) -> list[int]:
-        """The slots at a place that has some."""
+        """The slots at a place; empty if it has none."""
         slots = self.slots[place]
         return slots if slots is not None else []
 
@@ -141,13 +141,13 @@ class Node:
 
 
 Pins = list[tuple[Node, SlotPlace]]
-"""Places of nodes that somebody keeps from being evicted."""
+"""Places of nodes that must not be evicted, on behalf of one lease or copy."""
 
 
 class Pending:
     """Copies in flight into one place of some nodes; the nodes grow when one of them is split.
 
-    `orphans` are slots, by place, that the tree gave up while these copies still used them.
+    `orphans` are slots, by place, that the tree dropped while these copies still used them.
     """
 
     __slots__ = ("nodes", "orphans", "place")

@@ -1,8 +1,8 @@
 """Eviction policies, and the queue that keeps candidates in a policy's order.
 
-A policy maps a node to a key; the smallest key goes first. Keys of a node may only grow (a page
-becomes more worth keeping by being used), which lets the queue correct a key when it comes up
-instead of on every use.
+A policy maps a node to a key; the node with the smallest key is evicted first. The key of a node may
+only grow (a use makes it more valuable), so the queue corrects a key when the entry is popped instead of
+on every use.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def policy(name: str) -> Policy:
 
 
 class EvictionQueue:
-    """Nodes that one component may give up in one tier, the policy's first choice first.
+    """Nodes from which one component can be evicted in one tier, in the order of the policy.
 
-    A heap. An entry may be out of date: the node was used since, or is no candidate any more. That is
-    found out when the entry comes up, so that using a node costs nothing here. Entries of nodes that
-    are gone are swept out before they outnumber the others.
+    A heap with lazy correction. An entry may be out of date because the node was used since or is no
+    longer a candidate; `pop` notices, so a use costs nothing here. Stale entries are swept out before
+    they outnumber the others.
     """
 
     __slots__ = ("_component_id", "_flag", "_heap", "_policy", "members")
@@ -86,10 +86,10 @@ class EvictionQueue:
         self.members.discard(node)
 
     def hurry(self, node: Node) -> None:
-        """The one case in which a key has fallen: put the node where it belongs now.
+        """Add an entry for a node whose key has fallen; the only such case is `supersede`.
 
-        Also if it is no candidate at the moment: it may become one with its old entry in place. If it
-        has no entry, it will get one with the right key.
+        Needed even if the node is no candidate at the moment: it may become one again while its old entry
+        is in the heap. A node without an entry gets one with the right key when it is added.
         """
         if node.queued & self._flag:
             self._push(node)

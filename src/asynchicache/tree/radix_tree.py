@@ -1,13 +1,16 @@
 """The unified radix tree: one tree of pages for every pool of a hybrid model.
 
-After SGLang's UnifiedRadixTree (sgl-project/sglang#23316) with other mechanics: `match` changes
-nothing, `pin` returns a lease, `insert` is one transaction that says what became of every slot, and
-slots that are on their way are marked as such instead of being committed early.
+It follows SGLang's UnifiedRadixTree (sgl-project/sglang#23316) with other mechanics: `match` changes
+nothing, `pin` returns a lease, `insert` is one transaction that reports what became of every slot, and
+slots whose bytes are in flight are marked as such instead of being committed early.
 
-The tree decides and counts; it never allocates, frees or copies. Whoever calls it owns the slots
-that it returns. Every change of a node's slots goes through `occupy`, `settle` and `vacate`, and every
-change of the structure through `grow`, `split`, `trim` and `remove`: the books are kept there and
-nowhere else. Copies between tiers are in `tree.copies`, eviction in `tree.eviction`.
+The tree decides and counts; it never allocates, frees or copies. The caller owns the slots that the
+tree returns. Slots of a node change in `occupy`, `settle` and `vacate` only, and the structure in
+`grow`, `split`, `trim` and `remove` only: child counts, eviction queues and versions are kept there.
+Copies between tiers are in `tree.copies`, eviction is in `tree.eviction`.
+
+This file has more lines than others because the parts of the tree change each other's fields: a split
+divides slots, pins, copies in flight and digests in one step, and can be checked only as a whole.
 """
 
 from __future__ import annotations
@@ -42,22 +45,22 @@ from asynchicache.types import TOKEN_BYTES, Coverage, Tier
 
 
 class SlotWatcher(Protocol):
-    """Is told what nodes have, as it changes; it must not change the tree."""
+    """Receives every change of what nodes have. It must not change the tree."""
 
     def on_arrive(self, node: Node, place: SlotPlace) -> None:
-        """The bytes of a place may be read from now on."""
+        """The slots of a place can be read from now on."""
         ...
 
     def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
-        """The last `pages` pages of a place are about to go, or its state."""
+        """The last `pages` pages of a place, or its state, are about to be removed."""
         ...
 
     def on_store(self, node: Node, component_id: int) -> None:
-        """A component is known to be in storage."""
+        """Storage has this component of the node."""
         ...
 
     def on_clear(self, *tiers: Tier) -> None:
-        """These tiers were emptied without a word a page; what the tree has in them now stays."""
+        """These tiers were cleared without an `on_evict` per page; what the tree still has in them stays."""
         ...
 
 
@@ -152,7 +155,7 @@ class UnifiedRadixTree:
         queues: by place, the nodes that may give up slots there.
         roots: by namespace seed, for as long as something stands on them.
         version: changes whenever a match may no longer hold; one of another version is stale.
-        watcher: told of slots that come and go; None, and then at no cost, if nobody listens.
+        watcher: receives changes of slots; None costs nothing.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class UnifiedRadixTree:
         self.clock = 0
         self._serial = 0
 
-    # Structure
+    # --- structure ---
 
     def root(self, seed: bytes) -> Node:
         """The root of a namespace, made if it is new."""
@@ -204,25 +207,25 @@ class UnifiedRadixTree:
         return root
 
     def bare_root(self, seed: bytes) -> Node:
-        """A root that is not the tree's, for whoever only looks."""
+        """A root outside the tree, so that a match of an unknown namespace changes nothing."""
         root = Node(None, b"", b"", 0, self.width)
         root.residency = [RESIDENT] * len(self.places)
         root.digests = [seed]
         return root
 
     def rooted(self, node: Node) -> Node:
-        """`node`, or the tree's own root if `node` is one that the tree does not have."""
+        """`node`, or the tree's root of the same namespace if `node` is a root outside the tree."""
         return node if node.pages or node.digests is None else self.root(node.digests[0])
 
     def _prune(self, root: Node) -> None:
-        """Drop a root that nothing stands on: there may be as many namespaces as requests."""
+        """Drop an unused root: every request may bring a namespace of its own."""
         if root.children or any(root.pins) or root.digests is None:
             return
         if self.roots.get(root.digests[0]) is root:
             del self.roots[root.digests[0]]
 
     def grow(self, parent: Node, key: bytes) -> Node:
-        """A new leaf without slots; `parent` has no child that begins with the same page."""
+        """Add a leaf without slots; `parent` must have no child that begins with the same page."""
         head = key[: self.page_bytes]
         node = Node(parent, key, head, len(key) // self.page_bytes, self.width)
         self._number(node)
@@ -233,8 +236,8 @@ class UnifiedRadixTree:
     def split(self, node: Node, pages: int) -> Node:
         """Cut `node` after `pages` pages; returns the new first half, `node` stays the second.
 
-        States, and the leases on a path, belong to the end of a node, so they stay where they are. Who
-        keeps pages of a window keeps both halves from now on.
+        States, and the leases on a path, belong to the end of a node, so they stay with `node`. A lease
+        on pages of a window pins both halves from now on.
         """
         parent = _parent(node)
         cut = pages * self.page_bytes
@@ -254,6 +257,9 @@ class UnifiedRadixTree:
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
         self._divide(upper, node)
+        # A window is pinned page by page, unlike a path, whose end pins all of it. So a node knows the pin
+        # lists that name its windows, and the new half joins them. Walking the window again when the lease
+        # closes would not do: the tree may have changed, and the walk would unpin other nodes.
         if node.holders:
             self._hold_both(upper, node)
         for component in self.windows:
@@ -262,7 +268,7 @@ class UnifiedRadixTree:
         return upper
 
     def _divide(self, upper: Node, lower: Node) -> None:
-        """Share slots a page, and the copies that fill them."""
+        """Divide the slots of pages between both halves; copies in flight fill both from now on."""
         for place in self.page_places:
             slots = lower.slots[place]
             if slots is not None:
@@ -271,10 +277,10 @@ class UnifiedRadixTree:
         upper.device_children = int(lower.residency[FULL_DEVICE] != ABSENT)
         upper.host_children = int(lower.residency[FULL_HOST] != ABSENT)
         if lower.pending:
-            flying = [copy for copy in lower.pending if copy.place in self.page_places]
-            for copy in flying:
+            divided = [copy for copy in lower.pending if copy.place in self.page_places]
+            for copy in divided:
                 copy.nodes.append(upper)
-            upper.pending = flying or None
+            upper.pending = divided or None
 
     def _hold_both(self, upper: Node, lower: Node) -> None:
         for pins in {id(pins): pins for pins in lower.holders or ()}.values():
@@ -283,7 +289,10 @@ class UnifiedRadixTree:
                 self.pin_for(pins, node, place)
 
     def cut_window(self, node: Node, component_id: int) -> None:
-        """Have a node begin where the window of `node` does."""
+        """Split the path so that a node begins where the window that ends at `node` does.
+
+        What precedes the window can then be evicted by itself.
+        """
         pages = next(component.pages for component in self.windows if component.id == component_id)
         first = max(node.end - pages, 0)
         while node.end - node.pages > first and node.parent is not None:
@@ -292,9 +301,9 @@ class UnifiedRadixTree:
             self.split(node, node.pages - (node.end - first))
 
     def trim(self, node: Node, pages: int, place: SlotPlace) -> list[int]:
-        """Cut the last pages off an unpinned leaf that has slots at one place only; returns theirs.
+        """Cut the last pages off an unpinned leaf with slots at one place only; returns their slots.
 
-        Like `split` and `remove` of the second half, without making it first.
+        Does what `split` and `remove` of the second half would, without creating that half.
         """
         slots = node.slots_at(place)
         if self.watcher is not None:
@@ -310,13 +319,15 @@ class UnifiedRadixTree:
         return slots[node.pages :]
 
     def remove(self, node: Node) -> None:
-        """Take out a node without slots or children."""
+        """Remove a node without slots or children."""
         parent = _parent(node)
         del parent.children[node.head]
         self.version += 1
         for queue in self.queues:
             queue.discard(node)
         node.parent = None
+        # A use touches one node, not its whole path. The parent inherits the age of a child that goes, so
+        # that a node is never older than its descendants were.
         used, gone = parent.used, node.used
         for component_id in range(self.width):
             if gone[component_id] > used[component_id]:
@@ -329,10 +340,10 @@ class UnifiedRadixTree:
         self._serial += 1
         node.serial = self._serial
 
-    # Slots
+    # --- slots ---
 
     def occupy(self, node: Node, place: SlotPlace, slots: list[int], residency: int) -> None:
-        """Give an empty place of a node its slots."""
+        """Fill an empty place of a node with slots."""
         node.slots[place] = slots
         node.residency[place] = residency
         if node.dropped:  # rarely; this is the hottest change of a node
@@ -350,14 +361,14 @@ class UnifiedRadixTree:
             self.watcher.on_arrive(node, place)
 
     def settle(self, node: Node, place: SlotPlace) -> None:
-        """The bytes of a place have arrived."""
+        """Mark a place as resident: its bytes have arrived."""
         node.residency[place] = RESIDENT
         self.refresh(node, place)
         if self.watcher is not None:
             self.watcher.on_arrive(node, place)
 
     def vacate(self, node: Node, place: SlotPlace) -> list[int]:
-        """Empty a place of a node; returns its slots, which the caller owns now."""
+        """Empty a place of a node and return its slots; the caller owns them now."""
         slots = node.slots_at(place)
         if self.watcher is not None and node.residency[place] == RESIDENT:
             self.watcher.on_evict(node, place, node.pages)
@@ -382,10 +393,10 @@ class UnifiedRadixTree:
         if node.used[FULL] > parent.used[FULL]:
             parent.used[FULL] = node.used[FULL]
 
-    # Candidates
+    # --- eviction candidates and pins ---
 
     def refresh(self, node: Node, place: SlotPlace) -> None:
-        """Put a node in, or take it out of, the queue of a place."""
+        """Add a node to the eviction queue of a place, or remove it, whichever is right now."""
         if self.evictable(node, place):
             self.queues[place].add(node)
         else:
@@ -393,11 +404,10 @@ class UnifiedRadixTree:
 
     @staticmethod
     def evictable(node: Node, place: SlotPlace) -> bool:
-        """Whether the slots of a place may be taken away: arrived, unpinned, and nobody stands on them.
-
-        Children stand on the full pages of their parent in the same tier, so only ends of paths are
-        candidates, and pinning one node keeps the whole path above it.
-        """
+        """Whether the slots of a place can be evicted: resident, unpinned, and without dependent children."""
+        # Full pages of a child depend on those of its parent in the same tier. So only ends of paths are
+        # candidates, and pinning the end pins the whole path in O(1): nothing walks to the root to lock and
+        # unlock it. Evicting from the middle would leave children that no prefix reaches.
         if node.residency[place] != RESIDENT or node.pins[place] or node.parent is None:
             return False
         if place == FULL_DEVICE:
@@ -407,23 +417,23 @@ class UnifiedRadixTree:
         return True
 
     def pin_for(self, pins: Pins, node: Node, place: SlotPlace) -> None:
-        """Add one place to what somebody keeps; `pins` is theirs, and grows when the node is split."""
+        """Pin one place and add it to `pins`, which grows when the node is split."""
         pins.append((node, place))
         self._pin(pins, node, place)
 
     def pin_all(self, pins: Pins) -> None:
-        """Keep all of `pins` until `unpin_all` of the same list."""
+        """Pin everything in `pins` until `unpin_all` of the same list."""
         for node, place in pins:
             self._pin(pins, node, place)
 
     def unpin_all(self, pins: Pins) -> None:
-        """Let go of everything in a list, which is empty then."""
+        """Unpin everything in a list and empty it."""
         while pins:
             node, place = pins.pop()
             self._unpin(pins, node, place)
 
     def unpin_for(self, pins: Pins, index: int) -> None:
-        """Let go of one place in a list."""
+        """Unpin one entry of a list and remove it."""
         node, place = pins.pop(index)
         self._unpin(pins, node, place)
 
@@ -446,11 +456,11 @@ class UnifiedRadixTree:
             else:
                 self._prune(node)
 
-    def touch(self, node: Node, component: int) -> None:
+    def touch(self, node: Node, component_id: int) -> None:
         self.clock += 1
-        node.used[component] = self.clock
+        node.used[component_id] = self.clock
 
-    # Walks
+    # --- walks ---
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -468,7 +478,7 @@ class UnifiedRadixTree:
             yield current
             stack.extend(current.children.values())
 
-    # Matching
+    # --- matching ---
 
     def match(self, tokens: array[int], seed: bytes = b"", *, limit: int | None = None) -> Match:
         """The longest restorable prefix of `tokens`, `limit` pages at most. Changes nothing."""
@@ -582,7 +592,7 @@ class UnifiedRadixTree:
         start = node.end * self.page_bytes
         return node.children.get(memoryview(tokens).cast("B")[start : start + self.page_bytes].tobytes())
 
-    # Digests
+    # --- digests ---
 
     def pages_without_digests(self, node: Node) -> int:
         """Pages of the path to `node` whose digests were not computed yet."""
@@ -617,10 +627,10 @@ class UnifiedRadixTree:
         assert node.digests is not None, "just filled"
         return node.digests
 
-    # Leases
+    # --- leases ---
 
     def pin(self, match: Match) -> PathLease:
-        """Keep a match: nothing of its prefix can be evicted until the lease is closed.
+        """Pin a match: nothing of its prefix can be evicted until the lease is closed.
 
         Raises:
             InternalError: the tree changed since the match was made.
@@ -637,8 +647,10 @@ class UnifiedRadixTree:
         return self.lease(node)
 
     def use(self, component: Component, node: Node) -> None:
-        """What a prefix that ends at `node` needs of a pool is used now: what lies nearer the root, where
-        more sequences may need it, a little later than the rest."""
+        """Mark as used now what a prefix that ends at `node` needs of a pool.
+
+        Nodes nearer the root come last and so count as used more recently: more sequences may need them.
+        """
         for part in component.needs(node):
             self.touch(part, component.id)
 
@@ -692,7 +704,7 @@ class UnifiedRadixTree:
                 self.pin_for(pinned, node, place)
                 self.unpin_for(lease.pinned, index)
 
-    # Insertion
+    # --- insertion ---
 
     def insert(
         self,
@@ -722,7 +734,7 @@ class UnifiedRadixTree:
         node = result.node
         begun = [node.end - node.pages for node in result.filled]
         for component_id, pages in (windows or {}).items():
-            self.cut_window(node, component_id)  # so that what lies behind it can go by itself
+            self.cut_window(node, component_id)  # what precedes the window can then be evicted alone
             result.windows[component_id] = self.take_pages(node, component_id, Tier.DEVICE, pages)
             self.use(self.components[component_id - 1], node)
         result.filled = [
@@ -828,12 +840,11 @@ class UnifiedRadixTree:
         return refused
 
     def supersede(self, node: Node, component_id: int) -> None:
-        """A state or window was published at `node`: let the one before it go first, if nothing branched
-        off since.
+        """Make the state or window before `node` the next one to evict, unless a sequence branched off since.
 
-        A conversation that goes on resumes from its last state; the one before it serves nobody but a
-        branch, and a branch point that was met has two children. Without this, a pool that holds one
-        state a conversation keeps two of every second one under plain LRU.
+        A continued conversation resumes from its last state. The one before it serves only a branch, and a
+        branch point that was matched has two children. Without this, a pool with room for one state per
+        conversation keeps two of every second conversation under plain LRU.
         """
         component = self.components[component_id - 1]
         above = node.parent
@@ -845,8 +856,12 @@ class UnifiedRadixTree:
             above = above.parent
 
     def _age(self, node: Node, component_id: int) -> bool:
-        """Put a node's slots where they go first; whether that is all: a state is one, and what lies
-        before a window that has aged has aged with it."""
+        """Make a node's slots the next ones to evict.
+
+        Returns:
+            Whether nothing is left to age: a state is a single slot, and what precedes an aged window was
+            aged with it.
+        """
         places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
         if not any(node.slots[place] for place in places):
             return False
@@ -868,7 +883,7 @@ class UnifiedRadixTree:
 
 
 def _forget(holders: list[Pins], pins: Pins) -> None:
-    """Take out one entry that is `pins` itself: an equal list may be somebody else's."""
+    """Remove one entry that is `pins` itself; an equal list may belong to another lease."""
     for index in range(len(holders) - 1, -1, -1):
         if holders[index] is pins:
             del holders[index]
