@@ -22,10 +22,10 @@ from asynchicache.types import PoolTransfer, Tier, WritePolicy
 
 
 def _tell_all(
-    left: Callable[[str, Iterable[int]], object], pools: Iterable[str], slots: Iterable[int]
+    on_release: Callable[[str, Iterable[int]], object], pools: Iterable[str], slots: Iterable[int]
 ) -> None:
     for pool in pools:
-        left(pool, slots)
+        on_release(pool, slots)
 
 
 @dataclass(slots=True, eq=True)
