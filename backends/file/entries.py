@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import NamedTuple
 
-import numpy as np
 from xxhash import xxh3_64_digest
 
 from asynchicache.backends.file.index import StoredPage
@@ -18,6 +17,7 @@ from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.shape import ENTRY_BYTES
 
 _ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; then the checksum of these
+_EMPTY = bytes(ENTRY_BYTES)
 _MOST_STAMP = 1 << 62  # more than any disk will ever see
 
 
@@ -115,9 +115,8 @@ def write_blocks(segments: Segments, blocks: Iterable[EntryBlock]) -> None:
 
 def _used(data: memoryview) -> list[int]:
     """Places of entries that are not empty."""
-    words = np.frombuffer(data, np.uint64).reshape(-1, ENTRY_BYTES // 8)
-    places: list[int] = np.flatnonzero(words.any(axis=1)).tolist()
-    return places
+    starts = range(0, len(data), ENTRY_BYTES)
+    return [place for place, start in enumerate(starts) if data[start : start + ENTRY_BYTES] != _EMPTY]
 
 
 def _parse(slot: int, raw: bytes, identity: bytes) -> SlotEntry | None:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-import numpy as np
-
 from asynchicache.errors import ConfigError
 
+DIGEST_BYTES = 32
 _NARROW = 0xFFFFFFFF
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
 _SHARD_TEXT = str.maketrans("/-", "-_")  # a shard has no `_`, so two shards never become one text
@@ -96,6 +95,8 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
         32 bytes a page: SHA-256 of the prior digest and the page's ids as little-endian uint32;
         a page with an id above 2**32 - 1 is marked by 0xFF and hashed as uint64.
     """
+    import numpy as np  # here: commands that move no pages start without it
+
     ids = np.frombuffer(tokens, np.int64)
     pages = len(ids) // page_size
     if not pages:

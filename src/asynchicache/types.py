@@ -9,8 +9,6 @@ from enum import Enum, IntEnum
 from operator import index
 from typing import NamedTuple, SupportsIndex
 
-import numpy as np
-
 from asynchicache.errors import ConfigError, InvalidTokensError, RequestStateError
 
 TOKEN_BYTES = 8
@@ -36,6 +34,22 @@ class Residency(IntEnum):
     LOADING = 1
     RESIDENT = 2
     SAVING = 3
+
+
+class Direction(Enum):
+    """From which tier to which."""
+
+    LOAD = "load"  # host to device
+    BACKUP = "backup"  # device to host
+    FORK = "fork"  # device to device: a copy of a state, so that one can be kept and one continued from
+
+    @property
+    def source(self) -> Tier:
+        return Tier.HOST if self is Direction.LOAD else Tier.DEVICE
+
+    @property
+    def destination(self) -> Tier:
+        return Tier.HOST if self is Direction.BACKUP else Tier.DEVICE
 
 
 class Outcome(Enum):
@@ -127,6 +141,8 @@ def token_array(tokens: Iterable[int] | array[int]) -> array[int]:
     Raises:
         InvalidTokensError: no tokens, a negative id, an id that is no integer or above 2**63 - 1.
     """
+    import numpy as np  # here: commands that move no pages start without it
+
     ids = tokens if isinstance(tokens, array) and tokens.typecode == "q" else _convert(tokens)
     if not ids:
         raise InvalidTokensError("tokens are empty; a request needs at least one token id")

@@ -125,7 +125,7 @@ def test_an_option_reaches_the_engine(tmp_path: Path, capsys: pytest.CaptureFixt
         main(["bench", "storage", *SMALL, *arguments])
 
     assert caught.value.code == 2
-    assert "no option ['speed']" in capsys.readouterr().err
+    assert "no option 'speed'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ async def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_pa
     report = str(tmp_path / "taken" / "index.html")
     options = DemoOptions(report=report)
     (tmp_path / "taken").write_text("a file")  # after the flags were read
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         DemoOptions(report=report)
 
     class Unserved(Silent):

@@ -6,11 +6,11 @@ from fractions import Fraction
 import pytest
 
 from asynchicache.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
-from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.bench.tally import HitReport
 from asynchicache.bench.virtual import VirtualRunner
 from asynchicache.errors import ConfigError
 from asynchicache.planner.request_state import RequestState
+from asynchicache.testing.oracle import ByteOracle
 from asynchicache.types import Tier
 
 

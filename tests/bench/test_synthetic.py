@@ -7,8 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from asynchicache.bench.synthetic import ByteOracle, Transcript, draw_tokens, synthetic_spec
+from asynchicache.bench.synthetic import Transcript, draw_tokens
 from asynchicache.hashing import page_digests
+from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.specs import synthetic_spec
 
 PAGE = 64
 SLOTS = 8

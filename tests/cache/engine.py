@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from asynchicache import CacheConfig, Hit, HybridCache, PrefetchOptions, PrefetchPolicy, Request
-from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
 from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 
 PAGE = 4

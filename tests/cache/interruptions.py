@@ -17,13 +17,13 @@ from typing import Any
 import asynchicache
 from asynchicache import CacheConfig, HybridCache, ModelSpec, PrefetchOptions, PrefetchPolicy, Request
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.ticket import Ticket
 from cache.engine import PAGE, Engine
 

@@ -11,10 +11,10 @@ import pytest
 
 from asynchicache import CacheConfig, ClosedError, ConfigError, HybridCache, ModelSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.events import CacheEvent, EventsDropped, PagesRemoved, PagesStored, TiersCleared
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.testing.devices import break_device
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 from cache.engine import PAGE, SPEC, Engine, config
 

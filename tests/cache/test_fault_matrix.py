@@ -17,12 +17,12 @@ import pytest
 
 from asynchicache import Hit, HybridCache, MissReason, PrefetchOptions, PrefetchPolicy, Request, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.errors import StorageError
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import ShedReason
 from cache.engine import PAGE, Engine, config
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from asynchicache import HybridCache, Tier
-from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.testing.specs import synthetic_spec
 from cache.engine import PAGE, Engine, config
 
 PATIENCE = 20.0

@@ -8,10 +8,10 @@ import pytest
 
 from asynchicache import HybridCache, MissReason
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import Tier
 from cache.engine import SPEC, Engine, config
 

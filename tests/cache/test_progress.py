@@ -10,9 +10,9 @@ import pytest
 
 from asynchicache import CapacityError, HybridCache, Request
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import ShedReason
 from cache.engine import SPEC, Engine, config
 

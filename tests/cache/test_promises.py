@@ -10,11 +10,11 @@ import pytest
 from asynchicache import HybridCache, ModelSpec
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.controller.digests import DIGESTS_A_TURN
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import MissReason, Outcome, WritePolicy
 from cache.engine import SPEC, Engine, config
 

@@ -6,7 +6,7 @@ import pytest
 
 from asynchicache import HybridCache, Tier, WritePolicy
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.testing.specs import synthetic_spec
 from cache.engine import PAGE, Engine, config
 
 pytestmark = pytest.mark.asyncio

@@ -6,9 +6,9 @@ import pytest
 
 from asynchicache import ModelSpec
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 from cache.engine import PAGE, Engine, config
 

@@ -9,8 +9,8 @@ import torch
 
 from asynchicache import HybridCache, ModelSpec, PoolSpec, Request, TensorSpec, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.hashing import ObjectKey, page_digests
+from asynchicache.testing.oracle import ByteOracle
 from asynchicache.types import trailing_pages
 from cache.engine import config
 

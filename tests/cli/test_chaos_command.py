@@ -55,7 +55,7 @@ def test_a_script_that_holds_exits_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--seeds", "0"], "--seeds 0: must be a number, at least 1"),
+        (["--seeds", "0"], "--seeds 0: must be a whole number above 0"),
         (["--script", "nowhere.json"], "'nowhere.json' cannot be read: No such file"),
     ],
 )

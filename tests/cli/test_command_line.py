@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.bench.options import settings
 from asynchicache.cli import commands
-from asynchicache.cli.main import build_parser, main
+from asynchicache.cli.main import main
 from asynchicache.cli.output import Outcome
+from asynchicache.cli.parser import build_parser
+from asynchicache.options import flags_of
 
 SMALL = {
     "multiturn": [
@@ -151,10 +152,10 @@ def test_bad_arguments_exit_with_2_and_are_named(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["demo", "--report", "file/report.html"], "--report: file is no folder"),
-        (["chaos", "--found", "file"], "--found: file is no folder"),
-        (["soak", "--folder", "nowhere"], "--folder: nowhere is no folder"),
-        (["bench", "storage", "--folder", "file"], "--folder: file is no folder"),
+        (["demo", "--report", "file/report.html"], "--report: file is not a folder"),
+        (["chaos", "--found", "file"], "--found: file is not a folder"),
+        (["soak", "--folder", "nowhere"], "--folder: nowhere is not a folder"),
+        (["bench", "storage", "--folder", "file"], "--folder: file is not a folder"),
         (["serve", "--threads", "100000"], "--threads 100000: must be 1024 at most"),
         (["bench", "tree", "--window", "0"], "--window 0"),
     ],
@@ -193,7 +194,7 @@ def test_help_shows_every_default(
             main([*command.path, "--help"])
         shown = capsys.readouterr().out
         assert "(default: )" not in shown
-        for setting in settings(command.options):
+        for setting in flags_of(command.options):
             default = setting.default
             if isinstance(default, bool):
                 assert f"{setting.help} (default: {'yes' if default else 'no'})" in shown
@@ -204,7 +205,7 @@ def test_help_shows_every_default(
 def test_every_command_takes_json_and_seed() -> None:
     parser = build_parser()
     for command in commands.COMMANDS:
-        words = ["word" for setting in settings(command.options) if setting.positional]
+        words = ["word" for setting in flags_of(command.options) if setting.positional]
         values = parser.parse_args([*command.path, *words, "--json", "-", "--seed", "7"])
         assert (values.json, values.seed) == ("-", 7)
 
@@ -214,10 +215,7 @@ def test_a_violation_exits_with_1(
     ok: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = Outcome({"answer": 42}, "a table", ok)
-    command = commands.Command(
-        ("doctor",), "says so", commands.DoctorOptions, lambda options, output: outcome
-    )
-    monkeypatch.setattr("asynchicache.cli.main.COMMANDS", (command,))
+    monkeypatch.setattr("asynchicache.cli.doctor.run", lambda options, output: outcome)
 
     assert main(["doctor", "--json", "-"]) == code
     assert json.loads(capsys.readouterr().out) == {"answer": 42}
@@ -230,12 +228,11 @@ def test_what_cannot_be_done_exits_with_1(
     target.parent.mkdir()
     outcome = Outcome({}, "a table")
 
-    def remove_folder(options: commands.DoctorOptions, output: object) -> Outcome:
+    def remove_folder(options: object, output: object) -> Outcome:
         target.parent.rmdir()
         return outcome
 
-    command = commands.Command(("doctor",), "says so", commands.DoctorOptions, remove_folder)
-    monkeypatch.setattr("asynchicache.cli.main.COMMANDS", (command,))
+    monkeypatch.setattr("asynchicache.cli.doctor.run", remove_folder)
 
     assert main(["doctor", "--json", str(target)]) == 1
     assert "result.json" in capsys.readouterr().err

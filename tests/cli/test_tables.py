@@ -23,7 +23,7 @@ from asynchicache.bench.soak.samples import Sample
 from asynchicache.bench.soak.traffic import Models, Served, soak_spec
 from asynchicache.bench.transfer import TransferReport, TransferRow
 from asynchicache.cli import demo, serve
-from asynchicache.cli.commands import COMMANDS, AnyCommand
+from asynchicache.cli.commands import COMMANDS, Command
 from asynchicache.cli.main import main
 from asynchicache.cli.output import Output
 from asynchicache.integrations.serve.api import RequestCounts
@@ -73,9 +73,9 @@ def assert_readable(view: RenderableType) -> None:
 @pytest.mark.parametrize(
     "command", [one for one in COMMANDS if one.path in RUN], ids=lambda one: " ".join(one.path)
 )
-def test_a_run_is_readable(command: AnyCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_readable(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_readable(command.execute(RUN[command.path], Output(None)).view)
+    assert_readable(command.load()(command.options(**RUN[command.path]), Output(None)).view)
 
 
 def transfer() -> RenderableType:

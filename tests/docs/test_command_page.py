@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.bench.options import Setting, settings
-from asynchicache.cli.commands import COMMANDS, AnyCommand
+from asynchicache.cli.commands import COMMANDS, Command
+from asynchicache.options import Option, flags_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 SECTION = re.compile(r"^## `([^`]+)`\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -21,7 +21,7 @@ def rows(section: str) -> dict[str, str]:
     return {name.split(" ")[0]: cell for name, cell in found if name.strip(", ")}
 
 
-def says(cell: str, setting: Setting) -> bool:
+def says(cell: str, setting: Option) -> bool:
     """Whether a cell names the default; where nothing is the default it may say so in words."""
     if isinstance(setting.default, bool):
         return cell == ("on" if setting.default else "off")
@@ -31,9 +31,9 @@ def says(cell: str, setting: Setting) -> bool:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.path))
-def test_flags_and_defaults_are_in_the_section_of_their_command(command: AnyCommand) -> None:
+def test_flags_and_defaults_are_in_the_section_of_their_command(command: Command) -> None:
     shown = rows(dict(SECTION.findall(PAGE.read_text("utf-8")))[" ".join(command.path)])
-    known = {one.flag: one for one in settings(command.options)}
+    known = {one.flag: one for one in flags_of(command.options)}
     assert [name for name in known if name not in shown] == []
     assert [name for name, one in known.items() if not says(shown[name], one)] == []
     assert [name for name in shown.keys() - known if name[:2] == "--" and name[:5] != "--no-"] == []

@@ -6,11 +6,11 @@ from array import array
 
 import pytest
 
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.errors import ConfigError
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
+from asynchicache.testing.specs import synthetic_spec
 
 PAGE = 4
 SLOTS = {"kv": (64, 0), "mamba": (16, 0)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from asynchicache import CacheConfig, CapacityError, HybridCache, MissReason, TransferError
-from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
 from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.seeded import SeededWorld
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 
 PAGE = 4

@@ -21,13 +21,13 @@ from asynchicache import (
     WritePolicy,
 )
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import ByteOracle
 from asynchicache.errors import StorageError, UsageError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.streams.base import Stream
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.seeded import SeededWorld
 from asynchicache.types import token_array, trailing_pages
 

@@ -13,12 +13,13 @@ import pytest
 
 from asynchicache import CacheConfig, CapacityError, HybridCache, PrefetchOptions, PrefetchPolicy
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.bench.synthetic import ByteOracle, synthetic_spec
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 
 PAGE = 4

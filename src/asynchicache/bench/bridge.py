@@ -15,8 +15,7 @@ from typing import NamedTuple, Self
 
 from rich.console import RenderableType
 
-from asynchicache.bench.options import check_minimums, option
-from asynchicache.bench.synthetic import synthetic_spec
+from asynchicache.bench.options import BridgeOptions
 from asynchicache.bench.tables import facts
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
@@ -25,6 +24,7 @@ from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice, EmulatedStream
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import GROUP_BYTES, TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent, merge
@@ -36,18 +36,6 @@ _CLOSE_SECONDS = 30.0
 _PLAN_PAGES, _PLAN_LAYERS = 8_192, 80
 _KEYS = TensorSpec("keys", tuple(range(_PLAN_LAYERS)), (8, 128), "bfloat16")
 _LARGE = PoolExtent(PoolSpec("kv", (_KEYS,)), 64, 4 * _PLAN_PAGES, 4 * _PLAN_PAGES)
-
-
-@dataclass(frozen=True, slots=True)
-class BridgeOptions:
-    """The flags of `bench bridge`."""
-
-    rounds: int = option(200, "times that each part is measured; medians are shown", minimum=1)
-    pages: int = option(8, "pages of an operation, beside one state", minimum=1)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_minimums(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,111 +1,152 @@
-"""Options of benches: dataclasses whose fields carry what the command line says about them."""
+"""The flags of benches that are one module each. Light, so that `--help` and wrong flags are quick."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, fields
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from asynchicache.bench.pool_sizes import PoolSizes
 from asynchicache.errors import ConfigError
-from asynchicache.options import parse_value
-
-T = TypeVar("T", bool, int, float, str, tuple[str, ...])
-Value: TypeAlias = bool | int | float | str | tuple[str, ...]
+from asynchicache.options import MOST, CommandOptions, Natural, Positive, about
 
 
-class Options(Protocol):
-    """A frozen dataclass; every field that can be set from outside is made by `option`."""
+class MultiturnOptions(CommandOptions, frozen=True):
+    """The flags of `bench multiturn`; lengths are in tokens."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    num_clients: Annotated[Positive, about("conversations")] = 10
+    num_rounds: Annotated[Positive, about("turns of each conversation")] = 12
+    request_length: Annotated[Positive, about("new prompt tokens of a turn")] = 1024
+    output_length: Annotated[Positive, about("tokens generated in a turn")] = 1024
+    page_size: Annotated[Positive, about("tokens per page")] = 64
+    checkpoint_interval: Annotated[Positive, about("tokens between places where a state can be kept")] = 256
+    mamba_slots: Annotated[int, Meta(ge=3), about("states that the device holds")] = 6
+    window: Annotated[Natural, about("tokens of a sliding window, instead of recurrent states; 0: none")] = 0
+    host_ratio: Annotated[float, Meta(ge=0, le=MOST), about("host slots for each device slot")] = 2.0
+    offload_mamba: Annotated[bool, about("let states leave the device for host memory and storage")] = True
+    move_bytes: Annotated[bool, about("move real bytes through the whole cache, ten times slower")] = False
+    seed: int = 0
 
+    def check(self) -> None:
+        if not self.window and self.checkpoint_interval % self.page_size:
+            raise ConfigError(
+                f"--checkpoint-interval {self.checkpoint_interval}: "
+                f"must be a multiple of --page-size {self.page_size}"
+            )
 
-class Setting(NamedTuple):
-    """One field that can be set from outside.
+    def prompt(self, round_: int) -> int:
+        """Tokens of the prompt of round `round_`."""
+        return self._history(round_) + self.request_length
 
-    Attributes:
-        name: of the field; `flag` is what it is called on the command line.
-        default: its value if nobody says otherwise; its type is the field's. A tuple is a flag that may
-            be given again and again.
-        help: one line for people.
-        minimum: the least value that means something, or None.
-        choices: the values that there are; empty if the type alone decides.
-        positional: whether it is a word of its own on the command line, and must be there.
-    """
+    def kept(self, round_: int) -> int:
+        """Tokens of that prompt that can be restored at best.
 
-    name: str
-    default: Value
-    help: str
-    minimum: int | None
-    choices: tuple[str, ...]
-    positional: bool = False
+        The last token of a history was never computed; before it, the last multiple of the checkpoint
+        interval has a state, and the last whole page a window.
+        """
+        computed = max(self._history(round_) - 1, 0)
+        return computed // self.interval * self.interval
+
+    def _history(self, round_: int) -> int:
+        return round_ * (self.request_length + self.output_length)
 
     @property
-    def flag(self) -> str:
-        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+    def interval(self) -> int:
+        """Tokens between positions at which a prompt can be resumed."""
+        return self.page_size if self.window else self.checkpoint_interval
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """Room for every page; and for states, or for a window of each conversation and, for the one that
+        is running, of what it resumes from, what it computes, and a chunk between them."""
+        if not self.window:
+            return PoolSizes(
+                self.pages, self.mamba_slots, host_ratio=self.host_ratio, offload_states=self.offload_mamba
+            )
+        window = -(-self.window // self.page_size)
+        slots = (self.num_clients + 3) * window + 1
+        return PoolSizes(self.pages, windows=slots, window_pages=window, host_ratio=self.host_ratio)
+
+    @property
+    def pages(self) -> int:
+        """Pages of all conversations at their end."""
+        return self.num_clients * -(-self._history(self.num_rounds) // self.page_size)
 
 
-def option(
-    default: T,
-    help: str,  # noqa: A002  argparse's own word
-    *,
-    minimum: int | None = None,
-    choices: Iterable[str] = (),
-    positional: bool = False,
-) -> T:
-    """A dataclass field that can be set from outside; see `Setting`.
+class SharedPrefixOptions(CommandOptions, frozen=True):
+    """The flags of `bench shared-prefix`; lengths are in tokens."""
 
-    Returns:
-        a `dataclasses.Field`, typed as its default so that the dataclass reads as usual.
-    """
-    metadata = {"help": help, "minimum": minimum, "choices": tuple(choices), "positional": positional}
-    return field(default=default, metadata=metadata)
+    gsp_num_groups: Annotated[Positive, about("system prompts")] = 64
+    gsp_prompts_per_group: Annotated[Positive, about("prompts that share one system prompt")] = 16
+    gsp_system_prompt_len: Annotated[Positive, about("tokens of a system prompt")] = 2048
+    gsp_question_len: Annotated[Positive, about("tokens of a question")] = 128
+    gsp_output_len: Annotated[Positive, about("tokens generated for a question")] = 256
+    page_size: Annotated[Positive, about("tokens per page")] = 64
+    move_bytes: Annotated[bool, about("move real bytes through the whole cache, ten times slower")] = False
+    seed: int = 0
 
+    @property
+    def shared(self) -> int:
+        """Tokens of a system prompt that are whole pages."""
+        return self.gsp_system_prompt_len // self.page_size * self.page_size
 
-def settings(kind: type[Options]) -> list[Setting]:
-    """What of `kind` can be set from outside, in the order of its fields."""
-    found = [f for f in fields(kind) if "help" in f.metadata]
-    return [Setting(f.name, cast("Value", f.default), **f.metadata) for f in found]
+    @property
+    def prompts(self) -> int:
+        return self.gsp_num_groups * self.gsp_prompts_per_group
 
-
-def check_minimums(options: Options) -> None:
-    """Refuse values below their minimum; for `__post_init__`.
-
-    Raises:
-        ConfigError: names the flag, the value and the rule.
-    """
-    for setting in settings(type(options)):
-        value = getattr(options, setting.name)
-        if setting.minimum is not None and not setting.minimum <= value < math.inf:
-            raise ConfigError(f"{setting.flag} {value}: must be a number, at least {setting.minimum}")
+    @property
+    def sizes(self) -> PoolSizes:
+        """Room for every page, and for three states a prompt: of the system prompt, at the end of the
+        question, at the end of the output."""
+        tokens = self.gsp_system_prompt_len + self.gsp_question_len + self.gsp_output_len
+        pages = -(-tokens // self.page_size)
+        return PoolSizes(self.prompts * pages, 3 * self.prompts + 2)
 
 
-def check_folder(flag: str, folder: Path, *, made: bool = False) -> None:
-    """Refuse, before the work, what is no folder to write to.
+class TreeOptions(CommandOptions, frozen=True):
+    """The flags of `bench tree`."""
 
-    Args:
-        flag: for the message.
-        folder: need not be there yet if it will be `made`.
-
-    Raises:
-        ConfigError: names the flag and the folder.
-    """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists()) if made else folder
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag}: {there} is no folder that can be written to")
+    scenario: Annotated[Literal["tiny", "chat", "big"], about("workload")] = "chat"
+    page_size: Annotated[Positive, about("tokens per page, up to 512")] = 64
+    fill: Annotated[Literal["fit", "half"], about("pools hold everything computed (fit), or half of it")] = (
+        "fit"
+    )
+    window: Annotated[Positive, about("tokens of the sliding window")] = 1024
+    seed: int | None = None
 
 
-def named_values(flag: str, pairs: Sequence[str]) -> Mapping[str, object]:
-    """What a flag that is given as `name=value`, again and again, says; values are TOML where they are not
-    plain words.
+class BridgeOptions(CommandOptions, frozen=True):
+    """The flags of `bench bridge`."""
 
-    Raises:
-        ConfigError: one has no name or no value.
-    """
-    parted = [text.partition("=") for text in pairs]
-    for text, (name, _, value) in zip(pairs, parted, strict=True):
-        if not name or not value:
-            raise ConfigError(f"{flag} {text}: must be name=value")
-    return {name: parse_value(value) for name, _, value in parted}
+    rounds: Annotated[Positive, about("times that each part is measured; medians are shown")] = 200
+    pages: Annotated[Positive, about("pages of an operation, beside one state")] = 8
+    seed: int = 0
+
+
+class StallOptions(CommandOptions, frozen=True):
+    """The flags of `bench stall`."""
+
+    page_bytes: Annotated[int, Meta(ge=1024), about("bytes of a page, all layers")] = 1 << 20
+    pages: Annotated[int, Meta(ge=2), about("pages that go down to the host and come back")] = 512
+    seed: int = 0
+
+
+class TransferOptions(CommandOptions, frozen=True):
+    """The flags of `bench transfer`."""
+
+    device: Annotated[str, about("cpu, cuda or cuda:N")] = "cpu"
+    path: Annotated[Literal["auto", "batch", "kernel", "plain"], about("how to copy; auto measures")] = "auto"
+    pool: Annotated[Literal["all", "mha", "mla", "dsa", "swa", "mamba"], about("whose pages to copy")] = "all"
+    row_mib: Annotated[Positive, about("MiB that a row moves at a time")] = 256
+    rounds: Annotated[Positive, about("rounds; medians are shown")] = 40
+    seed: int = 0
+
+
+class OverlapOptions(CommandOptions, frozen=True):
+    """The flags of `bench overlap`. The size is that of 8,192 tokens of Llama 3 8B."""
+
+    device: Annotated[str, about("cpu, cuda or cuda:N")] = "cpu"
+    layers: Annotated[int, Meta(ge=2), about("layers of the model")] = 32
+    layer_mib: Annotated[Positive, about("MiB that are loaded for a layer")] = 32
+    rounds: Annotated[Positive, about("rounds; medians are shown")] = 30
+    seed: int = 0

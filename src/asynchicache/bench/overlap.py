@@ -14,7 +14,7 @@ from rich.table import Table
 
 from asynchicache.bench.copy_rig import CopyRig, open_rig
 from asynchicache.bench.cores import on_core, one_torch_thread, single_threaded, two_cores
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import OverlapOptions
 from asynchicache.bench.rounds import rotated
 from asynchicache.bench.tables import add_figures
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -28,20 +28,6 @@ SHARES = (0.5, 1.0, 2.0)
 
 _PAGES = 32
 _CPU_WIDTH, _GPU_WIDTH = 192, 2048  # of the matrices that a layer multiplies; they stay in the caches
-
-
-@dataclass(frozen=True, slots=True)
-class OverlapOptions:
-    """The flags of `bench overlap`. The size is that of 8,192 tokens of Llama 3 8B."""
-
-    device: str = option("cpu", "cpu, cuda or cuda:N")
-    layers: int = option(32, "layers of the model", minimum=2)
-    layer_mib: int = option(32, "MiB that are loaded for a layer", minimum=1)
-    rounds: int = option(30, "rounds, of which the median counts", minimum=1)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_minimums(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,47 +7,12 @@ order: the first prompt of every group, then the second of every group, and so o
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from fractions import Fraction
 
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import SharedPrefixOptions
 from asynchicache.bench.synthetic import Transcript, draw_tokens
 from asynchicache.bench.tally import HitReport, Limit, Progress, Tally
-from asynchicache.bench.turns import Sizes, open_runner
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefixOptions:
-    """The flags of `bench shared-prefix`; lengths are in tokens."""
-
-    gsp_num_groups: int = option(64, "system prompts", minimum=1)
-    gsp_prompts_per_group: int = option(16, "prompts that share one", minimum=1)
-    gsp_system_prompt_len: int = option(2048, "tokens of a system prompt", minimum=1)
-    gsp_question_len: int = option(128, "tokens of a question", minimum=1)
-    gsp_output_len: int = option(256, "tokens generated for a question", minimum=1)
-    page_size: int = option(64, "tokens of a page", minimum=1)
-    move_bytes: bool = option(False, "move real bytes through the whole cache, ten times slower")
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_minimums(self)
-
-    @property
-    def shared(self) -> int:
-        """Tokens of a system prompt that are whole pages."""
-        return self.gsp_system_prompt_len // self.page_size * self.page_size
-
-    @property
-    def prompts(self) -> int:
-        return self.gsp_num_groups * self.gsp_prompts_per_group
-
-    @property
-    def sizes(self) -> Sizes:
-        """Room for every page, and for three states a prompt: of the system prompt, at the end of the
-        question, at the end of the output."""
-        tokens = self.gsp_system_prompt_len + self.gsp_question_len + self.gsp_output_len
-        pages = -(-tokens // self.page_size)
-        return Sizes(self.prompts * pages, 3 * self.prompts + 2)
+from asynchicache.bench.turns import open_runner
 
 
 def ideal_hit_rate(options: SharedPrefixOptions) -> Fraction:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from rich.console import RenderableType
 
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import StallOptions
 from asynchicache.bench.tables import facts
 from asynchicache.bench.ticker import longest_gap
 from asynchicache.cache import HybridCache
@@ -16,18 +16,6 @@ from asynchicache.config import CacheConfig
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
 _PAGE_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StallOptions:
-    """The flags of `bench stall`."""
-
-    page_bytes: int = option(1 << 20, "bytes of a page, all layers", minimum=1024)
-    pages: int = option(512, "pages that go down to the host and come back", minimum=2)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_minimums(self)
 
 
 @dataclass(frozen=True, slots=True)

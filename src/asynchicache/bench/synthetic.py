@@ -1,15 +1,11 @@
-"""Pools without a model, and tokens for them; the bytes that belong in them are `testing.oracle`'s."""
+"""Tokens of conversations that no model wrote. The bytes that belong in pages are in `testing.oracle`."""
 
 from __future__ import annotations
 
 import random
 from array import array
 
-import numpy as np
-
 from asynchicache.hashing import page_digests
-from asynchicache.testing.oracle import DIGEST_BYTES, ByteOracle
-from asynchicache.testing.specs import POOL_NAMES, synthetic_spec
 
 VOCABULARY = 151_936
 """Of the Qwen tokenizers, so that token ids look like those of real traffic."""
@@ -36,18 +32,9 @@ def draw_tokens(rng: random.Random, index: int, count: int) -> array[int]:
     The synthetic prompts of SGLang's `bench_multiturn.py --disable-random-sample`: cheap to make,
     and two of them share a page only if they share their start.
     """
+    import numpy as np  # here: a replay imports this module, and needs none
+
     start = rng.randrange(VOCABULARY) + index
     ids = array("q")
     ids.frombytes(((np.arange(count, dtype=np.int64) + start) % VOCABULARY).tobytes())
     return ids
-
-
-__all__ = [
-    "DIGEST_BYTES",
-    "POOL_NAMES",
-    "VOCABULARY",
-    "ByteOracle",
-    "Transcript",
-    "draw_tokens",
-    "synthetic_spec",
-]

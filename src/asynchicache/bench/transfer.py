@@ -14,7 +14,7 @@ from rich.table import Table
 
 from asynchicache.bench.copy_rig import CopyRig, open_rig
 from asynchicache.bench.cores import one_torch_thread
-from asynchicache.bench.options import check_minimums, option
+from asynchicache.bench.options import TransferOptions
 from asynchicache.bench.plain_copies import PlainMemory, single_copier
 from asynchicache.bench.rounds import rotated
 from asynchicache.bench.tables import add_figures
@@ -56,21 +56,6 @@ POOLS: dict[str, tuple[PoolSpec, tuple[int, ...]]] = {
     ),
 }
 """By name, a pool of a usual shape and few layers, and the page sizes, in tokens, that are tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """The flags of `bench transfer`."""
-
-    device: str = option("cpu", "cpu, cuda or cuda:N")
-    path: str = option(AUTO, "how to copy; auto measures", choices=[AUTO, *(path.value for path in CopyPath)])
-    pool: str = option(ALL, "whose pages to copy", choices=[ALL, *POOLS])
-    row_mib: int = option(256, "MiB that a row moves at a time", minimum=1)
-    rounds: int = option(40, "rounds, of which the median counts", minimum=1)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_minimums(self)
 
 
 @dataclass(frozen=True, slots=True)

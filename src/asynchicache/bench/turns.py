@@ -4,62 +4,21 @@ choice between that and `bench.virtual`.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
-from asynchicache.bench.synthetic import ByteOracle, Transcript, synthetic_spec
+from asynchicache.bench.pool_sizes import PoolSizes
+from asynchicache.bench.synthetic import Transcript
 from asynchicache.bench.tally import Turn
 from asynchicache.bench.virtual import WHOLE, VirtualCache, VirtualRunner
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
+from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import PrefetchPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How much the tiers of a bench hold.
-
-    Attributes:
-        pages: slots on the device, for the pages of attention.
-        states, windows: the same of recurrent states, and of pages of sliding windows; 0: no such pool.
-        window_pages: pages of one window.
-        host_ratio: host slots for each device slot.
-        offload_states: whether states leave the device at all.
-    """
-
-    pages: int
-    states: int = 0
-    windows: int = 0
-    window_pages: int = 1
-    host_ratio: float = 1.0
-    offload_states: bool = True
-
-    def slots(self) -> dict[str, tuple[int, int]]:
-        """Device and host slots by pool."""
-        device = {"kv": self.pages, "mamba": self.states, "swa": self.windows}
-        on_host = {name for name in device if name != "mamba" or self.offload_states}
-        return {
-            name: (count, math.ceil(count * self.host_ratio) if name in on_host else 0)
-            for name, count in device.items()
-            if count
-        }
-
-    def config(self) -> CacheConfig:
-        """In-loop copies and storage in memory: every run of the same turns is the same."""
-        return CacheConfig(
-            inline=True,
-            device_slots={name: device for name, (device, _) in self.slots().items()},
-            host_slots={name: host for name, (_, host) in self.slots().items()},
-            prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
-            storage="memory",
-            weight_version="synthetic",
-            seed=0,
-        )
 
 
 class TurnRunner:
@@ -167,7 +126,9 @@ class Runner(Protocol):
 
 
 @asynccontextmanager
-async def open_runner(page_size: int, sizes: Sizes, interval: int, *, real: bool) -> AsyncIterator[Runner]:
+async def open_runner(
+    page_size: int, sizes: PoolSizes, interval: int, *, real: bool
+) -> AsyncIterator[Runner]:
     """A runner on a fresh cache.
 
     Args:
@@ -183,5 +144,19 @@ async def open_runner(page_size: int, sizes: Sizes, interval: int, *, real: bool
     if not real:
         yield VirtualRunner(VirtualCache(spec, sizes.slots()), page_size, interval)
         return
-    async with HybridCache.open(spec, sizes.config()) as cache:
+    async with HybridCache.open(spec, _config(sizes)) as cache:
         yield TurnRunner(cache, ByteOracle(spec, cache.device_tensor), page_size, interval)
+
+
+def _config(sizes: PoolSizes) -> CacheConfig:
+    """In-loop copies and storage in memory: every run of the same turns is the same."""
+    slots = sizes.slots()
+    return CacheConfig(
+        inline=True,
+        device_slots={name: device for name, (device, _) in slots.items()},
+        host_slots={name: host for name, (_, host) in slots.items()},
+        prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+        storage="memory",
+        weight_version="synthetic",
+        seed=0,
+    )

@@ -17,9 +17,8 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.specs import ModelSpec
-from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import FULL, Node
-from asynchicache.types import Outcome, Tier
+from asynchicache.types import Direction, Outcome, Tier
 
 WHOLE = 1 << 40
 """Prompts are computed at once, but where windows must move on in between."""

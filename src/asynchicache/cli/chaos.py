@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -11,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from asynchicache.bench.options import check_folder, check_minimums, option
 from asynchicache.bench.tables import add_figures
+from asynchicache.cli.options import ChaosOptions
 from asynchicache.cli.output import Outcome, Output
 from asynchicache.testing.chaos.costs import KINDS as COSTS
 from asynchicache.testing.chaos.faults import KINDS
@@ -23,27 +22,6 @@ from asynchicache.testing.chaos.workload import draw_script
 
 _SHRUNK = 3
 """Findings that are cut down; of more, the seeds are enough to begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosOptions:
-    """The flags of `chaos`.
-
-    Attributes:
-        seed: the only one to run, instead of many.
-    """
-
-    seeds: int = option(200, "how many seeds to run", minimum=1)
-    first: int = option(0, "the first of them", minimum=0)
-    jobs: int = option(0, "processes; 0: one for each processor", minimum=0)
-    script: str = option("", "replay this script instead")
-    found: str = option("chaos-found", "folder for the scripts of what is found")
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_minimums(self)
-        if not self.script:
-            check_folder("--found", Path(self.found), made=True)
 
 
 def run(options: ChaosOptions, output: Output) -> Outcome:

@@ -21,6 +21,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from asynchicache.cli.options import DoctorOptions
+from asynchicache.cli.output import Outcome, Output
 from asynchicache.config import BACKEND_GROUP, load_factory
 from asynchicache.errors import CacheError
 from asynchicache.layouts import ALIGNMENT
@@ -53,6 +55,12 @@ class Check(NamedTuple):
     name: str
     ok: bool
     detail: str
+
+
+def run(options: DoctorOptions, output: Output) -> Outcome:
+    """Look at everything."""
+    found = checks()
+    return Outcome({"checks": [check._asdict() for check in found]}, present(found))
 
 
 def checks(folder: Path = Path()) -> list[Check]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.progress import (
 )
 
 STANDARD_OUTPUT = "-"
+"""The value of `--json` for which JSON goes to standard output."""
 
 Advance: TypeAlias = Callable[[int, int], None]
 """Told what is done and what there is in all."""
@@ -82,15 +82,3 @@ class Output:
             sys.stdout.write(text)
         else:
             Path(self._json_target).write_text(text, encoding="utf-8")
-
-
-def json_target(text: str) -> str:
-    """The value of `--json`, checked before any work is done.
-
-    Raises:
-        ArgumentTypeError: no file can be written there.
-    """
-    path = Path(text)
-    if text != STANDARD_OUTPUT and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ArgumentTypeError(f"{text!r} must be a file in a folder that exists, or -")
-    return text

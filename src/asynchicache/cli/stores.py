@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from string import hexdigits
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -13,42 +11,9 @@ from rich.text import Text
 
 from asynchicache.backends.file.clear import Cleared, clear_store
 from asynchicache.backends.file.verify import StoreReport, verify_store
-from asynchicache.bench.options import option
 from asynchicache.bench.tables import facts
+from asynchicache.cli.options import ClearOptions, VerifyOptions
 from asynchicache.cli.output import Outcome, Output
-from asynchicache.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """The flags of `verify`."""
-
-    path: str = option("", "folder of the store", positional=True)
-    repair: bool = option(False, "forget damaged pages; the store must not be open elsewhere")
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ClearOptions:
-    """The flags of `clear`.
-
-    Raises:
-        ConfigError: it is not said which pools.
-    """
-
-    path: str = option("", "folder of the store", positional=True)
-    pool: str = option("", "only pools of this name")
-    fingerprint: str = option("", "only pools whose fingerprint begins with this, in hex")
-    everything: bool = option(False, "all pools of the folder")
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.pool or self.fingerprint or self.everything):
-            raise ConfigError("say what to clear: --pool, --fingerprint or --everything")
-        if set(self.fingerprint) - set(hexdigits):
-            raise ConfigError(f"--fingerprint {self.fingerprint!r} must be hexadecimal digits")
-        if self.everything and (self.pool or self.fingerprint):
-            raise ConfigError("--everything is more than --pool or --fingerprint: say one of them")
 
 
 def verify(options: VerifyOptions, output: Output) -> Outcome:

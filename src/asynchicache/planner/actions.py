@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Span, Tracer
-from asynchicache.transfer.plan import Direction
 from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import Node, Pins
-from asynchicache.types import PoolTransfer
+from asynchicache.types import Direction, PoolTransfer
 
 Transfers = list[PoolTransfer]
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.state import CacheState
-from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import (
@@ -25,7 +24,7 @@ from asynchicache.tree.node import (
     SlotPlace,
     place_of,
 )
-from asynchicache.types import Tier, WritePolicy
+from asynchicache.types import Direction, Tier, WritePolicy
 
 _SELECTIVE_HITS = 2
 

@@ -12,7 +12,6 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
-from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import (
@@ -27,7 +26,7 @@ from asynchicache.tree.node import (
     place_of,
 )
 from asynchicache.tree.radix_tree import device_end
-from asynchicache.types import MissReason, Tier
+from asynchicache.types import Direction, MissReason, Tier
 
 
 class LoadPlanner:

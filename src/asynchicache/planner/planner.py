@@ -22,11 +22,10 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.specs import ModelSpec
-from asynchicache.transfer.plan import Direction
 from asynchicache.tree import copies
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Match
-from asynchicache.types import MissReason, Tier, WritePolicy
+from asynchicache.types import Direction, MissReason, Tier, WritePolicy
 
 
 class Planner:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from xxhash import xxh3_64, xxh3_64_digest
 
 from asynchicache.errors import ConfigError, UsageError
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.types import Outcome
 
@@ -29,7 +29,6 @@ _SEALED = Struct(f"<{_FIXED.size}s32s8s")  # the fixed part, page digest, page c
 _SUM_BYTES = 8
 _USED_BYTES = _SEALED.size + _SUM_BYTES  # then the checksum of all before it
 
-_DIGEST_BYTES = 32
 _POOL = re.compile(r"[a-z0-9_]{1,64}")
 _SHARD = re.compile(r"[0-9a-z/-]{0,32}")
 
@@ -178,7 +177,7 @@ class SlotBinding:
             key.fingerprint == self.fingerprint
             and key.pool == self.pool
             and key.shard == self.shard
-            and len(key.digest) == _DIGEST_BYTES
+            and len(key.digest) == DIGEST_BYTES
         )
 
     def _checksum_of(self, slot: int) -> bytes:
@@ -201,7 +200,7 @@ class SlotBinding:
 
 
 def _check_names(pool: str, fingerprint: bytes, shard: str) -> None:
-    if len(fingerprint) != _DIGEST_BYTES:
+    if len(fingerprint) != DIGEST_BYTES:
         raise ConfigError(f"fingerprint of pool {pool!r} has {len(fingerprint)} bytes; 32 are needed")
     if not _POOL.fullmatch(pool):
         raise ConfigError(f"pool name {pool!r} must be 1 to 64 of a-z, 0-9 and _")

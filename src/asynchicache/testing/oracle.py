@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-DIGEST_BYTES = 32
 
 
 def _nothing_more(pool: str) -> str:

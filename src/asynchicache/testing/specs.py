@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynchicache.errors import ConfigError
+from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
-from asynchicache.testing.oracle import DIGEST_BYTES
 from asynchicache.types import trailing_pages
 
 POOL_NAMES = ("kv", "mamba", "swa", "dsa")

@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +22,7 @@ from msgspec.structs import force_setattr
 
 from asynchicache.errors import InternalError, UsageError
 from asynchicache.specs import PoolSpec
+from asynchicache.types import Direction as Direction
 from asynchicache.types import PoolTransfer, Tier
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -33,22 +33,6 @@ FEW_SLOTS = 64
 
 Columns: TypeAlias = dict[str, tuple[Slots, Slots]]
 """By pool, the slots of all its transfers: (sources, destinations)."""
-
-
-class Direction(Enum):
-    """From which tier to which."""
-
-    LOAD = "load"  # host to device
-    BACKUP = "backup"  # device to host
-    FORK = "fork"  # device to device: a copy of a state, so that one can be kept and one continued from
-
-    @property
-    def source(self) -> Tier:
-        return Tier.HOST if self is Direction.LOAD else Tier.DEVICE
-
-    @property
-    def destination(self) -> Tier:
-        return Tier.HOST if self is Direction.BACKUP else Tier.DEVICE
 
 
 _LOAD, _BACKUP, _FORK = Direction

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
-from asynchicache.bench.options import check_folder, check_minimums, option
+from msgspec import Meta
+
 from asynchicache.errors import ConfigError
+from asynchicache.options import CommandOptions, Positive, about, check_folder
 
 PAGE_SIZE = 8
 """Small, so that short conversations have many pages; servers use 16 to 64 and more."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
+class DemoOptions(CommandOptions, frozen=True):
     """The flags of `demo`; lengths are in tokens.
 
     Raises:
         ConfigError: a value is outside its rule.
     """
 
-    num_clients: int = option(10, "conversations", minimum=1)
-    num_rounds: int = option(12, "turns of each conversation", minimum=1)
-    request_length: int = option(32, "new prompt tokens of a turn", minimum=1)
-    output_length: int = option(32, "tokens generated in a turn", minimum=2)
-    report: str = option("demo-report/index.html", "where the HTML report goes")
+    num_clients: Annotated[Positive, about("conversations")] = 10
+    num_rounds: Annotated[Positive, about("turns of each conversation")] = 12
+    request_length: Annotated[Positive, about("new prompt tokens of a turn")] = 32
+    output_length: Annotated[int, Meta(ge=2), about("tokens generated in a turn")] = 32
+    report: Annotated[str, about("path of the HTML report")] = "demo-report/index.html"
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_minimums(self)
+    def check(self) -> None:
         if self.report.endswith("/") or Path(self.report).is_dir():
             raise ConfigError(f"--report {self.report!r}: must be a file, such as report/index.html")
         check_folder("--report", Path(self.report).parent, made=True)

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from asynchicache.bench.options import check_minimums, option
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.errors import ConfigError
+from asynchicache.options import CommandOptions, Natural, Positive, about
 from asynchicache.planner.checkpoints import CheckpointPolicy
-from asynchicache.tree.policies import POLICIES
-from asynchicache.types import WritePolicy
+from asynchicache.testing.specs import synthetic_spec
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
+class ReplayOptions(CommandOptions, frozen=True):
     """The flags of `replay`."""
 
-    trace: str = option("", "requests, one a line: JSONL, packed by gzip or not", positional=True)
-    pools: str = option("kv", "pools of the model: kv, then any of mamba, swa, dsa, joined by commas")
-    capacity_share: str = option(
-        "1.0", "device slots, as a share of what the trace would fill; or by pool: kv=0.25,mamba=0.1"
+    trace: Annotated[str, about("a JSONL trace with one request a line, gzip or plain", positional=True)] = ""
+    pools: Annotated[str, about("pools of the model, joined by commas: kv, then any of mamba, swa, dsa")] = (
+        "kv"
     )
-    host_share: str = option("0", "host slots, in the same way")
-    policy: str = option("lru", "who is evicted first, of attention pages", choices=POLICIES)
-    write_policy: str = option(
-        "write_through", "when pages go to the host", choices=[policy.value for policy in WritePolicy]
+    capacity_share: Annotated[
+        str, about("device slots as a share of the working set; or by pool: kv=0.25,mamba=0.1")
+    ] = "1.0"
+    host_share: Annotated[str, about("host slots, in the same form")] = "0"
+    policy: Annotated[Literal["lru", "lfu", "slru", "fifo"], about("eviction policy of attention pages")] = (
+        "lru"
     )
-    checkpoint: str = option(
-        "prompt+branch", "where states are kept: prompt, branch, a spacing in tokens, joined by +; or none"
-    )
-    window: int = option(1024, "tokens of the sliding window, for swa", minimum=1)
-    block_size: int = option(
-        0, "tokens of a block, for traces whose lines do not say it; 0: they do", minimum=0
-    )
+    write_policy: Annotated[
+        Literal["write_through", "write_through_selective", "write_back"],
+        about("when pages are backed up to the host"),
+    ] = "write_through"
+    checkpoint: Annotated[
+        str, about("where states are kept: prompt, branch, a spacing in tokens, joined by +; or none")
+    ] = "prompt+branch"
+    window: Annotated[Positive, about("tokens of the sliding window, for swa")] = 1024
+    block_size: Annotated[Natural, about("tokens of a block, for traces that do not state it")] = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_minimums(self)
+    def check(self) -> None:
         synthetic_spec(1, self.names)
         self.shares()
         CheckpointPolicy.parse(self.checkpoint)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
 from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.errors import CapacityError
@@ -60,7 +58,7 @@ class Player:
         self._cache = InstantCache(planner)
         self._block_size = trace.block_size
         self._chunk = self._chunk_blocks()
-        self._was_resumable = np.zeros(trace.blocks, bool)
+        self._was_resumable = bytearray(trace.blocks)
 
     def serve(self, request: TraceRequest, known: int) -> Served:
         """Match, load, compute and publish one prompt, of which `known` blocks came before."""
@@ -78,8 +76,9 @@ class Player:
         return served
 
     def _tokens(self, request: TraceRequest, blocks: Ids) -> array[int]:
-        ids = array("q")
-        ids.frombytes(np.repeat(blocks, IDS_A_BLOCK).tobytes())
+        ids = array("q", bytes(IDS_A_BLOCK * TOKEN_BYTES * len(blocks)))
+        for offset in range(IDS_A_BLOCK):
+            ids[offset::IDS_A_BLOCK] = blocks
         if request.tokens % self._block_size:
             ids.frombytes(bytes(TOKEN_BYTES))
         return ids
@@ -96,7 +95,7 @@ class Player:
             self._cache.carry_out(planner.publish(sequence, stop))
             self._cache.advance(sequence, stop)
             if sequence.borrowed and planner.state.tree.restorable(sequence.lease.node):
-                self._was_resumable[blocks[sequence.borrowed - 1]] = True
+                self._was_resumable[blocks[sequence.borrowed - 1]] = 1
 
     def _stops(self, sequence: RequestState, whole: int) -> list[int]:
         """Where forwards end: where states are wanted, and else one id behind a block, where no state is
@@ -149,8 +148,8 @@ class Player:
         if matched > hit:
             yield self._miss(FULL, "device_capacity"), matched - hit
         if sequence.held_back is not None:
-            ends = np.flatnonzero(self._was_resumable[blocks[matched:reach]])
-            last = matched + int(ends[-1]) + 1 if len(ends) else matched
+            lengths = range(reach, matched, -1)
+            last = next((end for end in lengths if self._was_resumable[blocks[end - 1]]), matched)
             yield self._miss(sequence.held_back.component_id, "evicted"), last - matched
             yield self._miss(sequence.held_back.component_id, "not_kept"), reach - last
 

@@ -17,9 +17,9 @@ from asynchicache.bench.replay.report import ReplayReport, Tally
 from asynchicache.bench.replay.sizes import Sizes, plan_sizes
 from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import Trace, read_trace
-from asynchicache.bench.synthetic import synthetic_spec
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.tree.node import FULL_DEVICE, place_of
 from asynchicache.types import Tier, WritePolicy
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from asynchicache.bench.replay.trace import Ids, Trace
+from asynchicache.bench.replay.trace import Runs, Trace
 from asynchicache.errors import ConfigError
 from asynchicache.planner.checkpoints import CheckpointPolicy
 
@@ -38,30 +36,35 @@ def survey(trace: Trace, checkpoints: CheckpointPolicy) -> Survey:
     Raises:
         ConfigError: ids are not chained: a known one follows on an unknown one.
     """
-    seen = np.zeros(trace.blocks, bool)
-    stated = np.zeros(trace.blocks, bool)
+    seen, stated = bytearray(trace.blocks), bytearray(trace.blocks)
     known = []
     for number, request in enumerate(trace.requests, start=1):
-        blocks = request.blocks()
-        common = _count_known(seen[blocks], number)
+        common = _count_known(seen, request.runs, number)
         known.append(min(common, (request.tokens - 1) // trace.block_size))
-        seen[blocks] = True
-        stated[_state_places(blocks, known[-1], checkpoints)] = True
+        for start, count in request.runs:
+            seen[start : start + count] = b"\1" * count
+        for block in _state_places(request.blocks(), known[-1], checkpoints):
+            stated[block] = 1
     longest = max(-(-request.tokens // trace.block_size) for request in trace.requests)
-    return Survey(known, int(stated.sum()), longest)
+    return Survey(known, sum(stated), longest)
 
 
-def _count_known(seen: np.typing.NDArray[np.bool_], number: int) -> int:
-    count = int(seen.sum())
-    if not seen[:count].all():
-        raise ConfigError(
-            f"request {number} of the trace has a known block behind an unknown one; ids must be chained, "
-            "so that equal ones mean that all before them is equal"
-        )
-    return count
+def _count_known(seen: bytearray, runs: Runs, number: int) -> int:
+    """How many of the first blocks were seen before; no other may have been."""
+    common = 0
+    behind_unknown = False
+    for start, count in runs:
+        here = seen.count(1, start, start + count)
+        if here and (behind_unknown or not seen.startswith(b"\1" * here, start)):
+            raise ConfigError(
+                f"request {number} of the trace has a known block behind an unknown one; ids must be "
+                "chained, so that equal ones mean that all before them is equal"
+            )
+        common += here
+        behind_unknown = behind_unknown or here < count
+    return common
 
 
-def _state_places(blocks: Ids, known: int, checkpoints: CheckpointPolicy) -> Ids:
+def _state_places(blocks: Sequence[int], known: int, checkpoints: CheckpointPolicy) -> list[int]:
     """The blocks at whose ends a state would be kept."""
-    cuts = checkpoints.cuts(0, len(blocks), known)
-    return blocks[np.array(cuts, np.int64) - 1]
+    return [blocks[cut - 1] for cut in checkpoints.cuts(0, len(blocks), known)]

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from array import array
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from asynchicache.errors import ConfigError
 
-Ids: TypeAlias = npt.NDArray[np.int64]
+Ids: TypeAlias = "array[int]"
+Runs: TypeAlias = list[tuple[int, int]]
+"""Start and count of each run of consecutive ids."""
 
 _GZIP = b"\x1f\x8b"
 _LARGEST_ID = 1 << 62
@@ -31,18 +33,15 @@ class TraceRequest(NamedTuple):
 
     Attributes:
         tokens: of the prompt.
-        starts, counts: the ids of its whole blocks, as runs of consecutive ones, `[runs]` each.
+        runs: the ids of its whole blocks.
     """
 
     tokens: int
-    starts: Ids
-    counts: Ids
+    runs: Runs
 
     def blocks(self) -> Ids:
-        """Ids of its whole blocks, in order, `[blocks]`."""
-        behind = np.cumsum(self.counts)
-        length = int(behind[-1]) if len(behind) else 0
-        return np.repeat(self.starts + self.counts - behind, self.counts) + np.arange(length)
+        """Ids of its whole blocks, in order."""
+        return array("q", chain.from_iterable(range(start, start + count) for start, count in self.runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +98,20 @@ class _Line(msgspec.Struct):
         return (self.timestamp if self.timestamp_ms is None else self.timestamp_ms) or 0.0
 
     @property
-    def runs(self) -> list[int]:
-        """Start and count of each run of ids."""
+    def numbers(self) -> list[int]:
+        """Starts and counts of its runs, in turns."""
         if self.hash_runs is not None:
             return self.hash_runs
         return list(chain.from_iterable((block, 1) for block in self.hash_ids or ()))
 
     def request(self) -> TraceRequest:
         """The request, without a last block that is not whole."""
-        starts, counts = np.array(self.runs, np.int64).reshape(-1, 2).T.copy()
-        counts[-1:] -= counts.sum() - self.input_length // self.block_size
-        return TraceRequest(self.input_length, starts[counts > 0], counts[counts > 0])
+        numbers = self.numbers
+        runs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if runs and sum(numbers[1::2]) > self.input_length // self.block_size:
+            start, count = runs.pop()
+            runs += [(start, count - 1)] if count > 1 else []
+        return TraceRequest(self.input_length, runs)
 
 
 def _read(path: Path) -> list[_Line]:
@@ -172,7 +174,7 @@ def _problem(line: _Line) -> str | None:
         )
     if (line.hash_runs is None) is (line.hash_ids is None):
         return "hash_runs or hash_ids is missing, or both are there"
-    return _run_problem(line.runs, *divmod(line.input_length, line.block_size))
+    return _run_problem(line.numbers, *divmod(line.input_length, line.block_size))
 
 
 def _run_problem(runs: list[int], whole: int, rest: int) -> str | None:
@@ -194,24 +196,26 @@ def _renumbered(requests: list[TraceRequest]) -> tuple[list[TraceRequest], int]:
 
     Ids may be hashes; as small numbers they can index arrays.
     """
-    starts = np.concatenate([request.starts for request in requests])
-    counts = np.concatenate([request.counts for request in requests])
-    begins, ends = _intervals(starts, starts + counts)
-    behind = np.cumsum(ends - begins)
-    interval = np.searchsorted(begins, starts, side="right") - 1
-    starts = starts - ends[interval] + behind[interval]
-    bounds = np.cumsum([len(request.starts) for request in requests])[:-1]
-    parts = np.split(starts, bounds)
-    renumbered = [request._replace(starts=part) for request, part in zip(requests, parts, strict=True)]
-    return renumbered, int(behind[-1]) if len(behind) else 0
+    begins, ends = _intervals([run for request in requests for run in request.runs])
+    firsts = [0, *accumulate(end - begin for begin, end in zip(begins, ends, strict=True))]
+    renumbered = []
+    for request in requests:
+        runs = []
+        for start, count in request.runs:
+            interval = bisect_right(begins, start) - 1
+            runs.append((firsts[interval] + start - begins[interval], count))
+        renumbered.append(TraceRequest(request.tokens, runs))
+    return renumbered, firsts[-1]
 
 
-def _intervals(starts: Ids, ends: Ids) -> tuple[Ids, Ids]:
-    """The union of half-open runs as intervals that do not touch, ascending: their starts and ends."""
-    if not len(starts):
-        return starts, ends
-    order = np.argsort(starts)
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])
-    is_first = np.append(True, starts[1:] > ends[:-1])
-    is_last = np.append(is_first[1:], True)
-    return starts[is_first], ends[is_last]
+def _intervals(runs: Runs) -> tuple[list[int], list[int]]:
+    """The union of runs as half-open intervals that do not touch, ascending: their starts and ends."""
+    begins: list[int] = []
+    ends: list[int] = []
+    for start, count in sorted(runs):
+        if ends and start <= ends[-1]:
+            ends[-1] = max(ends[-1], start + count)
+        else:
+            begins.append(start)
+            ends.append(start + count)
+    return begins, ends

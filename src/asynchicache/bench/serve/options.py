@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from asynchicache.bench.options import check_minimums, option
+from msgspec import Meta
+
 from asynchicache.errors import ConfigError
+from asynchicache.options import CommandOptions, Natural, Positive, about
 
 CONTEXT = 4096
 """Tokens that the tiny model knows positions for."""
@@ -13,29 +15,27 @@ CONTEXT = 4096
 STORAGES = ("file", "redis")
 
 
-@dataclass(frozen=True, slots=True)
-class ServeBenchOptions:
+class ServeBenchOptions(CommandOptions, frozen=True):
     """What is played; lengths are in tokens.
 
     Raises:
         ConfigError: a value is outside its rule.
     """
 
-    num_clients: int = option(50, "conversations, all at once", minimum=1)
-    num_rounds: int = option(6, "turns of each", minimum=2)
-    first_length: int = option(1024, "tokens of a conversation's first prompt", minimum=1)
-    request_length: int = option(32, "new prompt tokens of each later turn", minimum=1)
-    output_length: int = option(8, "tokens generated in a turn", minimum=1)
-    page_size: int = option(16, "tokens of a page", minimum=1)
-    max_running: int = option(
-        4, "requests that a server computes at a time; a CPU gains little by more", minimum=1
-    )
-    storage: str = option("file", "what is killed and comes back: a folder, or a server", choices=STORAGES)
-    plain_clients: int = option(3, "conversations whose answers plain transformers gives too", minimum=0)
+    num_clients: Annotated[Positive, about("conversations, all at once")] = 50
+    num_rounds: Annotated[int, Meta(ge=2), about("turns of each conversation")] = 6
+    first_length: Annotated[Positive, about("tokens of a conversation's first prompt")] = 1024
+    request_length: Annotated[Positive, about("new prompt tokens of each later turn")] = 32
+    output_length: Annotated[Positive, about("tokens generated in a turn")] = 8
+    page_size: Annotated[Positive, about("tokens per page")] = 16
+    max_running: Annotated[
+        Positive, about("requests that a server computes at once; a CPU gains little from more")
+    ] = 4
+    storage: Annotated[Literal["file", "redis"], about("storage that is killed and comes back")] = "file"
+    plain_clients: Annotated[Natural, about("conversations that are checked against plain transformers")] = 3
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_minimums(self)
+    def check(self) -> None:
         longest = self.prompt(self.num_rounds - 1) + self.output_length
         if longest > CONTEXT:
             raise ConfigError(

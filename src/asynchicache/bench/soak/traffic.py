@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asynchicache.bench.soak.model import HitModel
-from asynchicache.bench.synthetic import VOCABULARY, ByteOracle
+from asynchicache.bench.synthetic import VOCABULARY
 from asynchicache.cache import HybridCache, Request
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.testing.oracle import ByteOracle
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier, trailing_pages
 

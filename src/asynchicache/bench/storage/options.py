@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Annotated
 
-from asynchicache.bench import options as flags
+from msgspec import Meta
+
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import ALIGNMENT
+from asynchicache.options import CommandOptions, Positive, about, check_folder, named_values
 
 
-@dataclass(frozen=True, slots=True)
-class StorageBenchOptions:
+class StorageBenchOptions(CommandOptions, frozen=True):
     """What is measured.
 
     Raises:
         ConfigError: a value is outside its rule.
     """
 
-    engine: str = flags.option("file", "storage engine")
-    page_bytes: int = flags.option(1 << 20, "bytes of a page, a multiple of 4,096", minimum=ALIGNMENT)
-    pages: int = flags.option(512, "pages that are written and read", minimum=1)
-    batch_bytes: int = flags.option(16 << 20, "bytes of the pages of one call", minimum=1)
-    depth: int = flags.option(4, "calls in flight", minimum=1)
-    rounds: int = flags.option(30, "measured rounds of two turns each, after one that warms up", minimum=1)
-    through_controller: bool = flags.option(False, "also from host to storage and back through a whole cache")
-    folder: str = flags.option("", "where files are made and removed; empty: the system's temporary folder")
-    option: tuple[str, ...] = flags.option((), "an option of the engine, as name=value")
+    engine: Annotated[str, about("storage engine")] = "file"
+    page_bytes: Annotated[int, Meta(ge=ALIGNMENT), about("bytes of a page, a multiple of 4,096")] = 1 << 20
+    pages: Annotated[Positive, about("pages written and read")] = 512
+    batch_bytes: Annotated[Positive, about("bytes of pages in one call")] = 16 << 20
+    depth: Annotated[Positive, about("calls in flight")] = 4
+    rounds: Annotated[Positive, about("measured rounds of two turns each, after a warm-up round")] = 30
+    through_controller: Annotated[bool, about("also measure a whole cache, host to storage and back")] = False
+    folder: Annotated[str, about("where files are made and removed; empty: the temporary folder")] = ""
+    option: Annotated[tuple[str, ...], about("an option of the engine, as name=value")] = ()
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        flags.check_minimums(self)
-        flags.check_folder("--folder", Path(self.folder or gettempdir()))
+    def check(self) -> None:
+        check_folder("--folder", Path(self.folder or gettempdir()))
         if self.page_bytes % ALIGNMENT:
             raise ConfigError(f"--page-bytes {self.page_bytes}: must be a multiple of {ALIGNMENT}")
         self.engine_options()
@@ -49,4 +49,4 @@ class StorageBenchOptions:
         Raises:
             ConfigError: one has no name or no value.
         """
-        return flags.named_values("--option", self.option)
+        return named_values("--option", self.option)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -120,9 +121,29 @@ def _carry_out(batches: Sequence[Sequence[int]], jobs: int) -> Iterator[Findings
         return
     # Spawned: a process that was forked while torch has threads may hang.
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
-        for done in as_completed([pool.submit(run_seeds, batch) for batch in batches]):
-            yield done.result()
+        with _interrupts_held():
+            futures = [pool.submit(run_seeds, batch) for batch in batches]
+        try:
+            for done in as_completed(futures):
+                yield done.result()
+        except BaseException:  # the caller left: waiting for the rest could take hours
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back in this thread. Processes that it starts meanwhile never see one, so that Ctrl-C in a
+    terminal, which signals all of them, is handled by the first process alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin() -> None:

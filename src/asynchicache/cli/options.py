@@ -1,0 +1,154 @@
+"""The flags of commands. Light, so that `--help` and wrong flags are quick."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from string import hexdigits
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asynchicache.errors import ConfigError
+from asynchicache.options import MOST, CommandOptions, Natural, Positive, about, check_folder, named_values
+
+if TYPE_CHECKING:
+    from asynchicache.config import CacheConfig
+
+TINY = "tiny"
+_MOST_THREADS = 1024
+"""Torch starts as many threads as it is told, and dies of too many."""
+
+
+class ChaosOptions(CommandOptions, frozen=True):
+    """The flags of `chaos`.
+
+    Attributes:
+        seed: the only one to run, instead of many.
+    """
+
+    seeds: Annotated[Positive, about("how many seeds to run")] = 200
+    first: Annotated[Natural, about("first seed")] = 0
+    jobs: Annotated[Natural, about("processes; 0: one per processor")] = 0
+    script: Annotated[str, about("replay this script instead of searching")] = ""
+    found: Annotated[str, about("folder for the scripts of findings")] = "chaos-found"
+    seed: int | None = None
+
+    def check(self) -> None:
+        if not self.script:
+            check_folder("--found", Path(self.found), made=True)
+
+
+class ServeOptions(CommandOptions, frozen=True):
+    """The flags of `serve`.
+
+    Raises:
+        ConfigError: a value is outside its rule, or two contradict each other.
+    """
+
+    model: Annotated[str, about("`tiny` (random weights) or the folder of a checkpoint")] = TINY
+    served_model_name: Annotated[str, about("the model's name for clients; empty: the folder's name")] = ""
+    host: Annotated[str, about("address to listen on")] = "127.0.0.1"
+    port: Annotated[Natural, about("port to listen on; 0 takes a free one and prints it")] = 8000
+    tokenizer: Annotated[
+        Literal["checkpoint", "bytes"], about("the checkpoint's tokenizer, or one token per byte")
+    ] = "checkpoint"
+    chat_template: Annotated[str, about("a Jinja template to use instead of the checkpoint's")] = ""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("data type of the weights")] = (
+        "auto"
+    )
+    threads: Annotated[Natural, about("torch's threads; 0: torch decides")] = 0
+    config: Annotated[str, about("the cache's options: a TOML or JSON file, or a JSON object")] = ""
+    page_size: Annotated[Positive, about("tokens per page")] = 16
+    storage: Annotated[str, about("name of a storage engine; empty: as configured")] = ""
+    storage_option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
+    storage_path: Annotated[str, about("folder for the file engine, short for --storage file")] = ""
+    max_running: Annotated[Positive, about("requests that generate at once")] = 32
+    max_waiting: Annotated[Natural, about("requests that wait to generate; more get status 429")] = 256
+    max_context: Annotated[Natural, about("tokens of a prompt and its answer; 0: as many as fit")] = 0
+    answer_tokens: Annotated[Positive, about("tokens of a chat answer if the request sets no limit")] = 256
+    max_body_mib: Annotated[Positive, about("MiB of one request; longer ones get status 413")] = 16
+    max_bodies_mib: Annotated[Positive, about("MiB of all requests in progress; more get status 429")] = 256
+    max_connections: Annotated[Positive, about("connections; requests on more get status 503")] = 4096
+    drain_seconds: Annotated[
+        float, Meta(ge=0, le=MOST), about("how long requests may go on after SIGTERM")
+    ] = 30.0
+    kv_events_config: Annotated[str, about("publish KV events: a JSON object as for vLLM and SGLang")] = ""
+    trace: Annotated[bool, about("make OpenTelemetry spans; start with `opentelemetry-instrument`")] = False
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.threads > _MOST_THREADS:
+            raise ConfigError(f"--threads {self.threads}: must be {_MOST_THREADS} at most")
+        if self.storage and self.storage_path:
+            raise ConfigError("--storage-path is short for --storage file: say one of them")
+        if self.storage_option and not self.storage:
+            raise ConfigError(f"--storage-option {self.storage_option[0]}: say whose, with --storage")
+        if self.model == TINY and self.chat_template:
+            raise ConfigError(
+                f"--chat-template {self.chat_template}: the tiny model has one; give a checkpoint"
+            )
+
+    def cache_config(self, defaults: Mapping[str, object]) -> CacheConfig:
+        """Options of the cache: flags come before the environment, that before a file.
+
+        Raises:
+            ConfigError: one is unknown, or does not fit.
+        """
+        from asynchicache.config import CacheConfig
+
+        inline = self.config.lstrip().startswith("{")
+        values = _json_object(self.config) if inline else {}
+        if self.storage_path:
+            values |= {"storage": "file", "storage_options": {"path": self.storage_path}}
+        if self.storage:
+            values |= {
+                "storage": self.storage,
+                "storage_options": named_values("--storage-option", self.storage_option),
+            }
+        path = Path(self.config) if self.config and not inline else None
+        return CacheConfig.load(path, values=values, defaults=defaults)
+
+
+class VerifyOptions(CommandOptions, frozen=True):
+    """The flags of `verify`."""
+
+    path: Annotated[str, about("folder of the store", positional=True)] = ""
+    repair: Annotated[bool, about("forget damaged pages; the store must not be open elsewhere")] = False
+    seed: int = 0
+
+
+class ClearOptions(CommandOptions, frozen=True):
+    """The flags of `clear`.
+
+    Raises:
+        ConfigError: it is not said which pools.
+    """
+
+    path: Annotated[str, about("folder of the store", positional=True)] = ""
+    pool: Annotated[str, about("only pools of this name")] = ""
+    fingerprint: Annotated[str, about("only pools whose fingerprint begins with this, in hex")] = ""
+    everything: Annotated[bool, about("all pools of the folder")] = False
+    seed: int = 0
+
+    def check(self) -> None:
+        if not (self.pool or self.fingerprint or self.everything):
+            raise ConfigError("say what to clear: --pool, --fingerprint or --everything")
+        if set(self.fingerprint) - set(hexdigits):
+            raise ConfigError(f"--fingerprint {self.fingerprint!r} must be hexadecimal digits")
+        if self.everything and (self.pool or self.fingerprint):
+            raise ConfigError("--everything is more than --pool or --fingerprint: say one of them")
+
+
+class DoctorOptions(CommandOptions, frozen=True):
+    """`doctor` takes no flags of its own."""
+
+    seed: int = 0
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        raise ConfigError(f"--config {text!r} is no JSON object: {error}") from error
