@@ -41,12 +41,12 @@ for pool in SPEC.pools:
     print(f"a slot of {pool.name} takes {pool.slot_bytes(SPEC.page_size):,} bytes")
 for name, config in CHOICES.items():
     print(name)
-    for owner, (device, host) in plan_slots(SPEC, config.sizes(), MACHINE).items():
+    for owner, (device, host) in plan_slots(SPEC, config, MACHINE).items():
         print(f"  {owner}: {device:,} slots on the device, {host:,} on the host")
 starved = CacheConfig(device_slots={"kv": 20_000, "mamba": 300}, host_ratio=4, host_slots={"mamba": 0})
-for warning in find_undersized_pools(SPEC, plan_slots(SPEC, starved.sizes(), MACHINE)):
+for warning in find_undersized_pools(SPEC, plan_slots(SPEC, starved, MACHINE)):
     print(warning)
 try:
-    plan_slots(SPEC, CacheConfig(device_slots={"kv": 60_000, "mamba": 300}).sizes(), MACHINE)
+    plan_slots(SPEC, CacheConfig(device_slots={"kv": 60_000, "mamba": 300}), MACHINE)
 except CapacityError as error:
     print(error)
