@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from typing import ClassVar, Self
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from asynchicache.backends.options import Options
+from asynchicache.backends.options import BackendOptions, Namespace
+from asynchicache.options import FiniteSeconds, Positive
 
 _TCP, _TLS, _UNIX = ("redis", "valkey"), ("rediss", "valkeys"), ("unix",)
 _PORT = 6379
-_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RULE = (
     "must be redis://[user:password@]host[:port][/db], rediss://... for TLS, or unix:///path/of/socket[?db=n]"
 )
@@ -38,14 +38,12 @@ class ServerAddress:
         return self.path or f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class RedisOptions:
+class RedisOptions(BackendOptions, frozen=True):
     """Options of the redis backend.
 
     Attributes:
-        server: where it listens; from option `url`.
-        username, password: from `url`, or from options of their own. Default: none.
-        database: from `url`. Default: 0.
+        url: where the server listens, and which database; `of` takes the login out of it.
+        username, password: of the login. Default: none.
         ca_file: with TLS, certificates to trust, in PEM. Default: the system's.
         namespace: prefix of every key; other keys are not touched. Default: `asynchicache`.
         connections: limit for all pools together. Default: 4.
@@ -54,83 +52,82 @@ class RedisOptions:
         read_only: serve stored pages; store and delete nothing. Default: false.
     """
 
-    server: ServerAddress
+    backend: ClassVar[str] = "redis"
+
+    url: str = ""
     username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    database: int = 0
+    password: str | None = None
     ca_file: str | None = None
-    namespace: str = "asynchicache"
-    connections: int = 4
-    timeout_seconds: float = 5.0
-    ttl_seconds: int | None = None
+    namespace: Namespace = "asynchicache"
+    connections: Positive = 4
+    timeout_seconds: FiniteSeconds = 5.0
+    ttl_seconds: Positive | None = None
     read_only: bool = False
 
     @classmethod
-    def of(cls, options: Mapping[str, object]) -> RedisOptions:
-        """
-        Raises:
-            ConfigError: an option is missing, unknown, or breaks its rule.
-        """
-        taken = Options("redis", options)
-        url = _split(taken)
-        server = _server(taken, url)
-        made = cls(
-            server,
-            taken.take("username", str, unquote(url.username or "")) or None,
-            taken.take("password", str, unquote(url.password or "")) or None,
-            _database(taken, url),
-            taken.take("ca_file", str, "") or None,
-            taken.take("namespace", str, "asynchicache"),
-            taken.positive("connections") or 4,
-            taken.take("timeout_seconds", (int, float), 5.0),
-            taken.positive("ttl_seconds"),
-            taken.take("read_only", bool, False),
-        )
-        made._check(taken)
-        taken.finish()
-        return made
+    def of(cls, given: Mapping[str, object]) -> Self:
+        blank = {"username", "password", "ca_file"}
+        words = {name: one for name, one in given.items() if one is not None and (one or name not in blank)}
+        if isinstance(url := words.get("url"), str):
+            words["url"], login = _without_login(url)
+            words = login | words
+        return super().of(words)
 
-    def _check(self, taken: Options) -> None:
-        if not _NAMESPACE.fullmatch(self.namespace):
-            raise taken.refused(
-                "namespace", self.namespace, "must be 1 to 64 of letters, digits, '.', '_', '-'"
-            )
-        if not 0 < self.timeout_seconds < math.inf:
-            raise taken.refused("timeout_seconds", self.timeout_seconds, "must be a number above 0")
+    @property
+    def server(self) -> ServerAddress:
+        """Where the server listens."""
+        return _location(self.url)[0]
+
+    @property
+    def database(self) -> int:
+        return _location(self.url)[1]
+
+    def check(self) -> None:
+        try:
+            server, _ = _location(self.url)
+        except ValueError:
+            raise self.refused("url", self.url, _RULE) from None
         if self.username and not self.password:
-            raise taken.refused("username", self.username, "needs a password")
-        if self.ca_file and not self.server.tls:
-            raise taken.refused("ca_file", self.ca_file, "needs a URL that begins with rediss://")
+            raise self.refused("username", self.username, "needs a password")
+        if self.ca_file and not server.tls:
+            raise self.refused("ca_file", self.ca_file, "needs a URL that begins with rediss://")
         if self.ca_file and not Path(self.ca_file).is_file():
-            raise taken.refused("ca_file", self.ca_file, "must be a file of certificates in PEM")
+            raise self.refused("ca_file", self.ca_file, "must be a file of certificates in PEM")
+
+    def __repr__(self) -> str:
+        return f"RedisOptions({self.url!r})"  # without the password
 
 
-def _split(taken: Options) -> SplitResult:
-    text = taken.take("url", str, "")
+def _without_login(text: str) -> tuple[str, dict[str, object]]:
+    """A URL without its login, and the login; a URL that does not fit is left as it is."""
     try:
         url = urlsplit(text)
-        known = url.scheme in (*_TCP, *_TLS, *_UNIX) and (url.port is None or url.port > 0)
+        _location(text)
     except ValueError:
-        known = False
-    if not known:
-        raise taken.refused("url", text, _RULE)
-    return url
+        return text, {}
+    login = {"username": unquote(url.username or ""), "password": unquote(url.password or "")}
+    plain = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() if "@" in url.netloc else text
+    return plain, {name: value for name, value in login.items() if value}
 
 
-def _server(taken: Options, url: SplitResult) -> ServerAddress:
+@cache
+def _location(text: str) -> tuple[ServerAddress, int]:
+    """The server and the database that a URL names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    url = urlsplit(text)
+    if url.scheme not in (*_TCP, *_TLS, *_UNIX) or url.port == 0:
+        raise ValueError(text)
     if url.scheme in _UNIX:
-        if not url.path or url.hostname:
-            raise taken.refused("url", url.geturl(), _RULE)
-        return ServerAddress("", 0, unquote(url.path))
-    if not url.hostname:
-        raise taken.refused("url", url.geturl(), _RULE)
-    return ServerAddress(url.hostname, url.port or _PORT, tls=url.scheme in _TLS)
-
-
-def _database(taken: Options, url: SplitResult) -> int:
+        fits, server = bool(url.path) and not url.hostname, ServerAddress("", 0, unquote(url.path))
+    else:
+        fits = bool(url.hostname)
+        server = ServerAddress(url.hostname or "", url.port or _PORT, tls=url.scheme in _TLS)
     path = "" if url.scheme in _UNIX else url.path.strip("/")
     query = parse_qs(url.query, keep_blank_values=True)
-    text = query.pop("db", [path])[-1] or "0"
-    if query or not text.isdecimal():
-        raise taken.refused("url", url.geturl(), _RULE)
-    return int(text)
+    database = query.pop("db", [path])[-1] or "0"
+    if not fits or query or not database.isdecimal():
+        raise ValueError(text)
+    return server, int(database)

@@ -43,7 +43,7 @@ def test_who_we_are_comes_from_the_url_or_from_options() -> None:
 
 
 def test_a_password_of_another_type_is_not_shown() -> None:
-    with pytest.raises(ConfigError, match=r"option password=\*\*\* must be of type str"):
+    with pytest.raises(ConfigError, match=r"option password=\*\*\* must be text"):
         RedisOptions.of({"url": "redis://cache", "password": 1234})
 
 
@@ -61,7 +61,7 @@ def test_a_password_is_never_shown() -> None:
     ("options", "message"),
     [
         ({}, r"url='' must be redis://"),
-        ({"url": 5}, r"url=5 must be of type str"),
+        ({"url": 5}, r"url=5 must be text"),
         ({"url": "cache:6379"}, r"url='cache:6379' must be redis://"),
         ({"url": "redis://"}, r"url='redis:' must be redis://|url='redis://' must be redis://"),
         ({"url": "redis://cache:0"}, r"must be redis://"),
@@ -71,22 +71,22 @@ def test_a_password_is_never_shown() -> None:
         ({"url": "redis://cache?protocol=3"}, r"must be redis://"),
         ({"url": "unix://"}, r"must be redis://"),
         ({"url": "unix://host/path"}, r"must be redis://"),
-        ({"url": "redis://c", "namespace": ""}, r"namespace='' must be 1 to 64"),
+        ({"url": "redis://c", "namespace": ""}, r"namespace='' must be text"),
         ({"url": "redis://c", "namespace": "a*"}, r"namespace='a\*' must be"),
         ({"url": "redis://c", "namespace": "a:b"}, r"namespace='a:b' must be"),
-        ({"url": "redis://c", "namespace": "a\n"}, r"must be 1 to 64"),
-        ({"url": "redis://c", "namespace": "é"}, r"must be 1 to 64"),
-        ({"url": "redis://c", "namespace": "x" * 65}, r"must be 1 to 64"),
-        ({"url": "redis://c", "connections": 0}, r"connections=0 must be above 0"),
-        ({"url": "redis://c", "connections": True}, r"connections=True must be of type int"),
+        ({"url": "redis://c", "namespace": "a\n"}, r"must be text that matches"),
+        ({"url": "redis://c", "namespace": "é"}, r"must be text that matches"),
+        ({"url": "redis://c", "namespace": "x" * 65}, r"must be text that matches"),
+        ({"url": "redis://c", "connections": 0}, r"connections=0 must be a whole number above 0"),
+        ({"url": "redis://c", "connections": True}, r"connections=True must be a whole number"),
         ({"url": "redis://c", "timeout_seconds": 0}, r"timeout_seconds=0 must be a number above 0"),
         ({"url": "redis://c", "timeout_seconds": float("inf")}, r"timeout_seconds=inf must be"),
         ({"url": "redis://c", "timeout_seconds": float("nan")}, r"timeout_seconds=nan must be"),
-        ({"url": "redis://c", "ttl_seconds": -5}, r"ttl_seconds=-5 must be above 0"),
+        ({"url": "redis://c", "ttl_seconds": -5}, r"ttl_seconds=-5 must be a whole number above 0"),
         ({"url": "redis://c", "username": "bob"}, r"username='bob' needs a password"),
         ({"url": "redis://c", "ca_file": "/ca.pem"}, r"ca_file='/ca.pem' needs a URL"),
-        ({"url": "redis://c", "read_only": "yes"}, r"read_only='yes' must be of type bool"),
-        ({"url": "redis://c", "capacity_bytes": 1}, r"has no option \['capacity_bytes'\]"),
+        ({"url": "redis://c", "read_only": "yes"}, r"read_only='yes' must be true or false"),
+        ({"url": "redis://c", "capacity_bytes": 1}, r"has no option 'capacity_bytes'"),
     ],
 )
 def test_what_is_refused(options: Mapping[str, object], message: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from asynchicache.backends.redis import RedisBackend, open_backend
 from asynchicache.backends.redis.engine import RedisEngine
@@ -79,7 +80,7 @@ def impatient(bench: PoolUnderTest, seconds: float) -> Iterator[None]:
     engine = bench.engine
     assert isinstance(engine, RedisEngine)
     before = engine._options
-    engine._options = replace(before, timeout_seconds=seconds)
+    engine._options = structs.replace(before, timeout_seconds=seconds)
     try:
         yield
     finally:
