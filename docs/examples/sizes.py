@@ -2,7 +2,7 @@
 
 from asynchicache import CacheConfig, CapacityError, Coverage, ModelSpec, PoolSpec, TensorSpec
 from asynchicache.pools.balance import find_undersized_pools
-from asynchicache.pools.sizing import Memory, plan_slots
+from asynchicache.pools.sizing import FreeMemory, plan_slots
 
 ATTENTION, RECURRENT = tuple(range(3, 48, 4)), tuple(n for n in range(48) if n % 4 != 3)
 SPEC = ModelSpec(  # the shapes of a Qwen3-Next with 48 layers
@@ -28,7 +28,7 @@ SPEC = ModelSpec(  # the shapes of a Qwen3-Next with 48 layers
         ),
     ),
 )
-MACHINE = Memory(device=80 << 30, host=512 << 30, shared=False)  # bytes that are free
+MACHINE = FreeMemory(device=80 << 30, host=512 << 30, shared=False)  # bytes that are free
 
 CHOICES = {
     "automatic": CacheConfig(),

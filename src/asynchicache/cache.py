@@ -33,7 +33,7 @@ from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import find_undersized_pools
 from asynchicache.pools.memory import memory_budget
-from asynchicache.pools.sizing import Memory, plan_slots
+from asynchicache.pools.sizing import FreeMemory, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.binding import SlotBinding
@@ -399,11 +399,11 @@ def open_device(config: CacheConfig) -> Device:
     raise ConfigError(f"device {config.device!r} must be cpu, cuda or cuda:N")
 
 
-def _memory(device: Device) -> Memory:
+def _memory(device: Device) -> FreeMemory:
     host = memory_budget().available
     if device.name == "cpu":
-        return Memory(host, host, shared=True)
-    return Memory(torch.cuda.mem_get_info(device.name)[0], host, shared=False)
+        return FreeMemory(host, host, shared=True)
+    return FreeMemory(torch.cuda.mem_get_info(device.name)[0], host, shared=False)
 
 
 async def _attachment(

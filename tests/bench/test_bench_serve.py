@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache.bench.serve.clients import Turn, questions
+from asynchicache.bench.serve.clients import ServeTurn, questions
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.plain import PlainTurn
 from asynchicache.bench.serve.report import ServeReport
@@ -23,8 +23,10 @@ def report(**changes: Any) -> ServeReport:
     """A run in which everything went well."""
     tokens = [[[client, round_] for client in range(2)] for round_ in range(3)]
     kept = [OPTIONS.kept(number) for number in range(3)]
-    cached = [[Turn(one, kept[number], 10.0) for one in turns] for number, turns in enumerate(tokens)]
-    uncached = [[Turn(one, 0, 40.0 + 10 * number) for one in turns] for number, turns in enumerate(tokens)]
+    cached = [[ServeTurn(one, kept[number], 10.0) for one in turns] for number, turns in enumerate(tokens)]
+    uncached = [
+        [ServeTurn(one, 0, 40.0 + 10 * number) for one in turns] for number, turns in enumerate(tokens)
+    ]
     plain = [[PlainTurn([0, round_], 5.0) for round_ in range(3)]]
     found = ServeReport(
         OPTIONS, cached, uncached, list(cached), plain, rss_bytes=[100, 200, 200, 210, 205, 202]

@@ -19,7 +19,7 @@ from asynchicache.bench.storage.limits import Setup
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
 from asynchicache.bench.storage.registry import LIMITS
-from asynchicache.bench.storage.report import Sample
+from asynchicache.bench.storage.report import RoundSample
 from asynchicache.bench.storage.run import run_storage
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError, StorageError
@@ -90,7 +90,7 @@ def test_turns_beside_each_other_are_compared() -> None:
     report = asyncio.run(run_storage(options, lambda done, total: None))
     assert {len(samples) for samples in report.samples.values()} == {4}
     report.samples.clear()
-    first, second, third, last = (Sample(seconds, 1.0, 1000) for seconds in (1.0, 2.0, 4.0, 8.0))
+    first, second, third, last = (RoundSample(seconds, 1.0, 1000) for seconds in (1.0, 2.0, 4.0, 8.0))
     report.add({"engine put": [first, last], "limit put": [second, third]})
     assert report.ratio("engine put", "limit put") == (2.0 + 0.5) / 2
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from asynchicache.bench.copy_rig import CopyRig
 from asynchicache.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
-from asynchicache.bench.overlap import SHARES, OverlapOptions, OverlapReport, _Runner, run_overlap
+from asynchicache.bench.overlap import SHARES, OverlapOptions, OverlapReport, _OverlapRunner, run_overlap
 from asynchicache.bench.transfer import POOLS, TransferOptions, TransferReport, run_transfer
 from asynchicache.errors import ConfigError
 from asynchicache.kernels.batch import RunBatch, memmove_batch
@@ -155,14 +155,14 @@ async def test_overlap_has_a_row_for_each_share_of_compute() -> None:
 @pytest.mark.asyncio
 async def test_what_overlap_compares_takes_turns_at_being_first(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[str] = []
-    timed = _Runner._timed
+    timed = _OverlapRunner._timed
 
-    async def noted(runner: _Runner, run: Callable[[], Awaitable[object]]) -> float:
+    async def noted(runner: _OverlapRunner, run: Callable[[], Awaitable[object]]) -> float:
         if isinstance(run, partial):
             orders.append(run.func.__name__)
         return await timed(runner, run)
 
-    monkeypatch.setattr(_Runner, "_timed", noted)
+    monkeypatch.setattr(_OverlapRunner, "_timed", noted)
     await run_overlap(OverlapOptions(layers=2, layer_mib=1, rounds=4), _ignore)
 
     compared, rounds = set(orders), len(SHARES) * 5

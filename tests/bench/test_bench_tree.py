@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from asynchicache.bench.tree import SETS, present, run_tree
-from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, stats, turns
+from asynchicache.bench.workload import SCENARIOS, ChatTurn, ChatWorkload, stats, turns
 from asynchicache.errors import ConfigError
 
 TINY = SCENARIOS["tiny"]
@@ -32,7 +32,7 @@ def test_another_seed_is_another_chat():
 
 
 def test_a_turn_continues_its_session_or_goes_back_within_its_last_turn():
-    last: dict[int, Turn] = {}
+    last: dict[int, ChatTurn] = {}
     begun: dict[int, int] = {}
     went_back = 0
     for turn in turns(ChatWorkload(8, 12, 256)):

@@ -15,7 +15,7 @@ from asynchicache.bench.demo import modes, serving
 from asynchicache.bench.demo.options import DemoOptions, ceiling, round_ceilings
 from asynchicache.bench.demo.prompts import conversations
 from asynchicache.bench.demo.report import render
-from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
+from asynchicache.bench.demo.results import DemoResult, ModeResult, ServedPrompt
 from asynchicache.bench.demo.run import Rounds, Stage, run_demo
 from asynchicache.cache import HybridCache
 from asynchicache.cli.main import main
@@ -33,7 +33,7 @@ SIZE = {"num_clients": 3, "num_rounds": 3}
 
 
 class Silent:
-    def round_served(self, mode: str, served: Sequence[Served]) -> None:
+    def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
         pass
 
 
@@ -106,7 +106,7 @@ def test_ceiling_of_the_full_size() -> None:
 
 
 def mode_result(*, hit_rate: float = 0.9, equal: bool = True) -> ModeResult:
-    served = Served(100, int(100 * hit_rate), {Tier.HOST: int(100 * hit_rate)}, 20.0, [1, 2])
+    served = ServedPrompt(100, int(100 * hit_rate), {Tier.HOST: int(100 * hit_rate)}, 20.0, [1, 2])
     return ModeResult.of([[served], [served]], tokens_equal=equal)
 
 
@@ -142,8 +142,8 @@ def test_the_report_escapes_what_it_is_given_and_names_violations() -> None:
 
 def test_quantiles_and_means_of_a_mode() -> None:
     rounds = [
-        [Served(10, 0, {}, float(ms), []) for ms in (1, 2, 3, 4)],
-        [Served(10, 5, {Tier.DEVICE: 5}, 6.0, [])],
+        [ServedPrompt(10, 0, {}, float(ms), []) for ms in (1, 2, 3, 4)],
+        [ServedPrompt(10, 5, {Tier.DEVICE: 5}, 6.0, [])],
     ]
     found = ModeResult.of(rounds, tokens_equal=True)
 
@@ -241,7 +241,7 @@ async def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_pa
         DemoOptions(report=report)
 
     class Unserved(Silent):
-        def round_served(self, mode: str, served: Sequence[Served]) -> None:
+        def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
             raise AssertionError("begun")
 
     with pytest.raises(FileExistsError):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asynchicache.bench.soak import report, run
-from asynchicache.bench.soak.model import HitModel, Part
+from asynchicache.bench.soak.model import HitModel, SharedBound
 from asynchicache.bench.soak.options import SoakOptions
-from asynchicache.bench.soak.samples import Sample, hit_drift, hit_rates, memory_level, model_gap
+from asynchicache.bench.soak.samples import ProcessSample, hit_drift, hit_rates, memory_level, model_gap
 from asynchicache.bench.soak.stores import FileStore, RedisStore
 from asynchicache.bench.soak.traffic import Engine, Talks, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
@@ -21,6 +21,7 @@ from asynchicache.cli.main import main
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ConfigError
 from asynchicache.planner.planner import Planner
+from asynchicache.planner.request_state import RequestState
 from asynchicache.testing.oracle import ByteOracle
 from engines import executable, module
 
@@ -77,9 +78,9 @@ def test_a_task_that_is_left_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_slot_that_is_left_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = Planner.release
 
-    def keep_one(planner: Planner, sequence) -> None:
-        sequence.duplicates = []
-        release(planner, sequence)
+    def keep_one(planner: Planner, request: RequestState, error: BaseException | None = None) -> None:
+        request.duplicates = []
+        release(planner, request, error)
 
     monkeypatch.setattr(Planner, "release", keep_one)
     monkeypatch.setattr(run, "HANG_SECONDS", 0.1)
@@ -152,11 +153,12 @@ async def test_the_watchdog_does_not_mind_those_who_wait() -> None:
 # Verdicts
 
 
-def samples(*, rss: list[int], prompts: int = 100, hits: list[int] | None = None) -> list[Sample]:
+def samples(*, rss: list[int], prompts: int = 100, hits: list[int] | None = None) -> list[ProcessSample]:
     """One every quarter of a minute; `hits` of each quarter's `prompts` tokens, and 40 of the model's."""
     hits = hits or [50] * len(rss)
     return [
-        Sample(15.0 * n, size, 1, 1, 1, n, n * prompts, sum(hits[:n]), n * 40) for n, size in enumerate(rss)
+        ProcessSample(15.0 * n, size, 1, 1, 1, n, n * prompts, sum(hits[:n]), n * 40)
+        for n, size in enumerate(rss)
     ]
 
 
@@ -218,16 +220,21 @@ def test_without_faults_every_turn_is_in_storage_and_the_model_is_there(tmp_path
 PAGE = 16
 _STORE = {"kv": 4, "dsa": 1, "mamba": 8, "swa": 2}
 _PARTS = [
-    [Part(_STORE, 90)],
-    [Part({"kv": 1}, 12), Part({"dsa": 1}, 11), Part({"mamba": 1}, 4), Part({"swa": 1}, 9)],
+    [SharedBound(_STORE, 90)],
+    [
+        SharedBound({"kv": 1}, 12),
+        SharedBound({"dsa": 1}, 11),
+        SharedBound({"mamba": 1}, 4),
+        SharedBound({"swa": 1}, 9),
+    ],
 ]
-_MEMORY = [Part({"kv": 1, "dsa": 0}, 6), Part({"mamba": 1}, 2), Part({"swa": 1}, 5)]
+_MEMORY = [SharedBound({"kv": 1, "dsa": 0}, 6), SharedBound({"mamba": 1}, 2), SharedBound({"swa": 1}, 5)]
 
 
 class BruteForce:
     """The rules of the model taken literally: lists, and prefixes of tokens as names."""
 
-    def __init__(self, memory: list[Part], store: list[Part]) -> None:
+    def __init__(self, memory: list[SharedBound], store: list[SharedBound]) -> None:
         self.tiers = [(memory, []), (store, [])]
 
     @staticmethod
@@ -277,7 +284,7 @@ class BruteForce:
 
 @pytest.mark.parametrize("parts", _PARTS)
 @pytest.mark.parametrize("seed", range(20))
-def test_the_model_hits_what_brute_force_does(seed: int, parts: list[Part]) -> None:
+def test_the_model_hits_what_brute_force_does(seed: int, parts: list[SharedBound]) -> None:
     chance = random.Random(seed)
     model, brute = HitModel(soak_spec(), _MEMORY, parts), BruteForce(_MEMORY, parts)
     hits = 0
@@ -300,8 +307,8 @@ def test_the_model_hits_what_brute_force_does(seed: int, parts: list[Part]) -> N
 
 def model_of(**slots: int) -> HitModel:
     """A model whose store has so many slots, and whose memory has none to speak of."""
-    parts = [Part({pool: 1}, slots.get(pool, 100)) for pool in ("kv", "dsa", "mamba", "swa")]
-    return HitModel(soak_spec(), [Part(dict.fromkeys(_STORE, 1), 0)], parts)
+    parts = [SharedBound({pool: 1}, slots.get(pool, 100)) for pool in ("kv", "dsa", "mamba", "swa")]
+    return HitModel(soak_spec(), [SharedBound(dict.fromkeys(_STORE, 1), 0)], parts)
 
 
 def prompt(first: int, pages: int) -> array[int]:

@@ -12,7 +12,7 @@ import pytest
 
 from asynchicache.cli import commands
 from asynchicache.cli.main import main
-from asynchicache.cli.output import Outcome
+from asynchicache.cli.output import CommandResult
 from asynchicache.cli.parser import build_parser
 from asynchicache.options import flags_of
 
@@ -214,7 +214,7 @@ def test_every_command_takes_json_and_seed() -> None:
 def test_a_violation_exits_with_1(
     ok: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = Outcome({"answer": 42}, "a table", ok)
+    outcome = CommandResult({"answer": 42}, "a table", ok)
     monkeypatch.setattr("asynchicache.cli.doctor.run", lambda options, output: outcome)
 
     assert main(["doctor", "--json", "-"]) == code
@@ -226,9 +226,9 @@ def test_what_cannot_be_done_exits_with_1(
 ) -> None:
     target = tmp_path / "gone" / "result.json"
     target.parent.mkdir()
-    outcome = Outcome({}, "a table")
+    outcome = CommandResult({}, "a table")
 
-    def remove_folder(options: object, output: object) -> Outcome:
+    def remove_folder(options: object, output: object) -> CommandResult:
         target.parent.rmdir()
         return outcome
 

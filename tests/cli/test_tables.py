@@ -14,13 +14,13 @@ from rich.console import Console, RenderableType
 from asynchicache.bench.demo.results import DemoResult, ModeResult, RoundResult
 from asynchicache.bench.overlap import OverlapReport, OverlapRow
 from asynchicache.bench.replay.report import ReplayReport
-from asynchicache.bench.serve.clients import Turn
+from asynchicache.bench.serve.clients import ServeTurn
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.report import ServeReport
 from asynchicache.bench.soak.model import HitModel
 from asynchicache.bench.soak.report import SoakReport
-from asynchicache.bench.soak.samples import Sample
-from asynchicache.bench.soak.traffic import Models, Served, soak_spec
+from asynchicache.bench.soak.samples import ProcessSample
+from asynchicache.bench.soak.traffic import Models, SoakCounters, soak_spec
 from asynchicache.bench.transfer import TransferReport, TransferRow
 from asynchicache.cli import demo, serve
 from asynchicache.cli.commands import COMMANDS, Command
@@ -129,7 +129,7 @@ def served() -> RenderableType:
 
 def bench_served() -> RenderableType:
     options = ServeBenchOptions(num_clients=2, num_rounds=3)
-    rounds = [[Turn([1], 1000, 123456.0)] * 2 for _ in range(3)]
+    rounds = [[ServeTurn([1], 1000, 123456.0)] * 2 for _ in range(3)]
     memory = [100, 200, 200, 210, 205, 202]
     return ServeReport(options, rounds, rounds, rounds, rss_bytes=memory, errors=["client 1"]).present()
 
@@ -138,7 +138,7 @@ def soaked() -> RenderableType:
     tokens = Counter(dict.fromkeys(Tier, 10**10))
     model = HitModel(soak_spec(), [], [])
     model.hit_tokens = model.memory_tokens = 10**10
-    played = Served(
+    played = SoakCounters(
         Models(model, model), 10**6, 10**4, 10**4, 10**11, tokens, checked=10**9, wrong=["slot 1 is wrong"]
     )
     return SoakReport(
@@ -148,7 +148,7 @@ def soaked() -> RenderableType:
         caches=9,
         happened={f"things of kind {kind}": 12_345 for kind in range(12)},
         served=played,
-        samples=[Sample(36000.0, 1 << 30, 10, 10, 10, 10**6, 10**11, 10**10, 10**10)],
+        samples=[ProcessSample(36000.0, 1 << 30, 10, 10, 10, 10**6, 10**11, 10**10, 10**10)],
         memory=None,
         hit_rates=[0.5],
         hit_drift=0.01,

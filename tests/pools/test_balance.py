@@ -8,7 +8,7 @@ import pytest
 
 from asynchicache import CacheConfig, HybridCache
 from asynchicache.pools.balance import UndersizedPool, find_undersized_pools
-from asynchicache.pools.sizing import Memory, SizeOptions, plan_slots
+from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_slots
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
 
@@ -61,7 +61,7 @@ def test_states_without_pages_to_stand_on():
 def test_pools_sized_together_are_in_proportion():
     for device_bytes in (1 << 18, 1 << 20, 1 << 26):
         slots = plan_slots(
-            SPEC, SizeOptions(device_bytes=device_bytes), Memory(1 << 34, 1 << 34, shared=False)
+            SPEC, SizeOptions(device_bytes=device_bytes), FreeMemory(1 << 34, 1 << 34, shared=False)
         )
         assert find_undersized_pools(SPEC, slots) == []
 

@@ -9,7 +9,7 @@ import pytest
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import ALIGNMENT
-from asynchicache.pools.sizing import Memory, SizeOptions, plan_slots, slot_cost
+from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_slots, slot_cost
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
 
@@ -22,7 +22,7 @@ STATE = PoolSpec(
 )
 INDEX = PoolSpec("dsa", (TensorSpec("indexer", (0,), (16,), "uint8"),), slots_of="kv")
 SPEC = ModelSpec("m", 16, 2, (KV, STATE))
-PLENTY = Memory(1 << 34, 1 << 34, shared=False)
+PLENTY = FreeMemory(1 << 34, 1 << 34, shared=False)
 
 
 def test_numbers_are_taken_as_they_are():
@@ -55,7 +55,7 @@ def test_host_bytes_are_divided_and_not_exceeded():
 
 def test_a_wish_shrinks_to_what_the_container_has():
     options = SizeOptions(device_slots={"kv": 1000, "mamba": 10}, host_ratio=100)
-    memory = Memory(1 << 30, 1 << 24, shared=False)
+    memory = FreeMemory(1 << 30, 1 << 24, shared=False)
     slots = plan_slots(SPEC, options, memory)
 
     assert 0 < slots["kv"][1] < 100_000
@@ -63,7 +63,7 @@ def test_a_wish_shrinks_to_what_the_container_has():
 
 
 def test_automatic_sizes_leave_room_where_tiers_share_one_memory():
-    memory = Memory(1 << 30, 1 << 30, shared=True)
+    memory = FreeMemory(1 << 30, 1 << 30, shared=True)
     slots = plan_slots(SPEC, SizeOptions(), memory)
     device = sum(slots[p.name][0] * p.slot_bytes(16) for p in SPEC.pools)
     host = sum(slots[p.name][1] * slot_cost(p, 16, host=True) for p in SPEC.pools)
@@ -89,14 +89,14 @@ def test_too_much_says_how_much_is_needed():
     options = SizeOptions(device_slots={"kv": 1 << 20, "mamba": 1})
 
     with pytest.raises(CapacityError, match=r"device pools need 536871168 bytes .* 1024 .* device_slots"):
-        plan_slots(SPEC, options, Memory(1024, 1 << 34, shared=False))
+        plan_slots(SPEC, options, FreeMemory(1024, 1 << 34, shared=False))
 
 
 def test_explicit_host_slots_do_not_shrink():
     options = SizeOptions(device_slots={"kv": 1, "mamba": 1}, host_slots={"kv": 1 << 20, "mamba": 1})
 
     with pytest.raises(CapacityError, match=r"host pools need .* host_slots"):
-        plan_slots(SPEC, options, Memory(1 << 30, 1 << 20, shared=False))
+        plan_slots(SPEC, options, FreeMemory(1 << 30, 1 << 20, shared=False))
 
 
 @pytest.mark.parametrize(

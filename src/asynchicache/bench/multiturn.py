@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from asynchicache.bench.options import MultiturnOptions
 from asynchicache.bench.synthetic import Transcript, draw_tokens
-from asynchicache.bench.tally import HitReport, Limit, Progress, Tally
+from asynchicache.bench.tally import HitLimit, HitReport, HitTally, Progress
 from asynchicache.bench.turns import open_runner
 
 
@@ -33,10 +33,10 @@ async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitRep
     async with open_runner(
         options.page_size, options.sizes, options.interval, real=options.move_bytes
     ) as runner:
-        tally = Tally(options.num_rounds, turns, progress)
+        tally = HitTally(options.num_rounds, turns, progress)
         for number in range(turns):
             round_, client = divmod(number, options.num_clients)
             prompt = draw_tokens(rng, number, options.request_length)
             output = draw_tokens(rng, number, options.output_length)
             tally.add(round_, await runner.run(histories[client], prompt, output))
-        return tally.report(Limit("ceiling", float(ceiling(options))), runner.problems())
+        return tally.report(HitLimit("ceiling", float(ceiling(options))), runner.problems())

@@ -121,7 +121,7 @@ async def run_overlap(
     cores = two_cores(["load", "aside"], ["compute"]) if options.device == "cpu" else {}
     with one_torch_thread(), on_core(cores.get("compute")):
         async with open_rig(pool, 1, _PAGES, device=options.device, group_bytes=1, cores=cores) as rig:
-            runner = _Runner(rig, options.layers)
+            runner = _OverlapRunner(rig, options.layers)
             for done, share in enumerate(SHARES):
                 rows.append(await runner.row(share, options.rounds))
                 tell(runner.report([*rows]))
@@ -129,7 +129,7 @@ async def run_overlap(
             return runner.report(rows)
 
 
-class _Runner:
+class _OverlapRunner:
     """Runs one model's load and forward in several orders.
 
     Attributes:

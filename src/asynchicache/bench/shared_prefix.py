@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from asynchicache.bench.options import SharedPrefixOptions
 from asynchicache.bench.synthetic import Transcript, draw_tokens
-from asynchicache.bench.tally import HitReport, Limit, Progress, Tally
+from asynchicache.bench.tally import HitLimit, HitReport, HitTally, Progress
 from asynchicache.bench.turns import open_runner
 
 
@@ -34,7 +34,7 @@ async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) ->
     async with open_runner(
         options.page_size, options.sizes, options.page_size, real=options.move_bytes
     ) as runner:
-        tally = Tally(options.gsp_prompts_per_group, options.prompts, progress)
+        tally = HitTally(options.gsp_prompts_per_group, options.prompts, progress)
         for number in range(options.prompts):
             round_, group = divmod(number, options.gsp_num_groups)
             question = draw_tokens(rng, number, options.gsp_question_len)
@@ -42,5 +42,5 @@ async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) ->
             prompt = systems[group] + question
             turn = await runner.run(Transcript(options.page_size), prompt, output, marks=[options.shared])
             tally.add(round_, turn)
-        limit = Limit("ideal_hit_rate", float(ideal_hit_rate(options)))
+        limit = HitLimit("ideal_hit_rate", float(ideal_hit_rate(options)))
         return tally.report(limit, runner.problems())

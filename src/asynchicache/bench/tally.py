@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]
 """Told how many turns are done, and how many there are."""
 
 
-class Turn(NamedTuple):
+class TurnHits(NamedTuple):
     """One turn.
 
     Attributes:
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
     wrong: int
 
 
-class Limit(NamedTuple):
+class HitLimit(NamedTuple):
     """The best hit rate that there can be, and the key that it is reported under."""
 
     key: str
@@ -57,7 +57,7 @@ class HitReport:
 
     hit_rate: float
     round_rates: Sequence[float]
-    limit: Limit
+    limit: HitLimit
     tokens_by_tier: Mapping[str, int]
     turns: int
     turns_s: float
@@ -103,7 +103,7 @@ class HitReport:
         )
 
 
-class Tally:
+class HitTally:
     """Adds up turns, and tells how far it is."""
 
     def __init__(self, rounds: int, turns: int, progress: Progress) -> None:
@@ -115,7 +115,7 @@ class Tally:
         self._progress = progress
         self._started = time.perf_counter()
 
-    def add(self, round_: int, turn: Turn) -> None:
+    def add(self, round_: int, turn: TurnHits) -> None:
         self._prompt[round_] += turn.prompt_tokens
         self._hit[round_] += turn.hit_tokens
         for tier, tokens in turn.by_tier.items():
@@ -125,7 +125,7 @@ class Tally:
         self._done += 1
         self._progress(self._done, self._turns)
 
-    def report(self, limit: Limit, problems: Sequence[str]) -> HitReport:
+    def report(self, limit: HitLimit, problems: Sequence[str]) -> HitReport:
         """What all turns so far come to."""
         return HitReport(
             hit_rate=sum(self._hit) / sum(self._prompt),

@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from asynchicache.bench.tables import add_figures
-from asynchicache.bench.workload import SCENARIOS, ChatWorkload, Turn, turns
+from asynchicache.bench.workload import SCENARIOS, ChatTurn, ChatWorkload, turns
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
@@ -97,7 +97,9 @@ def run_tree(
     _check(page_size, fill, window)
     chat = list(turns(workload))
     window_pages = -(-window // page_size)
-    sets = {name: _Bench(chat, fill, _Recipe(page_size, pools, window_pages)) for name, pools in SETS.items()}
+    sets = {
+        name: _TreeBench(chat, fill, _Recipe(page_size, pools, window_pages)) for name, pools in SETS.items()
+    }
     for _ in range(REPEATS):
         for bench in sets.values():
             bench.repeat()
@@ -167,7 +169,7 @@ class _Server:
         self.match: Callable[..., Match] = self.tree.match
         self._windows, self._states = recipe.windows, recipe.states
 
-    def turn(self, turn: Turn) -> int:
+    def turn(self, turn: ChatTurn) -> int:
         """Serve one turn; returns how many pages of its prompt were there."""
         tree = self.tree
         match = self.match(turn.tokens, limit=turn.prompt // tree.page_size)
@@ -224,10 +226,10 @@ class _Stopwatch:
         return match
 
 
-class _Bench:
+class _TreeBench:
     """One set of pools: how large they must be, and what every repeat measured."""
 
-    def __init__(self, chat: Sequence[Turn], fill: str, recipe: _Recipe) -> None:
+    def __init__(self, chat: Sequence[ChatTurn], fill: str, recipe: _Recipe) -> None:
         self._chat = chat
         self._recipe = recipe
         most = max(len(turn.tokens) for turn in chat) // recipe.page_size

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from asynchicache.bench.pool_sizes import PoolSizes
 from asynchicache.bench.synthetic import Transcript
-from asynchicache.bench.tally import Turn
+from asynchicache.bench.tally import TurnHits
 from asynchicache.bench.virtual import WHOLE, VirtualCache, VirtualRunner
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
@@ -42,7 +42,7 @@ class TurnRunner:
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
-    ) -> Turn:
+    ) -> TurnHits:
         """Serve one turn; `history` grows by the new prompt tokens and the output.
 
         As in a serving engine, the last token of the output is never computed, and the state kept at
@@ -67,7 +67,7 @@ class TurnRunner:
             computed = len(history.tokens) - 1
             await self._compute(request, history.digests, length, self._on_grid([computed]), computed)
         await self._cache.drain()  # the next turn meets the same cache on every machine
-        return Turn(length, hit.tokens, hit.by_tier, verified, wrong)
+        return TurnHits(length, hit.tokens, hit.by_tier, verified, wrong)
 
     def _check(self, request: Request, digests: list[bytes]) -> tuple[int, int]:
         """How many restored pages and states were compared, and how many are not what was computed."""
@@ -111,7 +111,7 @@ class TurnRunner:
             request.advance(stop)
 
 
-class Runner(Protocol):
+class ConversationRunner(Protocol):
     """Serves turns: on the whole cache, or on the planner alone."""
 
     def problems(self) -> Sequence[str]:
@@ -120,7 +120,7 @@ class Runner(Protocol):
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
-    ) -> Turn:
+    ) -> TurnHits:
         """Serve one turn; see `TurnRunner.run`."""
         ...
 
@@ -128,7 +128,7 @@ class Runner(Protocol):
 @asynccontextmanager
 async def open_runner(
     page_size: int, sizes: PoolSizes, interval: int, *, real: bool
-) -> AsyncIterator[Runner]:
+) -> AsyncIterator[ConversationRunner]:
     """A runner on a fresh cache.
 
     Args:

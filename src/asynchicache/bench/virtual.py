@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from asynchicache.bench.synthetic import Transcript
-from asynchicache.bench.tally import Turn
+from asynchicache.bench.tally import TurnHits
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
@@ -145,7 +145,7 @@ class VirtualRunner:
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
-    ) -> Turn:
+    ) -> TurnHits:
         """Serve one turn, as `turns.TurnRunner.run` does."""
         await asyncio.sleep(0)  # nothing else here suspends, and an interrupt must find a place to land
         history.extend(prompt)
@@ -164,7 +164,7 @@ class VirtualRunner:
                 self._compute(sequence, cut, history.digests)
         self._planner.extend(sequence, max(computed - sequence.reserved, 0))
         self._planner.release(sequence)
-        return Turn(length, hit, {sequence.tier: hit} if hit else {}, verified, wrong)
+        return TurnHits(length, hit, {sequence.tier: hit} if hit else {}, verified, wrong)
 
     def _on_grid(self, length: int) -> int:
         return length // self._interval * self._interval

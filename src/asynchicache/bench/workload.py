@@ -49,7 +49,7 @@ SCENARIOS: Mapping[str, ChatWorkload] = {
 }
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """One request: `tokens` are the prompt, `prompt` of them, and the response that follows it."""
 
     session: int
@@ -58,7 +58,7 @@ class Turn(NamedTuple):
     tokens: array[int]
 
 
-def turns(workload: ChatWorkload) -> Iterator[Turn]:
+def turns(workload: ChatWorkload) -> Iterator[ChatTurn]:
     """The chat's turns, in the order that a server would see them."""
     draw = _Draw(workload)
     system = draw.ids(workload.system_tokens)
@@ -73,7 +73,7 @@ def turns(workload: ChatWorkload) -> Iterator[Turn]:
             response = draw.message()
             last_turn[session] = len(history)
             histories[session] = np.concatenate((history, user, response))
-            yield Turn(session, number, len(history) + len(user), _as_array(histories[session]))
+            yield ChatTurn(session, number, len(history) + len(user), _as_array(histories[session]))
 
 
 class _Draw:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asynchicache.cli.output import Outcome, Output
+from asynchicache.cli.output import CommandResult, Output
 from asynchicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,86 +17,86 @@ if TYPE_CHECKING:
     from asynchicache.bench.storage.options import StorageBenchOptions
 
 
-def multiturn(options: flags.MultiturnOptions, output: Output) -> Outcome:
+def multiturn(options: flags.MultiturnOptions, output: Output) -> CommandResult:
     from asynchicache.bench.multiturn import run_multiturn
 
     with output.bar("turns") as advance:
         report = asyncio.run(run_multiturn(options, advance))
-    return Outcome(report.as_json(), report.present("multiturn"), report.ok)
+    return CommandResult(report.as_json(), report.present("multiturn"), report.ok)
 
 
-def shared_prefix(options: flags.SharedPrefixOptions, output: Output) -> Outcome:
+def shared_prefix(options: flags.SharedPrefixOptions, output: Output) -> CommandResult:
     from asynchicache.bench.shared_prefix import run_shared_prefix
 
     with output.bar("prompts") as advance:
         report = asyncio.run(run_shared_prefix(options, advance))
-    return Outcome(report.as_json(), report.present("shared prefix"), report.ok)
+    return CommandResult(report.as_json(), report.present("shared prefix"), report.ok)
 
 
-def replay(options: ReplayOptions, output: Output) -> Outcome:
+def replay(options: ReplayOptions, output: Output) -> CommandResult:
     from asynchicache.bench.replay.run import run_replay
 
     with output.bar("requests") as advance:
         report = run_replay(options, advance)
-    return Outcome(report.as_json(), report.present(Path(options.trace).name), report.ok)
+    return CommandResult(report.as_json(), report.present(Path(options.trace).name), report.ok)
 
 
-def tree(options: flags.TreeOptions, output: Output) -> Outcome:
+def tree(options: flags.TreeOptions, output: Output) -> CommandResult:
     from asynchicache.bench import tree as bench
 
     with output.console.status(f"tree, {options.scenario}"):
         result = bench.run_tree(
             options.scenario, options.page_size, options.fill, options.window, options.seed
         )
-    return Outcome(result, bench.present(result))
+    return CommandResult(result, bench.present(result))
 
 
-def bridge(options: flags.BridgeOptions, output: Output) -> Outcome:
+def bridge(options: flags.BridgeOptions, output: Output) -> CommandResult:
     from asynchicache.bench.bridge import run_bridge
 
     with output.console.status("crossing the bridge"):
         report = asyncio.run(run_bridge(options))
-    return Outcome(report.as_json(), report.present())
+    return CommandResult(report.as_json(), report.present())
 
 
-def stall(options: flags.StallOptions, output: Output) -> Outcome:
+def stall(options: flags.StallOptions, output: Output) -> CommandResult:
     from asynchicache.bench.stall import run_stall
 
     with output.console.status("moving pages"):
         report = asyncio.run(run_stall(options))
-    return Outcome(report.as_json(), report.present())
+    return CommandResult(report.as_json(), report.present())
 
 
-def transfer(options: flags.TransferOptions, output: Output) -> Outcome:
+def transfer(options: flags.TransferOptions, output: Output) -> CommandResult:
     from asynchicache.bench.transfer import run_transfer
 
     with output.bar("pools and layouts") as advance:
         report = asyncio.run(run_transfer(options, advance))
-    return Outcome(report.as_json(), report.present(), report.ok)
+    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
-def overlap(options: flags.OverlapOptions, output: Output) -> Outcome:
+def overlap(options: flags.OverlapOptions, output: Output) -> CommandResult:
     from asynchicache.bench.overlap import run_overlap
 
     with output.bar("shares") as advance:
         report = asyncio.run(run_overlap(options, advance))
-    return Outcome(report.as_json(), report.present(), report.ok)
+    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
-def storage(options: StorageBenchOptions, output: Output) -> Outcome:
+def storage(options: StorageBenchOptions, output: Output) -> CommandResult:
     from asynchicache.bench.storage.run import run_storage
 
     with output.bar("rounds") as advance:
         report = asyncio.run(run_storage(options, advance))
-    return Outcome(report.as_json(), report.present(), report.ok)
+    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
-def soak(options: SoakOptions, output: Output) -> Outcome:
+def soak(options: SoakOptions, output: Output) -> CommandResult:
     from asynchicache.bench.soak.run import run_soak
 
     with output.bar("seconds") as advance, asyncio.Runner(loop_factory=_loop_factory(options.loop)) as runner:
         report = runner.run(run_soak(options, advance))
-    return Outcome(report.as_json(), report.present(), report.ok)
+    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from asynchicache.bench.tables import add_figures
 from asynchicache.cli.options import ChaosOptions
-from asynchicache.cli.output import Outcome, Output
+from asynchicache.cli.output import CommandResult, Output
 from asynchicache.testing.chaos.costs import KINDS as COSTS
 from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.run import run_script
@@ -24,7 +24,7 @@ _SHRUNK = 3
 """Findings that are cut down; of more, the seeds are enough to begin with."""
 
 
-def run(options: ChaosOptions, output: Output) -> Outcome:
+def run(options: ChaosOptions, output: Output) -> CommandResult:
     """Search, or replay; not ok if anything is violated."""
     if options.script:
         findings = _replay(Script.load(Path(options.script)))
@@ -35,7 +35,7 @@ def run(options: ChaosOptions, output: Output) -> Outcome:
             seeds = range(options.first, options.first + options.seeds)
             findings = search(seeds, options.jobs or os.cpu_count() or 1, advance)
     paths = {} if options.script else _write_scripts(findings, Path(options.found), output)
-    return Outcome(_as_json(findings, paths), _present(findings, paths), not findings.violations)
+    return CommandResult(_as_json(findings, paths), _present(findings, paths), not findings.violations)
 
 
 def _replay(script: Script) -> Findings:

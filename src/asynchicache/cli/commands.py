@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from asynchicache.options import CommandOptions
 
 if TYPE_CHECKING:
-    from asynchicache.cli.output import Outcome, Output
+    from asynchicache.cli.output import CommandResult, Output
 
-    Start: TypeAlias = Callable[[Any, Output], Outcome]
+    Start: TypeAlias = Callable[[Any, Output], CommandResult]
     """Runs a command with its options."""
 
 

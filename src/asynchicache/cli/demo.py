@@ -16,13 +16,13 @@ from rich.text import Text
 
 from asynchicache.bench.demo.modes import MODES
 from asynchicache.bench.demo.options import DemoOptions
-from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
+from asynchicache.bench.demo.results import DemoResult, ModeResult, ServedPrompt
 from asynchicache.bench.tables import add_figures
-from asynchicache.cli.output import Outcome, Output
+from asynchicache.cli.output import CommandResult, Output
 from asynchicache.errors import ConfigError
 
 
-def run(options: DemoOptions, output: Output) -> Outcome:
+def run(options: DemoOptions, output: Output) -> CommandResult:
     """Run the demo.
 
     Raises:
@@ -37,7 +37,7 @@ def run(options: DemoOptions, output: Output) -> Outcome:
     set_verbosity_error()  # that fused kernels are missing on a CPU is no news here
     with output.progress(TextColumn("{task.fields[note]}")) as progress:
         result = asyncio.run(run_demo(options, LiveWatcher(progress, options.num_rounds)))
-    return Outcome(result.as_json(), present(result), not result.violations)
+    return CommandResult(result.as_json(), present(result), not result.violations)
 
 
 class LiveWatcher:
@@ -49,7 +49,7 @@ class LiveWatcher:
             mode.name: progress.add_task(mode.name, total=rounds, note="") for mode in MODES
         }
 
-    def round_served(self, mode: str, served: Sequence[Served]) -> None:
+    def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
         hit_rate = sum(one.hit_tokens for one in served) / sum(one.prompt_tokens for one in served)
         note = f"hit rate {hit_rate:4.0%}, first token {fmean(one.ttft_ms for one in served):6.1f} ms"
         self._progress.update(self._bars[mode], advance=1, note=note)

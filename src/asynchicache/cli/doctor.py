@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asynchicache.cli.options import DoctorOptions
-from asynchicache.cli.output import Outcome, Output
+from asynchicache.cli.output import CommandResult, Output
 from asynchicache.config import BACKEND_GROUP, load_factory
 from asynchicache.errors import CacheError
 from asynchicache.layouts import ALIGNMENT
@@ -57,10 +57,10 @@ class Check(NamedTuple):
     detail: str
 
 
-def run(options: DoctorOptions, output: Output) -> Outcome:
+def run(options: DoctorOptions, output: Output) -> CommandResult:
     """Look at everything."""
     found = checks()
-    return Outcome({"checks": [check._asdict() for check in found]}, present(found))
+    return CommandResult({"checks": [check._asdict() for check in found]}, present(found))
 
 
 def checks(folder: Path = Path()) -> list[Check]:

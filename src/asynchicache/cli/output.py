@@ -26,7 +26,7 @@ Advance: TypeAlias = Callable[[int, int], None]
 """Told what is done and what there is in all."""
 
 
-class Outcome(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command has to say: for programs, for people, and whether nothing was violated."""
 
     result: Mapping[str, object]

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.tables import facts
 from asynchicache.cli.options import TINY, ServeOptions
-from asynchicache.cli.output import Outcome, Output
+from asynchicache.cli.output import CommandResult, Output
 from asynchicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _TINY_MEMORY: Mapping[str, object] = {"device_bytes": 256 << 20, "host_bytes": 1
 """Of the tiny model, unless somebody says otherwise; others get a share of the machine's memory."""
 
 
-def run(options: ServeOptions, output: Output) -> Outcome:
+def run(options: ServeOptions, output: Output) -> CommandResult:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
@@ -59,10 +59,10 @@ def run(options: ServeOptions, output: Output) -> Outcome:
         serving = server.serve(loaded, settings, listener, lambda _: _announce(output, where))
         with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             counts = runner.run(serving)
-    return Outcome({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
+    return CommandResult({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
 
 
-def bench(options: ServeBenchOptions, output: Output) -> Outcome:
+def bench(options: ServeBenchOptions, output: Output) -> CommandResult:
     """Conversations with servers of their own processes.
 
     Raises:
@@ -77,7 +77,7 @@ def bench(options: ServeBenchOptions, output: Output) -> Outcome:
     set_verbosity_error()
     with output.bar("rounds") as advance:
         report = asyncio.run(run_serve(options, advance))
-    return Outcome(report.as_json(), report.present(), report.ok)
+    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
 def _defaults(options: ServeOptions, version: Callable[[Path], str]) -> Mapping[str, object]:

@@ -13,20 +13,20 @@ from asynchicache.backends.file.clear import Cleared, clear_store
 from asynchicache.backends.file.verify import StoreReport, verify_store
 from asynchicache.bench.tables import facts
 from asynchicache.cli.options import ClearOptions, VerifyOptions
-from asynchicache.cli.output import Outcome, Output
+from asynchicache.cli.output import CommandResult, Output
 
 
-def verify(options: VerifyOptions, output: Output) -> Outcome:
+def verify(options: VerifyOptions, output: Output) -> CommandResult:
     """Read every page; not ok if one cannot be read, or something is damaged and was not repaired."""
     with output.console.status(escape(f"reading {options.path}")):
         report = verify_store(Path(options.path), repair=options.repair)
-    return Outcome(report.as_json(), _report(report), report.ok)
+    return CommandResult(report.as_json(), _report(report), report.ok)
 
 
-def clear(options: ClearOptions, output: Output) -> Outcome:
+def clear(options: ClearOptions, output: Output) -> CommandResult:
     """Remove the pools that are named."""
     cleared = clear_store(Path(options.path), options.pool, options.fingerprint)
-    return Outcome(cleared._asdict(), _cleared(cleared))
+    return CommandResult(cleared._asdict(), _cleared(cleared))
 
 
 def _report(report: StoreReport) -> RenderableType:

@@ -80,7 +80,7 @@ class _UnitTransfer:
     closing: bool = False
 
 
-class _Copy(NamedTuple):
+class _PageCopy(NamedTuple):
     sources: list[Bytes]
     destinations: list[Bytes]
 
@@ -325,7 +325,7 @@ class PagePool:
         self, transfers: list[_UnitTransfer], slots: list[int], staging: StagedSlots
     ) -> None:
         copies = [
-            _Copy(self.memory.unit(transfer.unit), [self._slot(slot)])
+            _PageCopy(self.memory.unit(transfer.unit), [self._slot(slot)])
             for transfer, slot in zip(transfers, slots, strict=True)
         ]
         await self._port.run_blocking(partial(_copy_all, copies))
@@ -341,13 +341,13 @@ class PagePool:
             batch: the outcomes.
             slots: the staging slots that hold it; empty if it was read in place.
         """
-        copies: list[_Copy] = []
+        copies: list[_PageCopy] = []
         for place, (transfer, outcome) in enumerate(zip(transfers, batch.outcomes, strict=True)):
             if outcome is Outcome.HIT:
                 transfer.closing = True
                 source = [slots[place]] if slots else self.memory.unit(transfer.unit)
                 units = [transfer.unit, *transfer.followers] if slots else transfer.followers
-                copies += [_Copy(source, self.memory.unit(unit)) for unit in units]
+                copies += [_PageCopy(source, self.memory.unit(unit)) for unit in units]
         if copies:
             await self._port.run_blocking(partial(_copy_all, copies))
         self._settle_all(transfers, batch, self._reading)
@@ -397,6 +397,6 @@ def _give_back(slots: list[int], batch: BatchResult, staging: StagedSlots) -> No
         batch.lingering.add_done_callback(free)
 
 
-def _copy_all(copies: Iterable[_Copy]) -> None:
+def _copy_all(copies: Iterable[_PageCopy]) -> None:
     for copy in copies:
         copy_pieces(copy.sources, copy.destinations)

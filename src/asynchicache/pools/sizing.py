@@ -40,7 +40,7 @@ class SizeOptions(Options, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class FreeMemory:
     """Bytes that may be taken on the device and on the host; one memory if the device is a CPU."""
 
     device: int
@@ -48,7 +48,7 @@ class Memory:
     shared: bool
 
 
-def plan_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict[str, tuple[int, int]]:
+def plan_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> dict[str, tuple[int, int]]:
     """Device and host slots of every pool that owns slots.
 
     Raises:
@@ -76,7 +76,7 @@ def _check(spec: ModelSpec, options: SizeOptions) -> None:
                 raise ConfigError(f"{option} names {name!r}; pools with slots of their own are {names}")
 
 
-def _device_slots(spec: ModelSpec, options: SizeOptions, memory: Memory) -> dict[str, int]:
+def _device_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> dict[str, int]:
     rest = [pool for pool in spec.owners if pool.name not in options.device_slots]
     slots = dict(options.device_slots)
     if rest:

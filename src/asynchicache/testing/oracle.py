@@ -44,7 +44,7 @@ class ByteOracle:
         """
         self._parts = {
             pool.name: [
-                _Part(Pattern(spec, pool, known, identity(pool.name)), tensor(pool.name, known.name))
+                _TensorBytes(Pattern(spec, pool, known, identity(pool.name)), tensor(pool.name, known.name))
                 for known in pool.tensors
             ]
             for pool in spec.pools
@@ -133,7 +133,7 @@ class Pattern:
         return _rows(digests)[None, :, self._columns] ^ self._salts
 
 
-class _Part:
+class _TensorBytes:
     """One tensor of one pool on the device, as bytes `[layers, slots, item]`."""
 
     def __init__(self, pattern: Pattern, tensor: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ MUST_REACH_CEILING = ("hybrid", "restart")
 """Modes that lose nothing: whatever falls out of one tier is in the next."""
 
 
-class Served(NamedTuple):
+class ServedPrompt(NamedTuple):
     """One request.
 
     Attributes:
@@ -56,7 +56,7 @@ class ModeResult:
     tokens_equal: bool
 
     @classmethod
-    def of(cls, rounds: Sequence[Sequence[Served]], *, tokens_equal: bool) -> ModeResult:
+    def of(cls, rounds: Sequence[Sequence[ServedPrompt]], *, tokens_equal: bool) -> ModeResult:
         """From the requests of every round."""
         served = [request for round_ in rounds for request in round_]
         times = sorted(request.ttft_ms for request in served)
@@ -123,7 +123,7 @@ class DemoResult:
         }
 
 
-def _hit_rate(served: Sequence[Served]) -> float:
+def _hit_rate(served: Sequence[ServedPrompt]) -> float:
     return sum(s.hit_tokens for s in served) / sum(s.prompt_tokens for s in served)
 
 

@@ -16,21 +16,21 @@ from asynchicache.bench.demo.modes import MODES, Mode
 from asynchicache.bench.demo.options import PAGE_SIZE, DemoOptions, ceiling, round_ceilings
 from asynchicache.bench.demo.prompts import conversations
 from asynchicache.bench.demo.report import write_report
-from asynchicache.bench.demo.results import DemoResult, ModeResult, Served
+from asynchicache.bench.demo.results import DemoResult, ModeResult, ServedPrompt
 from asynchicache.bench.demo.serving import OwnedModel, ServingEngine
 from asynchicache.cache import HybridCache
 from asynchicache.integrations.transformers.demo_model import build_demo_model
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
 
-Rounds = list[list[Served]]
+Rounds = list[list[ServedPrompt]]
 """What became of every request, by round and client."""
 
 
 class Watcher(Protocol):
     """Is told how the demo goes on."""
 
-    def round_served(self, mode: str, served: Sequence[Served]) -> None:
+    def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
         """One more round of a mode is done."""
         ...
 
@@ -105,7 +105,7 @@ class Stage:
 
     async def _play_round(
         self, engine: ServingEngine, number: int, histories: list[list[int]]
-    ) -> list[Served]:
+    ) -> list[ServedPrompt]:
         """One turn of every client, in an order that is drawn anew each round and equal in all modes."""
         clients = list(range(len(histories)))
         random.Random(self._options.seed * 1000 + number).shuffle(clients)

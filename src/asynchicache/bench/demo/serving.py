@@ -16,7 +16,7 @@ from functools import partial
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from asynchicache.bench.demo.results import Served
+from asynchicache.bench.demo.results import ServedPrompt
 from asynchicache.cache import Hit, HybridCache, Request
 from asynchicache.errors import CapacityError
 from asynchicache.integrations.transformers.batches import stack
@@ -52,9 +52,9 @@ class _Running:
     hit: Hit
     ttft_ms: float
 
-    def served(self) -> Served:
+    def served(self) -> ServedPrompt:
         generated = self.tokens[self.prompt :]
-        return Served(self.prompt, self.hit.tokens, self.hit.by_tier, self.ttft_ms, generated)
+        return ServedPrompt(self.prompt, self.hit.tokens, self.hit.by_tier, self.ttft_ms, generated)
 
 
 class ServingEngine:
@@ -65,7 +65,7 @@ class ServingEngine:
         self._model, self._config, self._thread = owned.model, owned.config, owned.thread
         self._store = None if cache is None else PrefixStore(owned, cache)
 
-    async def serve(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Served]:
+    async def serve(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[ServedPrompt]:
         """Admit prompts one after the other, then decode all of them as one batch.
 
         Args:

@@ -31,7 +31,7 @@ class Miss(NamedTuple):
     reason: str
 
 
-class Served(NamedTuple):
+class ReplayedRequest(NamedTuple):
     """What one request was given.
 
     Attributes:
@@ -60,7 +60,7 @@ class Player:
         self._chunk = self._chunk_blocks()
         self._was_resumable = bytearray(trace.blocks)
 
-    def serve(self, request: TraceRequest, known: int) -> Served:
+    def serve(self, request: TraceRequest, known: int) -> ReplayedRequest:
         """Match, load, compute and publish one prompt, of which `known` blocks came before."""
         blocks = request.blocks()
         try:
@@ -120,18 +120,20 @@ class Player:
 
     # Counting
 
-    def _served(self, request: TraceRequest, sequence: RequestState, blocks: Ids, known: int) -> Served:
+    def _served(
+        self, request: TraceRequest, sequence: RequestState, blocks: Ids, known: int
+    ) -> ReplayedRequest:
         misses = self._unknown(request, known)
         for miss, lost in self._held_back(sequence, blocks, known):
             misses[miss] = lost * self._block_size
         hit = sequence.hit_pages * self._block_size
-        return Served(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
+        return ReplayedRequest(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
 
-    def _refused(self, request: TraceRequest, known: int) -> Served:
+    def _refused(self, request: TraceRequest, known: int) -> ReplayedRequest:
         """A prompt that the device cannot hold: it is computed elsewhere, and leaves nothing here."""
         misses = self._unknown(request, known)
         misses[self._miss(FULL, "device_capacity")] = known * self._block_size
-        return Served(request.tokens, 0, Tier.DEVICE, MissReason.DEVICE_CAPACITY, misses)
+        return ReplayedRequest(request.tokens, 0, Tier.DEVICE, MissReason.DEVICE_CAPACITY, misses)
 
     def _unknown(self, request: TraceRequest, known: int) -> dict[Miss, int]:
         """What no cache could have served: what is no whole block, and what was not asked for before."""

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from asynchicache.bench.replay.player import Miss, Served
+from asynchicache.bench.replay.player import Miss, ReplayedRequest
 from asynchicache.bench.tables import add_figures, facts
 from asynchicache.types import MissReason, Tier
 
@@ -109,7 +109,7 @@ class ReplayReport:
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
+class ReplayTally:
     """Adds up what requests were given."""
 
     requests: int = 0
@@ -120,7 +120,7 @@ class Tally:
     misses: Counter[Miss] = field(default_factory=Counter)
     reasons: Counter[MissReason] = field(default_factory=Counter)
 
-    def add(self, served: Served) -> None:
+    def add(self, served: ReplayedRequest) -> None:
         self.requests += 1
         self.prompt_tokens += served.prompt_tokens
         self.hit_tokens += served.hit_tokens

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.player import IDS_A_BLOCK, Player
-from asynchicache.bench.replay.report import ReplayReport, Tally
+from asynchicache.bench.replay.report import ReplayReport, ReplayTally
 from asynchicache.bench.replay.sizes import Sizes, plan_sizes
 from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import Trace, read_trace
@@ -51,8 +51,8 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     return _report(planner.state, trace, sizes, tally, ceiling, begun)
 
 
-def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> Tally:
-    player, tally = Player(planner, trace), Tally()
+def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> ReplayTally:
+    player, tally = Player(planner, trace), ReplayTally()
     for request, blocks in zip(trace.requests, known, strict=True):
         tally.add(player.serve(request, blocks))
         progress(tally.requests, len(trace.requests))
@@ -60,7 +60,7 @@ def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progre
 
 
 def _report(
-    books: CacheState, trace: Trace, sizes: Sizes, tally: Tally, ceiling: float, begun: float
+    books: CacheState, trace: Trace, sizes: Sizes, tally: ReplayTally, ceiling: float, begun: float
 ) -> ReplayReport:
     tiers = (Tier.DEVICE, Tier.HOST)
     evicted = {

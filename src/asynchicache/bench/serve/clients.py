@@ -20,7 +20,7 @@ _TOKENS = ByteTokenizer(VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ServeTurn:
     """One answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class Client:
         self._http = http
         self._output_length = output_length
 
-    async def ask(self, prompt: list[int], salt: str) -> Turn:
+    async def ask(self, prompt: list[int], salt: str) -> ServeTurn:
         """One turn.
 
         Raises:
@@ -69,7 +69,7 @@ class Client:
         except httpx.HTTPError as error:
             raise ServerError(repr(error)) from error
 
-    async def _stream(self, body: Mapping[str, object]) -> Turn:
+    async def _stream(self, body: Mapping[str, object]) -> ServeTurn:
         sent, first = time.perf_counter(), 0.0
         text, usage, ended = "", None, False
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
@@ -84,7 +84,7 @@ class Client:
         tokens = _TOKENS.encode(text)
         if not ended or usage is None or len(tokens) != self._output_length:
             raise ServerError(f"an answer of {len(tokens)} tokens, {self._output_length} were asked for")
-        return Turn(tokens, usage["prompt_tokens_details"]["cached_tokens"], (first - sent) * 1e3)
+        return ServeTurn(tokens, usage["prompt_tokens_details"]["cached_tokens"], (first - sent) * 1e3)
 
 
 def _chunk(line: str) -> Mapping[str, Any]:

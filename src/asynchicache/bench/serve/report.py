@@ -11,12 +11,12 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from asynchicache.bench.serve.clients import Turn
+from asynchicache.bench.serve.clients import ServeTurn
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.plain import PlainTurn
 from asynchicache.bench.tables import add_figures, facts
 
-Rounds = list[list[Turn | None]]
+Rounds = list[list[ServeTurn | None]]
 """Turns by round and client; None where there was no answer."""
 
 
@@ -152,7 +152,7 @@ def _cached(rounds: Rounds) -> int:
     return sum(turn.cached_tokens for turns in rounds for turn in turns if turn is not None)
 
 
-def _ttft(turns: Sequence[Turn | None]) -> list[float]:
+def _ttft(turns: Sequence[ServeTurn | None]) -> list[float]:
     return [turn.ttft_ms for turn in turns if turn is not None]
 
 

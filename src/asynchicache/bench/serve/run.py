@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from asynchicache.bench.serve.clients import Client, ServerError, Turn, questions
+from asynchicache.bench.serve.clients import Client, ServerError, ServeTurn, questions
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.outages import Outage, open_outage
 from asynchicache.bench.serve.plain import plain_answers
@@ -48,7 +48,7 @@ class Conversations:
         self._asked = questions(options)
         self._salt = salt
         self._histories: list[list[int]] = [[] for _ in self._asked]
-        self.rounds: list[list[Turn | None]] = []
+        self.rounds: list[list[ServeTurn | None]] = []
         self.errors: list[str] = []
 
     async def play_round(self, halfway: Callable[[], None] | None = None) -> None:
@@ -71,7 +71,7 @@ class Conversations:
         if not any(self.rounds[-1]):
             raise ServerError(f"nobody is answered any more: {self.errors[-1]}")
 
-    async def _turn(self, client: int, number: int) -> Turn | None:
+    async def _turn(self, client: int, number: int) -> ServeTurn | None:
         history = self._histories[client]
         history += self._asked[client][number]
         try:

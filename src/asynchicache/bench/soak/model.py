@@ -42,7 +42,7 @@ class Thing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SharedBound:
     """Pools that share one bound.
 
     Attributes:
@@ -54,10 +54,10 @@ class Part:
     capacity: int
 
 
-class Tier:
+class ModelTier:
     """An LRU of things."""
 
-    def __init__(self, parts: Sequence[Part], full: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[SharedBound], full: Sequence[str]) -> None:
         """`full`: pools that cover every page."""
         self._parts = parts
         self._full = full
@@ -108,7 +108,7 @@ class HitModel:
         memory_tokens: what memory alone would have given of them.
     """
 
-    def __init__(self, spec: ModelSpec, memory: Sequence[Part], store: Sequence[Part]) -> None:
+    def __init__(self, spec: ModelSpec, memory: Sequence[SharedBound], store: Sequence[SharedBound]) -> None:
         """
         Args:
             spec: says what a prefix needs.
@@ -124,8 +124,8 @@ class HitModel:
             if pool.coverage.pages is not None and pool.per_token
         }
         self._states = [pool.name for pool in spec.pools if not pool.per_token]
-        self.memory = Tier(memory, self._full)
-        self.store = Tier(store, self._full)
+        self.memory = ModelTier(memory, self._full)
+        self.store = ModelTier(store, self._full)
 
     def request(self, namespace: str, tokens: array[int]) -> int:
         """Tokens of a request's hit."""
@@ -173,7 +173,7 @@ class HitModel:
             things += [Thing(pool, page) for pool in self._full]
         return things
 
-    def _longest(self, pages: Sequence[bytes], tiers: Sequence[Tier]) -> int:
+    def _longest(self, pages: Sequence[bytes], tiers: Sequence[ModelTier]) -> int:
         """Pages of the longest prefix of which these tiers together have all."""
 
         def there(pool: str, page: bytes) -> bool:

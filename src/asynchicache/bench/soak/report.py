@@ -14,13 +14,13 @@ from asynchicache.bench.soak.samples import (
     MOST_DRIFT,
     MOST_HIT_DRIFT,
     MemoryLevel,
-    Sample,
+    ProcessSample,
     hit_drift,
     hit_rates,
     memory_level,
     model_gap,
 )
-from asynchicache.bench.soak.traffic import Served
+from asynchicache.bench.soak.traffic import SoakCounters
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.bench.tables import facts
 from asynchicache.types import Tier
@@ -52,8 +52,8 @@ class SoakReport:
     caches: int
     happened: Mapping[str, int]
     unwritten: Mapping[str, int]
-    served: Served
-    samples: Sequence[Sample]
+    served: SoakCounters
+    samples: Sequence[ProcessSample]
     memory: MemoryLevel | None
     hit_rates: Sequence[float]
     hit_drift: float | None
@@ -67,8 +67,8 @@ class SoakReport:
     def of(
         cls,
         options: SoakOptions,
-        served: Served,
-        samples: Sequence[Sample],
+        served: SoakCounters,
+        samples: Sequence[ProcessSample],
         *,
         happened: Mapping[str, int],
         unwritten: Mapping[str, int],
@@ -160,7 +160,7 @@ class SoakReport:
         """Of all prompt tokens."""
         return tokens / self.served.prompt_tokens if self.served.prompt_tokens else 0.0
 
-    def _rows(self, served: Served) -> list[tuple[str, str]]:
+    def _rows(self, served: SoakCounters) -> list[tuple[str, str]]:
         tiers = " / ".join(f"{served.hit_tokens[tier]:,}" for tier in Tier)
         models = served.models
         return [

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from asynchicache.bench.soak.model import HitModel, Part
+from asynchicache.bench.soak.model import HitModel, SharedBound
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.report import SoakReport
-from asynchicache.bench.soak.samples import Sample, look
+from asynchicache.bench.soak.samples import ProcessSample, look
 from asynchicache.bench.soak.stores import STORES, SoakStore
-from asynchicache.bench.soak.traffic import Engine, Models, Served, Talks, soak_spec
+from asynchicache.bench.soak.traffic import Engine, Models, SoakCounters, Talks, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
@@ -100,15 +100,15 @@ class Soak:
         store: SoakStore,
         chance: random.Random,
         advance: Advance,
-        bounds: Sequence[Part],
+        bounds: Sequence[SharedBound],
     ) -> None:
         self._options = options
         self._store = store
         self._chance = chance
         self._advance = advance
         self._talks = Talks(chance, options.clients * options.talks)
-        self._served = Served(self._models(bounds))
-        self._samples: list[Sample] = []
+        self._served = SoakCounters(self._models(bounds))
+        self._samples: list[ProcessSample] = []
         self._happened: Counter[str] = Counter()
         self._unwritten: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -196,18 +196,18 @@ class Soak:
         """Nothing goes wrong, so hits are judged: none may be lost to a deadline, or to a slow disk."""
         return not self._options.fault_seconds
 
-    def _models(self, bounds: Sequence[Part]) -> Models:
+    def _models(self, bounds: Sequence[SharedBound]) -> Models:
         spec, (_, host) = soak_spec(), self._slots()
         sharing = {pool.slots_of: pool.name for pool in spec.pools if pool.slots_of}
         memory = [
-            Part({name: 1} | ({sharing[name]: 0} if name in sharing else {}), slots)
+            SharedBound({name: 1} | ({sharing[name]: 0} if name in sharing else {}), slots)
             for name, slots in host.items()
         ]
         judged = HitModel(spec, memory, bounds)
         if len(bounds) == 1:
             return Models(judged, judged)
         costs = {pool: cost for part in bounds for pool, cost in part.costs.items()}
-        whole = Part(costs, sum(part.capacity for part in bounds))
+        whole = SharedBound(costs, sum(part.capacity for part in bounds))
         return Models(judged, HitModel(spec, memory, [whole]))
 
     def _config(self) -> CacheConfig:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from asynchicache.bench.soak.traffic import Served
+from asynchicache.bench.soak.traffic import SoakCounters
 
 SETTLE_SECONDS = 60.0
 """Memory and hit rates are judged from here on."""
@@ -22,7 +22,7 @@ MOST_HIT_DRIFT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ProcessSample:
     """One look at the process.
 
     Attributes:
@@ -44,9 +44,9 @@ class Sample:
     model_tokens: int
 
 
-def look(at: float, served: Served) -> Sample:
+def look(at: float, served: SoakCounters) -> ProcessSample:
     """A sample of now."""
-    return Sample(
+    return ProcessSample(
         at,
         _resident(),
         len(asyncio.all_tasks()),
@@ -97,7 +97,7 @@ class MemoryLevel:
         return max(self.highest - self.level, self.level - self.lowest) / self.level
 
 
-def memory_level(samples: Sequence[Sample]) -> MemoryLevel | None:
+def memory_level(samples: Sequence[ProcessSample]) -> MemoryLevel | None:
     """None if there is not more than the first minute and a quarter."""
     quarters: dict[int, list[int]] = {}
     for sample in samples:
@@ -109,10 +109,10 @@ def memory_level(samples: Sequence[Sample]) -> MemoryLevel | None:
     return MemoryLevel(medians[0], min(medians), max(medians), medians[-1])
 
 
-def hit_rates(samples: Sequence[Sample]) -> list[float]:
+def hit_rates(samples: Sequence[ProcessSample]) -> list[float]:
     """The hit rate of each whole minute."""
     rates = []
-    first: Sample | None = None
+    first: ProcessSample | None = None
     for sample in samples:
         if first is None:
             first = sample
@@ -133,7 +133,7 @@ def hit_drift(rates: Sequence[float]) -> float | None:
     return abs(fmean(settled[-half:]) - fmean(settled[:half]))
 
 
-def model_gap(samples: Sequence[Sample]) -> float | None:
+def model_gap(samples: Sequence[ProcessSample]) -> float | None:
     """By how much the hit rate is above the model's, after the first minute; None if nothing was asked
     then."""
     settled = [sample for sample in samples if sample.at >= SETTLE_SECONDS]

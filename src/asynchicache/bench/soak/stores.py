@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from asynchicache.bench.soak.model import Part
+from asynchicache.bench.soak.model import SharedBound
 from asynchicache.cache import HybridCache
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.layouts import ALIGNMENT, HEADER_BYTES, round_up
@@ -42,7 +42,7 @@ class SoakStore(Protocol):
 
     async def start(self) -> None: ...
 
-    async def bounds(self, spec: ModelSpec) -> Sequence[Part]:
+    async def bounds(self, spec: ModelSpec) -> Sequence[SharedBound]:
         """How many pages and states of each pool it holds; it has been started, and is empty."""
         ...
 
@@ -64,11 +64,11 @@ class FileStore:
     async def start(self) -> None:
         """Nothing to start."""
 
-    async def bounds(self, spec: ModelSpec) -> Sequence[Part]:
+    async def bounds(self, spec: ModelSpec) -> Sequence[SharedBound]:
         """Each pool gets an equal share of the folder's bytes, in the end."""
         share = (self._capacity - _FILE_BYTES) // len(spec.pools) - _ENTRIES_BYTES
         sizes = {pool.name: round_up(pool.slot_bytes(spec.page_size), ALIGNMENT) for pool in spec.pools}
-        return [Part({name: size}, share) for name, size in sizes.items()]
+        return [SharedBound({name: size}, share) for name, size in sizes.items()]
 
     async def stop(self) -> None:
         """Nothing to stop."""
@@ -144,7 +144,7 @@ class RedisStore:
         finally:
             writer.close()
 
-    async def bounds(self, spec: ModelSpec) -> Sequence[Part]:
+    async def bounds(self, spec: ModelSpec) -> Sequence[SharedBound]:
         """The server is asked what one page takes of its memory, and how much an empty one has used."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
@@ -162,7 +162,7 @@ class RedisStore:
         finally:
             writer.close()
         used = int(info.partition(b"used_memory:")[2].split()[0])
-        return [Part(costs, self._capacity - used)]
+        return [SharedBound(costs, self._capacity - used)]
 
     async def stop(self) -> None:
         process, self._process = self._process, None

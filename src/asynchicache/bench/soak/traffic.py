@@ -66,7 +66,7 @@ class Models:
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class SoakCounters:
     """What turns were given since the start.
 
     Attributes:
@@ -138,7 +138,7 @@ class Talks:
 class Engine:
     """Serves turns on one cache."""
 
-    def __init__(self, cache: HybridCache, served: Served, *, durable: bool = False) -> None:
+    def __init__(self, cache: HybridCache, served: SoakCounters, *, durable: bool = False) -> None:
         """`durable`: a turn ends when storage has what it published, so that storage keeps up."""
         self._cache = cache
         self._served = served
@@ -153,7 +153,7 @@ class Engine:
         async with request:
             try:
                 await self._restore(request, talk)
-                turn = _Turn(self, request, talk.tenant)
+                turn = _SoakTurn(self, request, talk.tenant)
                 await turn.prefill()
                 await turn.decode(answer)
                 await self._computed()
@@ -223,7 +223,7 @@ class Engine:
         return request.snapshot(length, after=self._stream)
 
 
-class _Turn:
+class _SoakTurn:
     """The forwards of one request."""
 
     def __init__(self, engine: Engine, request: Request, tenant: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from asynchicache.bench.storage.report import Sample
+from asynchicache.bench.storage.report import RoundSample
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
 from asynchicache.controller.request import Request
@@ -103,7 +103,7 @@ class ControllerBench:
         shape = (pages, _PAGE_TOKENS, page_bytes // _PAGE_TOKENS)
         self.content = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
-    async def put(self, number: int) -> Sample:
+    async def put(self, number: int) -> RoundSample:
         """Publish a new prompt; the time from the first put of the engine to the end of the last.
 
         Raises:
@@ -118,9 +118,9 @@ class ControllerBench:
             if not await request.durable() or self._watch.began is None:
                 raise StorageError("not all pages reached storage through the controller")
         seconds = self._watch.ended - self._watch.began
-        return Sample(seconds, time.process_time() - cpu, self._nbytes)
+        return RoundSample(seconds, time.process_time() - cpu, self._nbytes)
 
-    async def get(self, number: int) -> tuple[Sample, int]:
+    async def get(self, number: int) -> tuple[RoundSample, int]:
         """Prefetch a prompt that neither device nor host knows any more.
 
         Returns:
@@ -134,7 +134,7 @@ class ControllerBench:
         async with self._cache.request(self._tokens(number)) as request:
             started, cpu = time.perf_counter(), time.process_time()
             hit = await request.prefetch()
-            sample = Sample(time.perf_counter() - started, time.process_time() - cpu, self._nbytes)
+            sample = RoundSample(time.perf_counter() - started, time.process_time() - cpu, self._nbytes)
             if hit.by_tier.get(Tier.STORAGE, 0) != self._pages * _PAGE_TOKENS:
                 raise StorageError(f"prefetch brought {hit.by_tier} back: {hit.reason.value}")
             await request.load()

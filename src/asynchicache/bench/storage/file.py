@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from asynchicache.backends.file.shape import SegmentShape
-from asynchicache.bench.storage.limits import Limit, Peer, Setup
+from asynchicache.bench.storage.limits import Peer, PlainClient, Setup
 from asynchicache.errors import ConfigError
 
 _STORE = "store"
@@ -90,7 +90,7 @@ def neighbours(indices: Sequence[int], slots: int) -> Iterator[list[int]]:
         yield run
 
 
-async def open_limit(setup: Setup) -> Limit:
+async def open_limit(setup: Setup) -> PlainClient:
     """The pool's files are opened once they are there: the engine has the first turn."""
     return RawFileLimit(setup)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from asynchicache.ports import Port
 
 
-class Limit(Protocol):
+class PlainClient(Protocol):
     """Moves pages by number, with nothing that a cache needs: no keys, headers or checksums.
 
     The bench runs engine and limit in turns, in one process, with the same batches, as many of them in
@@ -84,6 +84,6 @@ class Peer(NamedTuple):
     """
 
     title: str
-    open: Callable[[Setup], Awaitable[Limit]]
+    open: Callable[[Setup], Awaitable[PlainClient]]
     engine_options: Callable[[Mapping[str, object], Path], Mapping[str, object]] = as_given
     beside: tuple[Peer, ...] = ()

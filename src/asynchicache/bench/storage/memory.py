@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynchicache.bench.storage.limits import Limit, Peer, Setup
+from asynchicache.bench.storage.limits import Peer, PlainClient, Setup
 
 
 class CopyLimit:
@@ -34,7 +34,7 @@ class CopyLimit:
         self._stored.clear()
 
 
-async def open_limit(setup: Setup) -> Limit:
+async def open_limit(setup: Setup) -> PlainClient:
     """Memory of its own for every page."""
     return CopyLimit(setup)
 

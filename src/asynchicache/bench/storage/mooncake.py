@@ -10,7 +10,7 @@ from typing import Any
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import address_of
-from asynchicache.bench.storage.limits import Limit, Peer, Setup
+from asynchicache.bench.storage.limits import Peer, PlainClient, Setup
 from asynchicache.errors import ConfigError, StorageError
 
 Move = Callable[[list[str], list[int], list[int]], list[int]]
@@ -84,7 +84,7 @@ class DirectLimit:
         return [f"{prefix}:{index}.{self._turns[index]}" for index in indices]
 
 
-async def open_limit(setup: Setup) -> Limit:
+async def open_limit(setup: Setup) -> PlainClient:
     """A client of the cluster that the engine uses.
 
     Raises:

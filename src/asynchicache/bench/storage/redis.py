@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asynchicache.bench.storage.limits import Limit, Peer, Setup
+from asynchicache.bench.storage.limits import Peer, PlainClient, Setup
 from asynchicache.errors import ConfigError, StorageError
 
 _CONNECTIONS = 4  # as many as the engine has by default
@@ -129,7 +129,7 @@ class RedisPyLimit:
         return {f"{self._prefix}:{i}:{self._turns[i]}": self._setup.memory(i) for i in indices}
 
 
-async def open_limit(setup: Setup, idiom: Idiom) -> Limit:
+async def open_limit(setup: Setup, idiom: Idiom) -> PlainClient:
     """A client of the server that the engine uses.
 
     Raises:

@@ -16,7 +16,7 @@ from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.tables import add_figures
 
 
-class Sample(NamedTuple):
+class RoundSample(NamedTuple):
     """All pages, moved once.
 
     Attributes:
@@ -51,7 +51,7 @@ class StorageReport:
 
     options: StorageBenchOptions
     limit_title: str
-    samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[str, list[RoundSample]] = field(default_factory=lambda: defaultdict(list))
     exists: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     stall_ms: float = 0.0
     idle_stall_ms: float = 0.0
@@ -68,7 +68,7 @@ class StorageReport:
     def ok(self) -> bool:
         return self.wrong_pages == 0
 
-    def add(self, turns: Mapping[str, Sequence[Sample]]) -> None:
+    def add(self, turns: Mapping[str, Sequence[RoundSample]]) -> None:
         """A round's; its first turn of one is beside the first of another, its last beside the last."""
         for name, samples in turns.items():
             self.samples[name] += samples

@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 from asynchicache.bench.rounds import there_and_back
 from asynchicache.bench.storage.controller import POOL, ControllerBench, open_controller_bench
-from asynchicache.bench.storage.limits import Limit, Peer, Setup, as_given
+from asynchicache.bench.storage.limits import Peer, PlainClient, Setup, as_given
 from asynchicache.bench.storage.options import StorageBenchOptions
 from asynchicache.bench.storage.pages import BenchPages
 from asynchicache.bench.storage.registry import LIMITS
-from asynchicache.bench.storage.report import Sample, StorageReport
+from asynchicache.bench.storage.report import RoundSample, StorageReport
 from asynchicache.bench.ticker import longest_gap
 from asynchicache.config import open_backend
 from asynchicache.errors import StorageError
@@ -35,11 +35,11 @@ _EXISTS_BATCH = 1000
 
 Move = Callable[[Sequence[int]], Awaitable[object]]
 Advance = Callable[[int, int], None]
-Samples = defaultdict[str, list[Sample]]
+Samples = defaultdict[str, list[RoundSample]]
 
 
 @dataclass(slots=True, eq=False)
-class Bench:
+class StorageBench:
     """Everything that is open during a run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Bench:
     backend: StorageBackend
     engine: PoolEngine
     pool: GuardedPool
-    limits: Mapping[str, Limit]
+    limits: Mapping[str, PlainClient]
     report: StorageReport
     turn: int = 0
     keys: Sequence[ObjectKey] = ()
@@ -83,7 +83,7 @@ class Bench:
         keys = [self.keys[index] for index in indices]
         _expect(Outcome.HIT, (await self.pool.get(keys, indices)).outcomes)
 
-    async def sweep(self, move: Move, order: Sequence[int]) -> Sample:
+    async def sweep(self, move: Move, order: Sequence[int]) -> RoundSample:
         """Move every page once, in batches, so many of them in flight."""
         step = self.options.batch_pages
         batches = iter([order[start : start + step] for start in range(0, len(order), step)])
@@ -96,10 +96,10 @@ class Bench:
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         done = await self.server_seconds()
         server = None if served is None or done is None else done - served
-        return Sample(seconds, cpu, len(order) * self.options.page_bytes, server)
+        return RoundSample(seconds, cpu, len(order) * self.options.page_bytes, server)
 
     @property
-    def limit(self) -> Limit | None:
+    def limit(self) -> PlainClient | None:
         return next(iter(self.limits.values()), None)
 
     async def server_seconds(self) -> float | None:
@@ -110,7 +110,7 @@ class Bench:
         """Delete this turn's pages."""
         await self.pool.delete(self.keys)
 
-    async def forget(self, side: Bench | Limit) -> None:
+    async def forget(self, side: StorageBench | PlainClient) -> None:
         """Delete what a side has stored in its turn, unless the medium makes room by itself."""
         if self.limit is None or not self.limit.evicts:
             await side.clear()
@@ -151,9 +151,9 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
         return bench.report
 
 
-async def _round(bench: Bench, *, measured: bool) -> None:
+async def _round(bench: StorageBench, *, measured: bool) -> None:
     """Engine and limits, there and back; each forgets its pages before the next begins."""
-    sides: list[tuple[str, Bench | Limit]] = [("engine", bench), *bench.limits.items()]
+    sides: list[tuple[str, StorageBench | PlainClient]] = [("engine", bench), *bench.limits.items()]
     samples: Samples = defaultdict(list)
     for name, side in there_and_back(sides):
         if side is bench:
@@ -166,7 +166,7 @@ async def _round(bench: Bench, *, measured: bool) -> None:
         bench.report.add(samples)
 
 
-async def _turn(bench: Bench, name: str, side: Bench | Limit, samples: Samples) -> None:
+async def _turn(bench: StorageBench, name: str, side: StorageBench | PlainClient, samples: Samples) -> None:
     """Every page down and up again, neighbours together; for engine and limit up in random order, too."""
     in_order = range(bench.options.pages)
     samples[f"{name} put"].append(await bench.sweep(side.put, in_order))
@@ -179,7 +179,7 @@ async def _turn(bench: Bench, name: str, side: Bench | Limit, samples: Samples) 
         bench.report.wrong_pages += bench.pages.wrong()
 
 
-async def _exists(bench: Bench) -> None:
+async def _exists(bench: StorageBench) -> None:
     """Names that are there and names that are not, in batches of the size of a long prompt."""
     unknown = bench.pages.keys(-1, range(_EXISTS_BATCH))
     keys = [*bench.keys, *unknown][:_EXISTS_BATCH]
@@ -191,7 +191,7 @@ async def _exists(bench: Bench) -> None:
         bench.report.exists[name].append(calls * len(keys) / (time.perf_counter() - started))
 
 
-async def _stall(bench: Bench) -> None:
+async def _stall(bench: StorageBench) -> None:
     """The longest stop of the loop while pages move, and in an idle run as long; not timed otherwise."""
     in_order = range(bench.options.pages)
     started = time.perf_counter()
@@ -201,13 +201,13 @@ async def _stall(bench: Bench) -> None:
     bench.report.idle_stall_ms = await longest_gap(partial(asyncio.sleep, seconds)) * 1e3
 
 
-async def _through_controller(bench: Bench) -> None:
+async def _through_controller(bench: StorageBench) -> None:
     """The same pages through a whole cache, in turns with the limit; one round warms up."""
     options, port = bench.options, bench.setup.port
     opened = open_controller_bench(bench.backend, options.page_bytes, options.pages, options.seed, port)
     async with opened as controller, AsyncExitStack() as stack:
         limits = await _opened(stack, LIMITS.get(options.engine), replace(bench.setup, pool=POOL))
-        sides: list[ControllerBench | Limit] = [controller]
+        sides: list[ControllerBench | PlainClient] = [controller]
         sides += [limits["limit"]] if "limit" in limits else []
         for number in range(options.rounds + 1):
             samples: Samples = defaultdict(list)
@@ -217,7 +217,9 @@ async def _through_controller(bench: Bench) -> None:
                 bench.report.add(samples)
 
 
-async def _controller_turn(bench: Bench, side: ControllerBench | Limit, turn: int, samples: Samples) -> None:
+async def _controller_turn(
+    bench: StorageBench, side: ControllerBench | PlainClient, turn: int, samples: Samples
+) -> None:
     if isinstance(side, ControllerBench):
         samples["controller put"].append(await side.put(turn))
         sample, wrong = await side.get(turn)
@@ -228,13 +230,13 @@ async def _controller_turn(bench: Bench, side: ControllerBench | Limit, turn: in
         await bench.forget(side)
 
 
-async def _there_and_back(bench: Bench, order: Sequence[int]) -> None:
+async def _there_and_back(bench: StorageBench, order: Sequence[int]) -> None:
     await bench.sweep(bench.put, order)
     await bench.sweep(bench.get, order)
 
 
 @asynccontextmanager
-async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
+async def _open(options: StorageBenchOptions) -> AsyncIterator[StorageBench]:
     async with AsyncExitStack() as stack:
         scratch = TemporaryDirectory(prefix="asynchicache-bench-", dir=options.folder or None)
         folder = Path(stack.enter_context(scratch))
@@ -252,10 +254,10 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[Bench]:
         limits = await _opened(stack, peer, setup)
         order = port.random.sample(range(options.pages), options.pages)
         report = StorageReport.of(options, peer)
-        yield Bench(options, setup, pages, backend, engine, pool, limits, report, order=order)
+        yield StorageBench(options, setup, pages, backend, engine, pool, limits, report, order=order)
 
 
-async def _opened(stack: AsyncExitStack, peer: Peer | None, setup: Setup) -> dict[str, Limit]:
+async def _opened(stack: AsyncExitStack, peer: Peer | None, setup: Setup) -> dict[str, PlainClient]:
     """What an engine is measured against, as samples name it; `stack` closes it."""
     peers = [] if peer is None else [("limit", peer), *((one.title, one) for one in peer.beside)]
     return {name: await stack.enter_async_context(aclosing(await one.open(setup))) for name, one in peers}

@@ -38,7 +38,7 @@ class QueuedRequest:
         entered: set when it may run.
     """
 
-    def __init__(self, admission: Admission, tokens: int) -> None:
+    def __init__(self, admission: PromptAdmission, tokens: int) -> None:
         self.tokens = tokens
         self.entered = asyncio.Event()
         self._admission = admission
@@ -48,7 +48,7 @@ class QueuedRequest:
         self._admission.left(self)
 
 
-class Admission:
+class PromptAdmission:
     """Admits requests while all their prompt and output tokens fit.
 
     Requests do not overtake: a long one at the head of the queue would wait forever behind short ones.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ClosedError, InvalidTokensError
-from asynchicache.integrations.transformers.admission import Admission, AdmissionLimits, QueuedRequest
+from asynchicache.integrations.transformers.admission import AdmissionLimits, PromptAdmission, QueuedRequest
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import PrefillRunner, open_prefill_runner
@@ -51,7 +51,7 @@ class PrefixCachedModel:
         self._runner = runner
         self._decoder = decoder
         self._tokenizer = tokenizer
-        self._admission = Admission(self.capacity_tokens, limits)
+        self._admission = PromptAdmission(self.capacity_tokens, limits)
         self._prefilling = asyncio.Lock()
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._ends = end_tokens(model, tokenizer)
