@@ -10,7 +10,7 @@ import pytest
 
 from asynchicache.controller.prefetch import _KnownPresence
 from asynchicache.controller.storage_pools import StoragePools, StoredPool, _worst, linger
-from asynchicache.errors import ConfigError
+from asynchicache.errors import ClosedError, ConfigError
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.storage.limits import BatchResult
 from asynchicache.types import Outcome, PrefetchPolicy
@@ -130,6 +130,27 @@ async def test_a_long_call_is_made_in_slices_one_after_the_other(count: int) -> 
     assert asked == [(number, 10 + number * SLICES) for number in range(-(-count // SLICES))]
     assert batch.outcomes == [Outcome.HIT if slot % 2 else Outcome.MISS for slot in range(10, 10 + count)]
     assert batch.lingering is None
+
+
+@pytest.mark.asyncio
+async def test_a_slice_that_lingers_is_waited_for_though_storage_was_detached_during_the_next() -> None:
+    """The engine may still write to its slots: they must not be given to others."""
+    late = asyncio.get_running_loop().create_future()
+    answers = iter([BatchResult([Outcome.TIMEOUT] * SLICES, late)])
+
+    async def call(digests, slots) -> BatchResult:
+        for answer in answers:
+            return answer
+        raise ClosedError("detached")
+
+    batch = await in_slices(call, [b"x"] * (SLICES + 3), range(SLICES + 3))
+
+    assert batch.outcomes == [Outcome.TIMEOUT] * SLICES + [Outcome.FAILED] * 3
+    assert batch.lingering is not None
+    await asyncio.sleep(0)
+    assert not batch.lingering.done()
+    late.set_result(None)
+    await batch.lingering
 
 
 @pytest.mark.asyncio

@@ -258,16 +258,17 @@ class StoragePools:
         if put and not pool.writes:
             return BatchResult([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
         call = pool.guard.put if put else pool.guard.get
+        batches: list[BatchResult] = []
         try:
             if len(digests) <= SLICE_PAGES:
                 return await call(_keys(pool, digests), slots)
-            batches = []
             for start in range(0, len(digests), SLICE_PAGES):
                 end = start + SLICE_PAGES
                 batches.append(await call(_keys(pool, digests[start:end]), slots[start:end]))
                 await asyncio.sleep(0)
-        except ClosedError:  # it was detached meanwhile
-            return BatchResult([refused] * len(slots))
+        except ClosedError:  # it was detached meanwhile; an engine may still use the slots of earlier parts
+            answered = sum(len(batch.outcomes) for batch in batches)
+            batches.append(BatchResult([refused] * (len(slots) - answered)))
         return _as_one(batches)
 
 
