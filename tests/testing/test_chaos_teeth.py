@@ -19,6 +19,7 @@ RARE = {
     "audit_sees_nothing",
     "beginnings_are_told_of_first",
     "checksum_not_checked",
+    "copies_are_told_apart_by_value",
     "fingerprint_without_weight_version",
     "freed_twice",
     "index_not_asked_for",

@@ -33,10 +33,13 @@ class SeededPort:
 
     Attributes:
         random: what the library draws, apart from what decides the order of tasks.
+        worker_seconds: by name of a worker, the mean time until it begins its next call, where that is not
+            `SUBMIT_SECONDS`.
     """
 
     def __init__(self, loop: SeededLoop, seed: int) -> None:
         self.random = random.Random(f"port {seed}")
+        self.worker_seconds: dict[str, float] = {}
         self._loop = loop
         self._running: set[asyncio.Future[Any]] = set()
 
@@ -59,7 +62,7 @@ class SeededPort:
             running.exception()  # whoever waited knows; nobody else is to be told
 
     def worker(self, name: str) -> SeededWorker:
-        return SeededWorker(self._loop)
+        return SeededWorker(self._loop, self.worker_seconds.get(name, SUBMIT_SECONDS))
 
     def post(self, call: Callable[[], object]) -> None:
         if not self._loop.is_closed():
@@ -74,8 +77,9 @@ class SeededPort:
 class SeededWorker:
     """A `ports.Worker` that begins each call a drawn time after the one before."""
 
-    def __init__(self, loop: SeededLoop) -> None:
+    def __init__(self, loop: SeededLoop, mean_seconds: float = SUBMIT_SECONDS) -> None:
         self._loop = loop
+        self._mean_seconds = mean_seconds
         self._calls: deque[Callable[[], object]] = deque()
         self._armed = False
 
@@ -86,7 +90,7 @@ class SeededWorker:
     def _arm(self) -> None:
         if self._calls and not self._armed:
             self._armed = True
-            self._loop.call_later(self._loop.random.expovariate(1 / SUBMIT_SECONDS), self._run_next)
+            self._loop.call_later(self._loop.random.expovariate(1 / self._mean_seconds), self._run_next)
 
     def _run_next(self) -> None:
         self._armed = False

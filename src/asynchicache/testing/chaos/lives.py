@@ -181,6 +181,8 @@ class _LifeRun:
     def _open(self) -> AbstractAsyncContextManager[HybridCache]:
         storage = self._storage.backend if self._life.weights is not None else None
         config = life_config(self._life)
+        if self._life.hashing:
+            self._world.port.worker_seconds["asynchicache-audit"] = self._life.hashing
         return self._world.open_cache(self._spec, config, storage=storage, device=self._device)
 
     async def _live(self, engine: ChaosEngine) -> list[asyncio.Task[None]]:

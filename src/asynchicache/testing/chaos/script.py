@@ -226,6 +226,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         group_bytes: what makes a group of a load's layers worth a copy of its own.
         poor: the piece of memory that the system refuses when the cache is opened first; None: none.
         audit: the share of pages that is fingerprinted.
+        hashing: seconds that the fingerprints of one copy take, about; 0: as short as any call of a worker.
         patience: seconds that the policy `timeout` waits for storage, about.
         steady: traffic after the clients are done, and what is called beside it.
         crash: nothing of what is under way in the end gets to storage any more.
@@ -245,6 +246,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     checkpoints: str = "prompt+output+branch"
     store_bytes: int = 1 << 20
     audit: bool | float = False
+    hashing: float = 0.0
     patience: float = 0.005
     group_bytes: int = GROUP_BYTES
     close: float | None = None

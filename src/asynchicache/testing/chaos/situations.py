@@ -102,6 +102,40 @@ def draw_return(chance: random.Random, seed: int, model: ModelShape) -> Script:
     return Script(seed=seed, model=model, lives=(life,))
 
 
+def draw_waves(chance: random.Random, seed: int, model: ModelShape) -> Script:
+    """Two waves of requests that resume at one state, which is on the host, while the pages before it are on
+    the device: their copies are alike to the last slot that they keep.
+
+    The first wave goes with requests whose pages were fingerprinted, so that its copy is looked at for as
+    long as that takes in earnest, and the copy of the second wave, which is not, may end before it.
+    """
+    model = _replaced(model, states=True)
+    size, many = model.page_size, chance.randrange(6, 12)
+    shared = tuple(range(chance.randrange(1, 6) * size))
+    others = [tuple(range(1000 * n, 1000 * n + 4 * size)) for n in range(1, chance.randrange(10, 16))]
+    sizes = roomy(model, device=5 * many + 24, host=_ROOMY)
+    sizes["mamba"] = CacheSizes(device=many + 3, host=_ROOMY)
+    second = round(0.2 + chance.uniform(0.0001, 0.001), 6)
+    waits = [
+        0.15,
+        *(0.2 if number % 2 else second for number in range(1, many)),
+    ]  # the first brings the pages
+    back = [_replaced(_turn((*shared, 7, *range(n)), wait=wait), patience=0) for n, wait in enumerate(waits)]
+    beside = [_replaced(_turn((*other, 9), wait=0.2), patience=0) for other in others[:4]]
+    life = Life(
+        sizes=sizes,
+        clients=(
+            ChaosClient(turns=(_turn((*shared, 7)), *map(_turn, others))),
+            *(ChaosClient(turns=(turn,)) for turn in (*back, *beside)),
+        ),
+        audit=chance.choice([0.3, 0.5, 0.7]),
+        hashing=1e-3,
+        prefetch=PrefetchPolicy.WAIT_COMPLETE,
+        patience=0.05,
+    )
+    return Script(seed=seed, model=model, lives=(life,))
+
+
 def draw_bounded(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Conversations that begin alike, one after the other, in a memory that holds them all and a storage that
     holds a few."""

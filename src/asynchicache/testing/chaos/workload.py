@@ -31,6 +31,7 @@ from asynchicache.testing.chaos.situations import (
     draw_return,
     draw_rush,
     draw_steady,
+    draw_waves,
 )
 from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy
@@ -40,6 +41,9 @@ MEAN_REQUESTS = 20
 
 LONGEST = 12
 """Pages of the longest sequence."""
+
+_FIRST_WAVES, _SEEDS_A_WAVE = 200, 20
+"""From which seed on, and how often, a script is about waves of requests."""
 
 TENANTS = (None, None, None, None, "alice", "bob")
 WEIGHTS = ("w0", "w1")
@@ -63,6 +67,8 @@ def draw_script(seed: int) -> Script:
     """The script of a seed; the same one anywhere."""
     chance = random.Random(f"script {seed}")
     model = draw_model(chance)
+    if seed >= _FIRST_WAVES and seed % _SEEDS_A_WAVE == 0:  # beside the others: what they draw stays
+        return draw_waves(chance, seed, model)
     situation = chance.choices([draw for draw, _ in _SITUATIONS], [share for _, share in _SITUATIONS])[0]
     return situation(chance, seed, model)
 
