@@ -246,3 +246,22 @@ def test_a_path_whose_digests_take_many_turns_is_durable_and_drained(policy: Wri
                 assert len(set(store)) == pages
 
     run_seeded(0, main)
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_durable_ends_where_states_share_a_host_slot_and_windows_have_none(policy: WritePolicy) -> None:
+    """Stored states that took each other's host slot looked like progress, and the wait had no end."""
+
+    async def main(world: SeededWorld) -> None:
+        spec = synthetic_spec(4, ("kv", "mamba", "swa"), window_pages=4)
+        device, host = dict.fromkeys(("kv", "mamba", "swa"), 60), {"kv": 60, "mamba": 1, "swa": 0}
+        options = config(device_slots=device, host_slots=host, write_policy=policy)
+        async with world.open_cache(spec, options, storage=MemoryBackend(MemoryStore())) as cache:
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                for length in (12, 24, 40):
+                    await Engine(cache).compute(request, length)
+                async with asyncio.timeout(60.0):
+                    assert not await request.durable(), "no window can get there"
+
+    run_seeded(1, main)

@@ -29,6 +29,9 @@ _JOINS = 2
 itself what they read."""
 
 
+_REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
+
+
 @dataclass(slots=True, eq=False)
 class _Prefetch:
     """One request's wait for storage.
@@ -112,7 +115,8 @@ class Prefetcher:
             prefetch.awaited = False
         if sequence.closed or sequence.loaded:
             return  # it went on without us, and its prefix is settled
-        sequence.reason = reason
+        # What others publish meanwhile may change these: the match says them.
+        sequence.reason = MissReason.NONE if reason in _REASONS_OF_THE_MATCH else reason
         self._planner.rematch(sequence)
 
     async def _wait(self, done: asyncio.Future[MissReason], seconds: float) -> MissReason:

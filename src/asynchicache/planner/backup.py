@@ -79,10 +79,14 @@ class BackupPlanner:
         """
         period = self._activity.period if period is None else period
         wanted = self._missing(node)
-        if self.urgent and node not in self.urgent:
+        if not self.urgent:
+            return self._copy(node, wanted, period)
+        if node not in self.urgent:
             self._owe(wanted, period)
             return []
-        return self._copy(node, wanted, period)
+        # States that are stored would take each other's last host slot for ever, and look like progress.
+        needed = [want for want in wanted if want.component_id == FULL or not _is_stored(want)]
+        return self._copy(node, needed, period)
 
     def _missing(self, node: Node) -> list[CopyRequest]:
         """What of the path to `node` is not on the host, and may be."""
@@ -93,8 +97,9 @@ class BackupPlanner:
         return [want for want in missing if free[place_of(want.component_id, Tier.HOST)].capacity]
 
     def lacks_room(self, node: Node) -> bool:
-        """Whether the path to `node` has something on the device that could be on the host and is not."""
-        return bool(self._missing(node))
+        """Whether the path to `node` has something on the device that could be on the host, and is not there
+        nor in storage."""
+        return any(not _is_stored(want) for want in self._missing(node))
 
     def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:
         """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
@@ -404,6 +409,10 @@ class BackupPlanner:
     def finish(self, work: StorageWrite) -> None:
         """No engine reads the write's slots any more."""
         self._state.drop(work.pins)
+
+
+def _is_stored(want: CopyRequest) -> bool:
+    return bool(want.node.stored >> want.component_id & 1)
 
 
 def _path(node: Node) -> list[Node]:

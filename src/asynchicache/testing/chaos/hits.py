@@ -234,6 +234,7 @@ class HitOracle:
         waited = self._clock() - case.began
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
         self.matched(request, case, now=patient and calm)
+        self._seen_in_storage(case)
         if not calm:
             case.allowed |= _FAILURES
         if waited >= self._options.deadline(0):
@@ -253,6 +254,12 @@ class HitOracle:
                 f"hit: {got} pages, reason {reason}, though memory and storage had {there} of {case.limit} "
                 f"all the time; {len(self._waiting)} more requests wait for storage"
             )
+
+    def _seen_in_storage(self, case: HitCase) -> None:
+        """What storage has by now counts as a reason too: it was asked after the request began to wait."""
+        memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
+        either = list(map(_either, memory, self._in_storage(list(case.digests))))
+        self._seen(case, either[FULL], either)
 
     def _check_wait(self, waited: float, case: HitCase) -> None:
         asks, reads = (self._storage.calls.slowest(verb, case.began) for verb in ("exists", "get"))
