@@ -59,7 +59,7 @@ def watch_index(log: DiskLog, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return forget
 
-    for name in ("evict", "remove", "forget", "cut", "clear"):
+    for name in ("evict", "remove", "forget", "truncate", "clear"):
         monkeypatch.setattr(PageIndex, name, watched(name))
 
 

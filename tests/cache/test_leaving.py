@@ -115,7 +115,7 @@ def test_without_the_stream_it_may_not(example: ModuleType, monkeypatch: pytest.
     """The test before this one can fail."""
     request = HybridCache.request
     monkeypatch.setattr(HybridCache, "request", lambda self, tokens, **options: request(self, tokens))
-    monkeypatch.setattr("asynchicache.planner.request_state.Sequence.runs_on", lambda self, stream: None)
+    monkeypatch.setattr("asynchicache.planner.request_state.RequestState.runs_on", lambda self, stream: None)
     lines, _ = interrupted(example, 0)
     assert any(interrupted(example, line)[1] for line in range(1, lines + 1))
 

@@ -80,11 +80,11 @@ class Pages:
         return found
 
     def write(self, pages: int) -> None:
-        for pool, where, digests in self.slots_at(pages):
+        for pool, where, digests in self.held(pages):
             self.oracle.write(pool, where, digests)
 
     def wrong(self, pages: int) -> list[str]:
-        return [pool for pool, *held in self.slots_at(pages) if self.oracle.count_wrong(pool, *held)]
+        return [pool for pool, *held in self.held(pages) if self.oracle.count_wrong(pool, *held)]
 
 
 async def compute(cache: HybridCache, tokens: list[int]) -> None:
@@ -131,7 +131,7 @@ async def test_a_byte_lost_in_any_tensor_would_show(name: str) -> None:
             for pool in spec.pools:
                 for tensor in pool.tensors:
                     pages.write(PAGES)
-                    slot = next(where for name, where, _ in pages.slots_at(PAGES) if name == pool.name)[0]
+                    slot = next(where for name, where, _ in pages.held(PAGES) if name == pool.name)[0]
                     cache.device_tensor(pool.name, tensor.name)[-1, slot].view(torch.uint8)[...] ^= 1
                     assert pages.wrong(PAGES) == [pool.name]
 
