@@ -94,6 +94,7 @@ def replayed() -> RenderableType:
     """2.7 billion tokens in pages of one: the widest numbers there are."""
     tiers, many = ("device", "host", "storage"), 42_345_678
     report = ReplayReport(
+        title="trace",
         requests=23_608,
         prompt_tokens=2_712_345_678,
         trace_seconds=3600.0,
@@ -112,7 +113,7 @@ def replayed() -> RenderableType:
         problems=[],
         seconds=1.0,
     )
-    return report.present("trace")
+    return report.present()
 
 
 def demonstrated() -> RenderableType:

@@ -61,6 +61,10 @@ class BridgeReport:
     plan_us: float
     wakes_per_64: float
 
+    @property
+    def ok(self) -> bool:
+        return True  # it measures, and checks nothing
+
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 

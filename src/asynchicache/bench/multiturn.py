@@ -39,4 +39,4 @@ async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitRep
             prompt = draw_tokens(rng, number, options.request_length)
             output = draw_tokens(rng, number, options.output_length)
             tally.add(round_, await runner.run(histories[client], prompt, output))
-        return tally.report(HitLimit("ceiling", float(ceiling(options))), runner.problems())
+        return tally.report("multiturn", HitLimit("ceiling", float(ceiling(options))), runner.problems())

@@ -43,4 +43,4 @@ async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) ->
             turn = await runner.run(Transcript(options.page_size), prompt, output, marks=[options.shared])
             tally.add(round_, turn)
         limit = HitLimit("ideal_hit_rate", float(ideal_hit_rate(options)))
-        return tally.report(limit, runner.problems())
+        return tally.report("shared prefix", limit, runner.problems())

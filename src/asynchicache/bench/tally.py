@@ -46,6 +46,7 @@ class HitReport:
     """What a bench found.
 
     Attributes:
+        title: of its tables.
         hit_rate: the share of prompt tokens served from the cache.
         round_rates: the same of each round.
         limit: what it could have been at best.
@@ -55,6 +56,7 @@ class HitReport:
         problems: what the cache's own check found at the end.
     """
 
+    title: str
     hit_rate: float
     round_rates: Sequence[float]
     limit: HitLimit
@@ -82,8 +84,8 @@ class HitReport:
             "problems": list(self.problems),
         }
 
-    def present(self, title: str) -> RenderableType:
-        rounds = Table(title=title)
+    def present(self) -> RenderableType:
+        rounds = Table(title=self.title)
         add_figures(rounds, "round", "hit rate")
         for number, rate in enumerate(self.round_rates):
             rounds.add_row(str(number), f"{rate:.2%}")
@@ -125,9 +127,10 @@ class HitTally:
         self._done += 1
         self._progress(self._done, self._turns)
 
-    def report(self, limit: HitLimit, problems: Sequence[str]) -> HitReport:
+    def report(self, title: str, limit: HitLimit, problems: Sequence[str]) -> HitReport:
         """What all turns so far come to."""
         return HitReport(
+            title=title,
             hit_rate=sum(self._hit) / sum(self._prompt),
             round_rates=[hit / prompt for hit, prompt in zip(self._hit, self._prompt, strict=True)],
             limit=limit,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynchicache.cli.output import CommandResult, Output
@@ -13,6 +12,7 @@ from asynchicache.errors import ConfigError
 if TYPE_CHECKING:
     from asynchicache.bench import options as flags
     from asynchicache.bench.replay.options import ReplayOptions
+    from asynchicache.bench.report import BenchReport
     from asynchicache.bench.soak.options import SoakOptions
     from asynchicache.bench.storage.options import StorageBenchOptions
 
@@ -22,7 +22,7 @@ def multiturn(options: flags.MultiturnOptions, output: Output) -> CommandResult:
 
     with output.bar("turns") as advance:
         report = asyncio.run(run_multiturn(options, advance))
-    return CommandResult(report.as_json(), report.present("multiturn"), report.ok)
+    return _result(report)
 
 
 def shared_prefix(options: flags.SharedPrefixOptions, output: Output) -> CommandResult:
@@ -30,7 +30,7 @@ def shared_prefix(options: flags.SharedPrefixOptions, output: Output) -> Command
 
     with output.bar("prompts") as advance:
         report = asyncio.run(run_shared_prefix(options, advance))
-    return CommandResult(report.as_json(), report.present("shared prefix"), report.ok)
+    return _result(report)
 
 
 def replay(options: ReplayOptions, output: Output) -> CommandResult:
@@ -38,7 +38,7 @@ def replay(options: ReplayOptions, output: Output) -> CommandResult:
 
     with output.bar("requests") as advance:
         report = run_replay(options, advance)
-    return CommandResult(report.as_json(), report.present(Path(options.trace).name), report.ok)
+    return _result(report)
 
 
 def tree(options: flags.TreeOptions, output: Output) -> CommandResult:
@@ -56,7 +56,7 @@ def bridge(options: flags.BridgeOptions, output: Output) -> CommandResult:
 
     with output.console.status("crossing the bridge"):
         report = asyncio.run(run_bridge(options))
-    return CommandResult(report.as_json(), report.present())
+    return _result(report)
 
 
 def stall(options: flags.StallOptions, output: Output) -> CommandResult:
@@ -64,7 +64,7 @@ def stall(options: flags.StallOptions, output: Output) -> CommandResult:
 
     with output.console.status("moving pages"):
         report = asyncio.run(run_stall(options))
-    return CommandResult(report.as_json(), report.present())
+    return _result(report)
 
 
 def transfer(options: flags.TransferOptions, output: Output) -> CommandResult:
@@ -72,7 +72,7 @@ def transfer(options: flags.TransferOptions, output: Output) -> CommandResult:
 
     with output.bar("pools and layouts") as advance:
         report = asyncio.run(run_transfer(options, advance))
-    return CommandResult(report.as_json(), report.present(), report.ok)
+    return _result(report)
 
 
 def overlap(options: flags.OverlapOptions, output: Output) -> CommandResult:
@@ -80,7 +80,7 @@ def overlap(options: flags.OverlapOptions, output: Output) -> CommandResult:
 
     with output.bar("shares") as advance:
         report = asyncio.run(run_overlap(options, advance))
-    return CommandResult(report.as_json(), report.present(), report.ok)
+    return _result(report)
 
 
 def storage(options: StorageBenchOptions, output: Output) -> CommandResult:
@@ -88,7 +88,7 @@ def storage(options: StorageBenchOptions, output: Output) -> CommandResult:
 
     with output.bar("rounds") as advance:
         report = asyncio.run(run_storage(options, advance))
-    return CommandResult(report.as_json(), report.present(), report.ok)
+    return _result(report)
 
 
 def soak(options: SoakOptions, output: Output) -> CommandResult:
@@ -96,6 +96,10 @@ def soak(options: SoakOptions, output: Output) -> CommandResult:
 
     with output.bar("seconds") as advance, asyncio.Runner(loop_factory=_loop_factory(options.loop)) as runner:
         report = runner.run(run_soak(options, advance))
+    return _result(report)
+
+
+def _result(report: BenchReport) -> CommandResult:
     return CommandResult(report.as_json(), report.present(), report.ok)
 
 

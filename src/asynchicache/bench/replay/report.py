@@ -29,6 +29,7 @@ class ReplayReport:
     """One replay.
 
     Attributes:
+        title: of its tables; not in the JSON.
         requests, prompt_tokens, trace_seconds: of the trace.
         hit_rate: the share of prompt tokens served from the cache.
         request_hit_rate: the share of requests that were served anything.
@@ -45,6 +46,7 @@ class ReplayReport:
         seconds: what the replay took.
     """
 
+    title: str
     requests: int
     prompt_tokens: int
     trace_seconds: float
@@ -68,12 +70,12 @@ class ReplayReport:
         return not self.problems
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "title"}
 
-    def present(self, title: str) -> RenderableType:
+    def present(self) -> RenderableType:
         """Tables for people."""
         problems = map(escape, self.problems)
-        return Group(escape(title), self._summary(), self._pools(), self._losses(), *problems)
+        return Group(escape(self.title), self._summary(), self._pools(), self._losses(), *problems)
 
     def _summary(self) -> Table:
         return facts(

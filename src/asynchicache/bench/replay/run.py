@@ -48,7 +48,7 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     )
     tally = _play(planner, trace, found.known, progress)
     ceiling = sum(found.known) * trace.block_size / trace.prompt_tokens
-    return _report(planner.state, trace, sizes, tally, ceiling, begun)
+    return _report(Path(options.trace).name, planner.state, trace, sizes, tally, ceiling, begun)
 
 
 def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> ReplayTally:
@@ -60,14 +60,21 @@ def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progre
 
 
 def _report(
-    books: CacheState, trace: Trace, sizes: Sizes, tally: ReplayTally, ceiling: float, begun: float
+    title: str,
+    state: CacheState,
+    trace: Trace,
+    sizes: Sizes,
+    tally: ReplayTally,
+    ceiling: float,
+    begun: float,
 ) -> ReplayReport:
     tiers = (Tier.DEVICE, Tier.HOST)
     evicted = {
-        name: {tier.name.lower(): books.counters.evicted[place_of(component_id, tier)] for tier in tiers}
-        for component_id, name in enumerate(books.names)
+        name: {tier.name.lower(): state.counters.evicted[place_of(component_id, tier)] for tier in tiers}
+        for component_id, name in enumerate(state.names)
     }
     return ReplayReport(
+        title=title,
         requests=tally.requests,
         prompt_tokens=tally.prompt_tokens,
         trace_seconds=trace.seconds,
@@ -78,19 +85,19 @@ def _report(
         hit_rate_by_tier={t.name.lower(): hit / tally.prompt_tokens for t, hit in tally.by_tier.items()},
         working_set=sizes.working_set,
         slots={name: {"device": device, "host": host} for name, (device, host) in sizes.slots.items()},
-        evicted_pages=books.counters.evicted[FULL_DEVICE],
+        evicted_pages=state.counters.evicted[FULL_DEVICE],
         evicted=evicted,
-        states_kept=_states_kept(books),
+        states_kept=_states_kept(state),
         misses=tally.missed(),
         reasons={reason.value: count for reason, count in tally.reasons.items()},
-        problems=books.verify(),
+        problems=state.verify(),
         seconds=time.perf_counter() - begun,
     )
 
 
-def _states_kept(books: CacheState) -> int:
+def _states_kept(state: CacheState) -> int:
     """Nodes that have a state, in whatever tier."""
     states = [
-        component for component in books.tree.components if not books.spec.owners[component.id].per_token
+        component for component in state.tree.components if not state.spec.owners[component.id].per_token
     ]
-    return sum(component.tier(node) is not None for node in books.tree.nodes() for component in states)
+    return sum(component.tier(node) is not None for node in state.tree.nodes() for component in states)
