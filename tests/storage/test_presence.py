@@ -334,7 +334,7 @@ def test_keys_are_forgotten_the_oldest_first() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "rule"),
-    [({"batch_bytes": 0}, "above 0"), ({"retries": -1}, "0 or more"), ({"known_pages": -1}, "0 or more")],
+    [({"batch_bytes": 0}, "above 0"), ({"retries": -1}, "at least 0"), ({"known_pages": -1}, "at least 0")],
 )
 def test_limits_out_of_range_are_refused(limits: dict[str, int], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
