@@ -126,12 +126,12 @@ class Simulation:
         present = {
             number: bytes((name, digest) in self.storage for digest in query.digests)
             for number, name in enumerate(self.planner.state.names)
-            if reader.asks(number)
+            if reader.can_read(number)
         }
         choice = reader.choose(query, present)
         self.start(choice.backups)
         if choice.read is None:
-            reader.drop(query)
+            reader.release(query)
             return
         outcomes = {}
         for number, slots in choice.read.slots.items():

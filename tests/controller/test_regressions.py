@@ -243,7 +243,7 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     choice = sim.planner.fetches.choose(query, {0: b"\1" * 4})
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     sim.start(choice.backups)
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
     sim.close(sim.live[0])
     sim.settle()
     sim.verify()

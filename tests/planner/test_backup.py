@@ -241,7 +241,7 @@ def test_what_is_saved_by_then_or_gone_is_owed_no_more() -> None:
 
 
 def test_too_much_that_is_owed_is_given_up_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backup, "_MOST_OWED", 3)
+    monkeypatch.setattr(backup, "_MAX_POSTPONED", 3)
     sim = simulation(kv=(64, 4))
     work = held_host(sim, published(sim, list(range(90, 98))))
     nodes = [published(sim, [first, 2]) for first in range(5)]
@@ -254,7 +254,7 @@ def test_too_much_that_is_owed_is_given_up_the_oldest_first(monkeypatch: pytest.
 
 def test_a_state_that_is_owed_brings_its_own_pages_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were owed as well, and given up for the state."""
-    monkeypatch.setattr(backup, "_MOST_OWED", 1)
+    monkeypatch.setattr(backup, "_MAX_POSTPONED", 1)
     sim = simulation(kv=(64, 4), mamba=(8, 8))
     work = held_host(sim, published(sim, list(range(90, 98))))
     upper = published(sim, [1, 2])
@@ -538,19 +538,19 @@ def test_uses_are_told_beginnings_last_and_the_last_path_last() -> None:
         writer(sim).write_finished(stored_now, stored=True)
     first, second = digests([*HEAD, 5, 6, 7, 8]), digests([*HEAD, 9, 10])
 
-    assert writer(sim).uses([one, other]) == {
+    assert writer(sim).digests_to_touch([one, other]) == {
         FULL: [first[3], first[2], second[2], first[1], first[0]],
         STATES: [first[3], second[2]],
     }
-    assert writer(sim).uses([other, one]) == {
+    assert writer(sim).digests_to_touch([other, one]) == {
         FULL: [second[2], first[3], first[2], first[1], first[0]],
         STATES: [second[2], first[3]],
     }
     one.stored = 0b10
-    assert writer(sim).uses([one]) == {FULL: [first[1], first[0]], STATES: [first[3]]}
+    assert writer(sim).digests_to_touch([one]) == {FULL: [first[1], first[0]], STATES: [first[3]]}
     one.stored = head.stored = 0
-    assert writer(sim).uses([one]) == {}
-    assert writer(sim).uses([]) == {}
+    assert writer(sim).digests_to_touch([one]) == {}
+    assert writer(sim).digests_to_touch([]) == {}
 
 
 def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
@@ -563,10 +563,10 @@ def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
         node.stored = 0b11
     chain = digests(tokens)
 
-    assert writer(sim).uses([lower]) == {FULL: chain[::-1], 1: [chain[4], chain[3]]}
-    assert writer(sim).uses([upper]) == {FULL: chain[1::-1], 1: chain[1::-1]}
-    assert writer(sim).uses([upper, lower])[1] == [chain[1], chain[0], chain[4], chain[3]]
-    assert writer(sim).claims(lower)[1] == {FULL: range(5), 1: [3, 4]}
+    assert writer(sim).digests_to_touch([lower]) == {FULL: chain[::-1], 1: [chain[4], chain[3]]}
+    assert writer(sim).digests_to_touch([upper]) == {FULL: chain[1::-1], 1: chain[1::-1]}
+    assert writer(sim).digests_to_touch([upper, lower])[1] == [chain[1], chain[0], chain[4], chain[3]]
+    assert writer(sim).pages_marked_stored(lower)[1] == {FULL: range(5), 1: [3, 4]}
 
 
 def test_a_window_that_storage_lost_a_page_of_is_written_anew() -> None:
@@ -589,15 +589,15 @@ def test_claims_are_all_pages_of_a_path_and_what_is_marked_of_others() -> None:
     upper, lower = published(sim, HEAD), published(sim, tokens)
     chain = digests(tokens)
 
-    assert writer(sim).claims(lower) == (chain, {FULL: range(4)})
+    assert writer(sim).pages_marked_stored(lower) == (chain, {FULL: range(4)})
     upper.stored = 0b10
-    assert writer(sim).claims(lower) == (chain, {FULL: range(4), STATES: [1]})
+    assert writer(sim).pages_marked_stored(lower) == (chain, {FULL: range(4), STATES: [1]})
     lower.stored = 0b10
-    assert writer(sim).claims(lower) == (chain, {FULL: range(4), STATES: [1, 3]})
-    assert writer(sim).claims(upper) == (chain[:2], {FULL: range(2), STATES: [1]})
+    assert writer(sim).pages_marked_stored(lower) == (chain, {FULL: range(4), STATES: [1, 3]})
+    assert writer(sim).pages_marked_stored(upper) == (chain[:2], {FULL: range(2), STATES: [1]})
     root = upper.parent
     assert root is not None
-    assert writer(sim).claims(root) == ([], {FULL: range(0)})
+    assert writer(sim).pages_marked_stored(root) == ([], {FULL: range(0)})
 
 
 def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:

@@ -64,7 +64,7 @@ def test_nobody_computed_it() -> None:
 
     assert sim.planner.reason(sequence) is MissReason.COLD
     assert sim.planner.limiting_pool(sequence) == "kv"
-    assert sim.planner.held_back(sequence) == ("", "")
+    assert sim.planner.hit_advice(sequence) == ("", "")
 
 
 def test_all_but_the_last_page_is_there() -> None:
@@ -84,7 +84,7 @@ def test_a_state_is_missing_that_a_stop_would_have_left() -> None:
 
     assert sim.planner.reason(sequence) is MissReason.STATE
     assert sim.planner.limiting_pool(sequence) == "mamba"
-    assert sim.planner.held_back(sequence) == (
+    assert sim.planner.hit_advice(sequence) == (
         "mamba",
         "publish 'mamba' at 8 tokens: stop a prefill there (request.cuts)",
     )
@@ -98,7 +98,7 @@ def test_a_window_had_to_make_room() -> None:
     sequence = asked(sim, [*SYSTEM, 9])
 
     assert sim.planner.reason(sequence) is MissReason.WINDOW
-    assert sim.planner.held_back(sequence) == (
+    assert sim.planner.hit_advice(sequence) == (
         "swa",
         "'swa' had to make room for others: raise its device or host slots",
     )
@@ -127,7 +127,7 @@ def test_what_was_loaded_reaches_as_far_as_its_pages() -> None:
     sim.load(sequence)
 
     assert sequence.hit_pages == 4
-    assert sim.planner.held_back(sequence) == ("", "")
+    assert sim.planner.hit_advice(sequence) == ("", "")
 
 
 # Room

@@ -74,7 +74,7 @@ def test_pages_on_the_device_stay_while_storage_is_asked(
 
     assert books.free[FULL_DEVICE].held == held
     assert books.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
 
 
 def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[Simulation]) -> None:
@@ -85,7 +85,7 @@ def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[S
     choice = sim.planner.fetches.choose(query, {0: b"\1" * PAGES})
 
     assert (choice.read, choice.reason, choice.backups) == (None, MissReason.STATE, [])
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
 
 
 # How far, and from where
@@ -137,26 +137,26 @@ def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: l
     reader = sim.planner.fetches
     tokens = sim.open(PROMPT).tokens
 
-    assert reader.lacks(tokens, b"") == 8
+    assert reader.missing_pages(tokens, b"") == 8
     served(sim, 6)
-    assert reader.lacks(tokens, b"") == 5
-    assert reader.lacks(tokens[:6], b"") == 0, "a token is left to compute"
-    assert reader.lacks(tokens[:7], b"") == 0
-    assert reader.lacks(tokens[:9], b"") == 1
+    assert reader.missing_pages(tokens, b"") == 5
+    assert reader.missing_pages(tokens[:6], b"") == 0, "a token is left to compute"
+    assert reader.missing_pages(tokens[:7], b"") == 0
+    assert reader.missing_pages(tokens[:9], b"") == 1
     assert reader.ask(tokens[:7], b"") is None
     assert reader.ask(tokens[:8], b"") is None
     query = reader.ask(tokens[:9], b"")
     assert query is not None
     assert (query.pages, query.base, query.here) == (4, 3, 3)
-    reader.drop(query)
+    reader.release(query)
 
 
 def test_a_host_without_slots_asks_for_nothing(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, host=0)
     tokens = sim.open(PROMPT).tokens
 
-    assert not sim.planner.fetches.asks(0)
-    assert sim.planner.fetches.lacks(tokens, b"") == 0
+    assert not sim.planner.fetches.can_read(0)
+    assert sim.planner.fetches.missing_pages(tokens, b"") == 0
     assert sim.planner.fetches.ask(tokens, b"") is None
 
 
@@ -176,7 +176,7 @@ def test_digests_are_computed_once(simulations: list[Simulation]) -> None:
     assert again is not None
     assert again.digests == chain
     for one in (query, again):
-        reader.drop(one)
+        reader.release(one)
 
 
 @pytest.mark.parametrize(("window", "first"), [(1, 3), (2, 2), (3, 1), (8, 0)])
@@ -189,7 +189,7 @@ def test_the_first_page_of_a_window_that_a_longer_prefix_may_need(
 
     assert query.base == 3
     assert sim.planner.fetches.first_page(query, 1) == first
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
 
 
 HAS = b"\1" * PAGES
@@ -244,7 +244,7 @@ def test_why_nothing_is_read(
 
     choice = sim.planner.fetches.choose(query, {0: kv, 1: mamba})
     assert (choice.read, choice.reason, choice.backups) == (None, reason, [])
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
 
 
 def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> None:
@@ -259,7 +259,7 @@ def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> No
         for mamba, swa in ((b"\0\0\0\0\1", b"\0" * 8), (b"\0" * 8, b"\0\0\0\1\1"), (b"\0\1", b"\0\0\1\1"))
     ]
     assert found == [MissReason.WINDOW, MissReason.STATE, MissReason.STATE]
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
 
 
 def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list[Simulation]) -> None:
@@ -376,7 +376,7 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
 
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     books.free[FULL_HOST].release(taken)
-    sim.planner.fetches.drop(query)
+    sim.planner.fetches.release(query)
 
 
 # Side by side

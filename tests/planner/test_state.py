@@ -64,10 +64,10 @@ def test_room_that_cannot_be_made_is_refused_and_what_may_go_has_gone() -> None:
     assert not books.make_room(FULL_DEVICE, 7)
     assert books.free[FULL_DEVICE].available == 6
     assert books.make_room(FULL_DEVICE, 6)
-    assert books.has_room({FULL_DEVICE: 6, FULL_HOST: 8}) is None
-    assert books.has_room({FULL_DEVICE: 6, FULL_HOST: 9}) == FULL_HOST
-    assert books.has_room({FULL_DEVICE: 7, FULL_HOST: 9}) == FULL_DEVICE
-    assert books.has_room({}) is None
+    assert books.make_room_for_all({FULL_DEVICE: 6, FULL_HOST: 8}) is None
+    assert books.make_room_for_all({FULL_DEVICE: 6, FULL_HOST: 9}) == FULL_HOST
+    assert books.make_room_for_all({FULL_DEVICE: 7, FULL_HOST: 9}) == FULL_DEVICE
+    assert books.make_room_for_all({}) is None
     sim.close(running)
 
 

@@ -437,7 +437,7 @@ def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
     def unpinned(self: BackupPlanner, node: Any) -> Any:
         work = store(self, node)
         if work is not None:
-            self._state.drop(work.pins)
+            self._state.unpin(work.pins)
         return work
 
     patch.setattr(BackupPlanner, "store", unpinned)

@@ -104,7 +104,7 @@ class VirtualCache(InstantCache):
         choice = reader.choose(query, present)
         self.carry_out(choice.backups)
         if choice.read is None:
-            reader.drop(query)
+            reader.release(query)
             return
         outcomes = {}
         for number, slots in choice.read.slots.items():
@@ -118,7 +118,7 @@ class VirtualCache(InstantCache):
         self.planner.rematch(sequence)
 
     def _asked(self) -> list[int]:
-        return [n for n in range(len(self.planner.state.names)) if self.planner.fetches.asks(n)]
+        return [n for n in range(len(self.planner.state.names)) if self.planner.fetches.can_read(n)]
 
     def _present(self, pool: str, digests: Sequence[bytes], first: int) -> bytes:
         """A byte for each page, 1 if storage has it, for those from number `first` on."""

@@ -75,7 +75,7 @@ class Prefetcher:
             executor: runs reads and copies.
             stored: where it comes from.
             presence: asks storage what it has.
-            storer: writes anew what storage has lost.
+            storage_writer: writes anew what storage has lost.
             options: how long requests wait.
         """
         self._planner = planner
@@ -99,7 +99,7 @@ class Prefetcher:
         """
         if not self._storage or self._executor.failure is not None:
             return
-        lacks = self._fetches.lacks(sequence.tokens, sequence.seed)
+        lacks = self._fetches.missing_pages(sequence.tokens, sequence.seed)
         if not lacks:  # by now: others may have published it since the request matched
             self._planner.rematch(sequence, fetched=False)
             return
@@ -187,7 +187,7 @@ class Prefetcher:
             read = choice.read
         finally:
             if read is None:
-                self._fetches.drop(query)
+                self._fetches.release(query)
         if not prefetch.settled:
             prefetch.sequence.stored_full_pages = choice.full_pages
             prefetch.sequence.stored_limit = choice.limit
@@ -212,12 +212,12 @@ class Prefetcher:
                 self._storage_writer.write_lost(end)
             reach = known.reach(query.here)
             for component_id in range(1, len(self._planner.state.names)):
-                if self._fetches.asks(component_id):
+                if self._fetches.can_read(component_id):
                     first = self._fetches.first_page(query, component_id)
                     other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
                     reason = other if reason is MissReason.NONE else reason
         finally:
-            self._fetches.drop(query)
+            self._fetches.release(query)
         return reason
 
     async def _ask(

@@ -163,7 +163,7 @@ class Request:
         full = max(pages, sequence.branching_pages or 0) * size
         tier = sequence.tier if sequence.loaded else self._planner.loads.tier(sequence)
         by_tier = {tier: pages * size} if pages else {}
-        held_back = self._planner.held_back(sequence)
+        held_back = self._planner.hit_advice(sequence)
         return Hit(pages * size, by_tier, self._planner.reason(sequence), full, *held_back)
 
     @property

@@ -115,7 +115,7 @@ class StorageWriter:
         if not self._used:
             return
         used, self._used = self._used, {}
-        uses = self._backups.uses(used)
+        uses = self._backups.digests_to_touch(used)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
 
@@ -159,13 +159,13 @@ class StorageWriter:
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
         kept: Pins = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
-        self._state.keep(kept)
+        self._state.pin(kept)
         self._backups.preparing.append(node)
         try:
             await complete_digests(self._state.tree, node)
         finally:
             self._backups.preparing.remove(node)
-            self._state.drop(kept)
+            self._state.unpin(kept)
         if node.parent is not None:
             self.store(node, period=period, wait=wait)
 
@@ -208,7 +208,7 @@ class StorageWriter:
         Marks of what it has lost are taken back, so that it is written anew.
         """
         forgotten, written = self._backups.forgotten, self._backups.storing()
-        digests, claims = self._backups.claims(node)
+        digests, claims = self._backups.pages_marked_stored(node)
         found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
         if self._backups.forgotten != forgotten:
             return False  # all marks were taken back meanwhile

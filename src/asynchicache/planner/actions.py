@@ -79,13 +79,15 @@ class StoredSpan:
 
 @dataclass(slots=True, eq=False)
 class StorageWrite:
-    """Host pages to write to storage; `Writer.wrote` tells of the answer, `Writer.finish` ends it.
+    """Host pages to write to storage, until `BackupPlanner.finish`.
+
+    `BackupPlanner.write_finished` tells of the answer.
 
     Attributes:
         pages: by pool, digests and the host slots that hold their pages.
         marks: what counts as stored from now on, so that nobody writes it twice.
         pins: what is kept meanwhile.
-        forgotten: `Writer.forgotten` when it began; it is in storage only if that still holds.
+        forgotten: `BackupPlanner.forgotten` when it began; it is in storage only if that still holds.
     """
 
     forgotten: int

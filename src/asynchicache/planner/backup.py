@@ -28,7 +28,7 @@ from asynchicache.types import Direction, Tier, WritePolicy
 
 _SELECTIVE_HITS = 2
 
-_MOST_OWED = 256
+_MAX_POSTPONED = 256
 """Paths that wait for host slots; what comes beyond is given up, the oldest first."""
 
 _MOST_REMEMBERED = 1 << 16
@@ -39,7 +39,7 @@ class BackupPlanner:
     """Plans write-through, write-back and storage writes.
 
     Attributes:
-        owed: what a backup left out because every host slot was in use, in order, with its period of
+        postponed: what a backup left out because every host slot was in use, in order, with its period of
             `Activity`; tried again as writes to storage end, for as long as the device still has it. Only
             that and not its whole path: states of one path that do not fit together would take each
             other's slots for ever.
@@ -82,7 +82,7 @@ class BackupPlanner:
         if not self.urgent:
             return self._copy(node, wanted, period)
         if node not in self.urgent:
-            self._owe(wanted, period)
+            self._postpone(wanted, period)
             return []
         # States that are stored would take each other's last host slot for ever, and look like progress.
         needed = [want for want in wanted if want.component_id == FULL or not _is_stored(want)]
@@ -108,11 +108,11 @@ class BackupPlanner:
             return []
         anchor = self._host_anchor(node)
         anchor += [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
-        state.keep(anchor)
+        state.pin(anchor)
         batch = self._host_slots(wanted)
-        state.drop(anchor)
+        state.unpin(anchor)
         begun = {want for want, _ in batch}
-        self._owe([want for want in wanted if want not in begun], period)
+        self._postpone([want for want in wanted if want not in begun], period)
         if not batch:
             return []
         transfers = [
@@ -126,36 +126,36 @@ class BackupPlanner:
         tier_copy = state.begin(Tier.HOST, batch)
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=batch[-1][0].node, period=period)]
 
-    def _owe(self, wanted: list[CopyRequest], period: int) -> None:
+    def _postpone(self, wanted: list[CopyRequest], period: int) -> None:
         for want in wanted:
             self.postponed[want] = period
-            if len(self.postponed) > _MOST_OWED:
+            if len(self.postponed) > _MAX_POSTPONED:
                 del self.postponed[next(iter(self.postponed))]
 
     def retry(self) -> list[Copy]:
-        """Back up what was owed, now that something may have been given back."""
+        """Back up what was postponed, now that something may have been given back."""
         if self.urgent:
             return [copy for node in self.urgent for copy in self.backup(node)]
-        owed, self.postponed = self.postponed, {}
-        return [copy for want, period in owed.items() for copy in self._again(want, period)]
+        postponed, self.postponed = self.postponed, {}
+        return [copy for want, period in postponed.items() for copy in self._retry_one(want, period)]
 
-    def _again(self, want: CopyRequest, period: int) -> list[Copy]:
-        """Back up what was owed together with what it stands on, or nothing of it.
+    def _retry_one(self, want: CopyRequest, period: int) -> list[Copy]:
+        """Back up what was postponed together with what it stands on, or nothing of it.
 
         With the ground alone, two paths that do not fit on the host together would take it from each
-        other for ever, and neither would ever be owed less.
+        other for ever, and neither would ever be postponed less.
         """
         if want.node.parent is None or not copies.is_unsaved(want.node, want.component_id):
             return []
-        wanted = self._with_ground(want)
+        wanted = self._with_unsaved_ancestors(want)
         if self._have_room(wanted):
             return self._copy(want.node, wanted, period)
-        self._owe([want], period)
+        self._postpone([want], period)
         return []
 
     @staticmethod
-    def _with_ground(want: CopyRequest) -> list[CopyRequest]:
-        """What is owed, after the full pages above it that are not saved either: a node that is split
+    def _with_unsaved_ancestors(want: CopyRequest) -> list[CopyRequest]:
+        """What is postponed, after the full pages above it that are not saved either: a node that is split
         while it waits leaves its upper half behind, and nothing stands without that."""
         parts = [want]
         above = want.node.parent if want.component_id == FULL else want.node
@@ -174,9 +174,9 @@ class BackupPlanner:
         for want in wanted:
             counts[place_of(want.component_id, Tier.HOST)] += want.size
         kept = self._host_anchor(wanted[-1].node)
-        self._state.keep(kept)
-        short = self._state.has_room(counts)
-        self._state.drop(kept)
+        self._state.pin(kept)
+        short = self._state.make_room_for_all(counts)
+        self._state.unpin(kept)
         return short is None
 
     @staticmethod
@@ -229,7 +229,7 @@ class BackupPlanner:
                     self._add(work, below, component_id)
         if not work.marks:
             return None
-        self._state.keep(work.pins)
+        self._state.pin(work.pins)
         self._under_way.add(work)
         return work
 
@@ -301,7 +301,7 @@ class BackupPlanner:
             node = node.parent
         return not node.pages  # else it was evicted meanwhile, and who knows
 
-    def uses(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
+    def digests_to_touch(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
         """What storage has of paths that were used, in the order in which an engine is to count it as used.
 
         Args:
@@ -327,7 +327,7 @@ class BackupPlanner:
             digests.reverse()
         return {component_id: digests for component_id, digests in newest.items() if digests}
 
-    def claims(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
+    def pages_marked_stored(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
         """What the marks say that storage has of the path to `node`, of what is in memory.
 
         Returns:
@@ -336,7 +336,7 @@ class BackupPlanner:
         """
         needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
         parts = _path(node)
-        claims: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
+        marked: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
         for component in self._tree.components:
             pages = [
                 page
@@ -345,8 +345,8 @@ class BackupPlanner:
                 for page in range(part.end - (part.pages if component.paged else 1), part.end)
             ]
             if pages:
-                claims[component.id] = pages
-        return [digest for part in reversed(parts) for digest in self._tree.digests(part)], claims
+                marked[component.id] = pages
+        return [digest for part in reversed(parts) for digest in self._tree.digests(part)], marked
 
     def unmark(
         self, node: Node, component_id: int, answers: Mapping[int, bool], *, written: Collection[Node]
@@ -408,7 +408,7 @@ class BackupPlanner:
 
     def finish(self, work: StorageWrite) -> None:
         """No engine reads the write's slots any more."""
-        self._state.drop(work.pins)
+        self._state.unpin(work.pins)
 
 
 def _is_stored(want: CopyRequest) -> bool:

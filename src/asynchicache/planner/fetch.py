@@ -48,7 +48,8 @@ class StorageQuery:
         local: by component beside the full one, a byte for each page before `here`, 1 if the page, or the
             state behind it, is here.
         pins: what is kept until the read is committed.
-        forgotten: `Writer.forgotten` when it was made; what it brings is in storage only if that still holds.
+        forgotten: `BackupPlanner.forgotten` when it was made; if it has changed, what
+            comes is not known to be in storage.
     """
 
     tokens: array[int]
@@ -151,23 +152,23 @@ class FetchPlanner:
         self._in_flight: list[StorageRead] = []  # that are not committed, the first one first
         state.private.append(self._private)
 
-    def asks(self, component_id: int) -> bool:
+    def can_read(self, component_id: int) -> bool:
         """Whether storage can serve a component: its pages need host slots to arrive in."""
         return self._state.free[place_of(component_id, Tier.HOST)].capacity > 0
 
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of the first pages of a sequence that were computed before."""
-        match = self._tree.match(tokens, seed, limit=self._most(tokens))
+        match = self._tree.match(tokens, seed, limit=self._max_restorable_pages(tokens))
         return _known_digests(self._tip(tokens, match.node, match.full_pages))[: match.full_pages]
 
-    def _most(self, tokens: array[int]) -> int:
+    def _max_restorable_pages(self, tokens: array[int]) -> int:
         """Pages that could be restored at most: there must be a token left to compute."""
         return (len(tokens) - 1) // self._tree.page_size
 
-    def lacks(self, tokens: array[int], seed: bytes) -> int:
+    def missing_pages(self, tokens: array[int], seed: bytes) -> int:
         """How many pages could be restored beyond what is here."""
-        pages = self._most(tokens)
-        return pages - self._tree.match(tokens, seed, limit=pages).pages if self.asks(FULL) else 0
+        pages = self._max_restorable_pages(tokens)
+        return pages - self._tree.match(tokens, seed, limit=pages).pages if self.can_read(FULL) else 0
 
     def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> StorageQuery | None:
         """What to look for beyond what is here; None if there is nothing more to find.
@@ -177,9 +178,12 @@ class FetchPlanner:
             seed: of its namespace.
             digests: of all its pages that could be restored. Default: they are computed.
         """
-        pages, size = self._most(tokens) if digests is None else len(digests), self._tree.page_size
+        pages, size = (
+            self._max_restorable_pages(tokens) if digests is None else len(digests),
+            self._tree.page_size,
+        )
         match = self._tree.match(tokens, seed, limit=pages)
-        if match.pages >= pages or not self.asks(FULL):
+        if match.pages >= pages or not self.can_read(FULL):
             return None
         tip, here = self._tip(tokens, match.node, match.full_pages), match.full_pages
         if digests is None:
@@ -206,7 +210,7 @@ class FetchPlanner:
             kept,
             self._backups.forgotten,
         )
-        self._state.keep(query.pins)
+        self._state.pin(query.pins)
         return query
 
     def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
@@ -237,9 +241,9 @@ class FetchPlanner:
         above = device_end(tip)
         return [(tip, FULL_HOST)] + ([(above, FULL_DEVICE)] if above.parent is not None else [])
 
-    def drop(self, query: StorageQuery) -> None:
+    def release(self, query: StorageQuery) -> None:
         """Let go of what a query keeps; `deliver` does it by itself."""
-        self._state.drop(query.pins)
+        self._state.unpin(query.pins)
 
     def last_stored_node(self, query: StorageQuery) -> Node | None:
         """The node that the last page here lies in, if it is on the host and storage is said to have it: to
@@ -266,7 +270,7 @@ class FetchPlanner:
             join: leave out what other reads are bringing, and wait for them.
         """
         others = self._others(query) if join else []
-        coming = self._coming(query, others)
+        coming = self._in_flight_flags(query, others)
         sets = []
         for component_id in range(self._tree.width):
             there = _either(
@@ -279,8 +283,8 @@ class FetchPlanner:
         lengths = hits.intersect(sets)
         full, limit = hits.longest(sets[FULL]), self._limit(sets)
         if hits.longest(lengths) <= query.base:
-            return ReadChoice(None, self._held_back(full, limit, query), [], full, limit)
-        stands, backups = self._stand_on_host(query)
+            return ReadChoice(None, self._miss_reason(full, limit, query), [], full, limit)
+        stands, backups = self._ensure_ancestors_on_host(query)
         while stands and (target := hits.longest(lengths)) > query.base:
             room = self._take_slots(query, target, others, coming)
             if isinstance(room, StorageRead):
@@ -293,7 +297,9 @@ class FetchPlanner:
         found = [(read, common_pages(read.query.digests, query.digests)) for read in self._in_flight]
         return [(read, shared) for read, shared in found if shared]
 
-    def _coming(self, query: StorageQuery, others: Sequence[tuple[StorageRead, int]]) -> dict[int, bytearray]:
+    def _in_flight_flags(
+        self, query: StorageQuery, others: Sequence[tuple[StorageRead, int]]
+    ) -> dict[int, bytearray]:
         """By component, a byte for each page of the query that other reads are bringing."""
         coming = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
         for read, shared in others:
@@ -320,14 +326,14 @@ class FetchPlanner:
         reaches = [hits.longest(hits.clamp(lengths, full)) for lengths in sets]
         return reaches.index(min(reaches)) if min(reaches) < full else None
 
-    def _held_back(self, full: int, limit: int | None, query: StorageQuery) -> MissReason:
+    def _miss_reason(self, full: int, limit: int | None, query: StorageQuery) -> MissReason:
         """Why nothing is gained, though storage may have pages."""
         if full <= query.base or limit is None:
             return MissReason.COLD
         paged = {component.id: component.paged for component in self._tree.components}
         return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
-    def _stand_on_host(self, query: StorageQuery) -> tuple[bool, list[Copy]]:
+    def _ensure_ancestors_on_host(self, query: StorageQuery) -> tuple[bool, list[Copy]]:
         """Whether the path before the read is on the host, where the read's pages will stand on it, and
         is kept there; and the copies that this takes."""
         if not query.pins:
@@ -411,9 +417,9 @@ class FetchPlanner:
         for other in self._in_flight:
             if read in other.needs:
                 other.needs.remove(read)
-                self._stand_on(other)
+                self._pin_dependencies(other)
 
-    def _stand_on(self, read: StorageRead) -> None:
+    def _pin_dependencies(self, read: StorageRead) -> None:
         """Keep what is here by now of what the end of a read's prefix needs."""
         query = read.query
         match = self._tree.match(query.tokens, query.seed, limit=read.target)
@@ -458,7 +464,7 @@ class FetchPlanner:
             else:
                 reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
         self._release(read, late)
-        self.drop(query)
+        self.release(query)
         return ReadResult(read, gained, hit, reason, backups)
 
     def _wanted(self, read: StorageRead) -> int:
@@ -479,12 +485,12 @@ class FetchPlanner:
         query, sets = read.query, []
         for component_id in range(self._tree.width):
             there = b"\1" * here if component_id == FULL else local[component_id]
-            came = self._came(read, component_id, outcomes)
+            came = self._hit_flags(read, component_id, outcomes)
             sets.append(self._restorable(component_id, _either(query.pages, there, came), query.pages))
         return hits.intersect(sets)
 
     @staticmethod
-    def _came(read: StorageRead, component_id: int, outcomes: Outcomes) -> bytearray:
+    def _hit_flags(read: StorageRead, component_id: int, outcomes: Outcomes) -> bytearray:
         flags, pages = bytearray(read.query.pages), read.pages.get(component_id, [])
         results = outcomes.get(component_id, ())
         if results.count(Outcome.HIT) < len(pages):

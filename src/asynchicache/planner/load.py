@@ -59,7 +59,7 @@ class LoadPlanner:
         has_states = self.take_states(sequence)
         if not has_states:
             node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
-        elif self._state.has_room(by_place(wanted)) is not None:
+        elif self._state.make_room_for_all(by_place(wanted)) is not None:
             node, wanted = self._shorten(sequence, self._on_device(node)), []
         sequence.tier = self.tier(sequence, node)
         self._count_sources(sequence, node, wanted)

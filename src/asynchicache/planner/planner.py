@@ -148,14 +148,14 @@ class Planner:
             return MissReason.NONE
         if sequence.reason is not MissReason.NONE:
             return sequence.reason
-        held = sequence.limit
+        held = sequence.limited_by
         if held is None:
             return MissReason.COLD
         return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
     def limiting_pool(self, sequence: RequestState) -> str:
         """The pool that keeps a hit from being longer; the first one where no other does."""
-        limit = sequence.limit
+        limit = sequence.limited_by
         return self.state.names[limit.component_id if limit is not None else FULL]
 
     def cuts(self, sequence: RequestState) -> tuple[int, ...]:
@@ -167,9 +167,9 @@ class Planner:
             return (branch,) if self.checkpoints.branch and branch > start * size else ()
         return self.checkpoints.cuts(start * size, sequence.prompt // size * size, branch)
 
-    def held_back(self, sequence: RequestState) -> tuple[str, str]:
+    def hit_advice(self, sequence: RequestState) -> tuple[str, str]:
         """The pool that keeps a hit below its full pages, and what would have helped; empty if none does."""
-        held, full = sequence.limit, sequence.branching_pages
+        held, full = sequence.limited_by, sequence.branching_pages
         if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
             return "", ""
         name, size = self.state.names[held.component_id], self.state.page_size
@@ -210,11 +210,11 @@ class Planner:
         node = sequence.lease.node
         missing = by_place(copies.missing_on_device(self._tree, node))
         kept = self.loads.on_device(node)  # others may have brought it since the match, and let go of it
-        self.state.keep(kept)
+        self.state.pin(kept)
         try:
             self._need(sequence, missing)
         finally:
-            self.state.drop(kept)
+            self.state.unpin(kept)
 
     def _need(self, sequence: RequestState, counts: Mapping[SlotPlace, int]) -> None:
         if not self.loads.take_states(sequence):
@@ -222,7 +222,7 @@ class Planner:
                 component_id for component_id in self._states if component_id not in sequence.states
             )
             raise self._short(1, place_of(missing, Tier.DEVICE))
-        short = self.state.has_room(counts)
+        short = self.state.make_room_for_all(counts)
         if short is not None:
             raise self._short(counts[short], short)
 

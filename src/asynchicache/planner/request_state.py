@@ -122,7 +122,7 @@ class RequestState:
         return full if full > self.match.pages else None
 
     @property
-    def limit(self) -> HeldBack | None:
+    def limited_by(self) -> HeldBack | None:
         """What keeps the match from reaching as far as full pages do; None if nothing does."""
         memory = self.match.branching_pages or 0
         if self.stored_limit is None or self.stored_full_pages <= max(memory, self.match.pages):

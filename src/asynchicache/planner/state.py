@@ -124,7 +124,7 @@ class CacheState:
                     f"host pages of {name!r}, or set them to 0 to keep it off the host"
                 )
 
-    def has_room(self, counts: Mapping[SlotPlace, int]) -> SlotPlace | None:
+    def make_room_for_all(self, counts: Mapping[SlotPlace, int]) -> SlotPlace | None:
         """Have so many slots free at each place; the first place where that cannot be done, or None."""
         return next((place for place, count in counts.items() if not self.make_room(place, count)), None)
 
@@ -176,11 +176,11 @@ class CacheState:
         self.tier_copies.append(tier_copy)
         return tier_copy
 
-    def keep(self, pins: Pins) -> None:
+    def pin(self, pins: Pins) -> None:
         self.tree.pin_all(pins)
         self.pinned.append(pins)
 
-    def drop(self, pins: Pins) -> None:
+    def unpin(self, pins: Pins) -> None:
         self.pinned[:] = [other for other in self.pinned if other is not pins]
         self.tree.unpin_all(pins)
 

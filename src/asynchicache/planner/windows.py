@@ -103,7 +103,7 @@ class WindowPlanner:
     def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
         """No forward reads these pages any more; `error`: the device failed and may still write to them."""
         self._retired.discard(retired)
-        self._state.drop(retired.pins)
+        self._state.unpin(retired.pins)
         for place, slots in retired.slots.items():
             self._state.give_back(place, slots, poisoned=error is not None)
 

@@ -185,7 +185,7 @@ class ConcurrencyLimit:
         """Wait for a turn; it ends when what is returned is closed, which may happen twice.
 
         Args:
-            patience: how long.
+            deadline: how long.
             put: nobody waits for the call, a put or a touch.
 
         Raises:

@@ -55,10 +55,10 @@ class EngineCall(NamedTuple):
         read: makes outcomes of what it returned for so many pages.
         answers: outcomes that mean something.
         refused: the outcome of pages for which the engine was not asked.
-        moves: whether pages move between slots and storage.
-        learns: its outcomes say which pages are there.
+        moves_pages: whether pages move between slots and storage.
+        updates_presence: its outcomes say which pages are there.
         repeatable: asking again after a failure can do no harm.
-        vital: its failures open the breaker. Else it is only tried while the breaker is closed.
+        feeds_breaker: its failures open the breaker. Else it is only tried while the breaker is closed.
     """
 
     name: str
@@ -237,7 +237,7 @@ class _RunningCall:
     """One call of the engine that has not ended.
 
     Attributes:
-        turn: ends with the call, or when its deadline has passed; not with its caller, because the engine
+        permit: ends with the call, or when its deadline has passed; not with its caller, because the engine
             is as busy as before.
         answer: what its caller waits for; done before the call has ended if the deadline came first.
         late: the deadline has passed; its end is no news.

@@ -333,7 +333,9 @@ class TransferEngine:
                 if record.has_enqueue_waiter(index):
                     self._call_on_loop(partial(record.wake_enqueue_waiters, index))
                 reached = partial(self._on_group_reached, record, index, sample if index == last else None)
-                self._reactor.track(self._device, stream, reached, event=event, urgent=record.urgency(index))
+                self._reactor.track(
+                    self._device, stream, reached, event=event, urgent=record.wake_condition(index)
+                )
                 if index == 0 < last and self._submitter is not None:
                     self._call_on_loop(begun)  # a forward waits for the first layers
                     self._device.yield_to_streams()

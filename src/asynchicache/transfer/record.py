@@ -287,7 +287,7 @@ class TransferRecord:
         """Whether a task waits, in `submitted`, for a group to be enqueued."""
         return index in self._enqueue_waiters
 
-    def urgency(self, index: int) -> Callable[[], bool] | None:
+    def wake_condition(self, index: int) -> Callable[[], bool] | None:
         """Decides whether the loop is woken when group `index` has landed. None (always) where an operation
         ends, and for the last group; otherwise whether a task waits for the group."""
         if self._ending[index] or index == len(self._events) - 1:

@@ -137,7 +137,7 @@ def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest
     for (node, component_id), slots in copies:
         place = place_of(component_id, tier)
         tree.occupy(node, place, slots, state)
-        _pend(tier_copy, node, place)
+        _mark_pending(tier_copy, node, place)
         tier_copy.pins.append((node, place_of(component_id, other)))
         if component_id != FULL:
             tier_copy.pins += [(node, place_of(FULL, tier)), (node, place_of(FULL, other))]
@@ -149,7 +149,7 @@ def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int])
     """Start the copy, within the device, of states that `take_state(..., arriving=True)` took."""
     tier_copy = TierCopy(Tier.DEVICE)
     for component_id in components:
-        _pend(tier_copy, node, place_of(component_id, Tier.DEVICE))
+        _mark_pending(tier_copy, node, place_of(component_id, Tier.DEVICE))
         tier_copy.pins.append((node, FULL_DEVICE))
     tree.pin_all(tier_copy.pins)
     return tier_copy
@@ -161,7 +161,7 @@ def keep(tree: UnifiedRadixTree, tier_copy: TierCopy, pins: Pins) -> None:
         tree.pin_for(tier_copy.pins, node, place)
 
 
-def _pend(tier_copy: TierCopy, node: Node, place: SlotPlace) -> None:
+def _mark_pending(tier_copy: TierCopy, node: Node, place: SlotPlace) -> None:
     pending = tier_copy.pending.get(place)
     if pending is None:
         pending = tier_copy.pending[place] = Pending(place, [])
@@ -181,7 +181,7 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
     for pending in tier_copy.pending.values():
         lost.update(pending.orphans)
         for node in pending.nodes:
-            _unpend(node, pending)
+            _clear_pending(node, pending)
     for pending in tier_copy.pending.values():
         for node in pending.nodes:
             if arrived:
@@ -192,7 +192,7 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
     return lost
 
 
-def _unpend(node: Node, pending: Pending) -> None:
+def _clear_pending(node: Node, pending: Pending) -> None:
     left = [other for other in node.pending or () if other is not pending]
     node.pending = left or None
 
@@ -217,7 +217,7 @@ def _drop(tree: UnifiedRadixTree, node: Node, place: SlotPlace, lost: dict[SlotP
     user = next((copy for copy in node.pending or () if copy.place in (place, other_tier(place))), None)
     if user is not None and user.place == place:
         user.nodes.remove(node)
-        _unpend(node, user)
+        _clear_pending(node, user)
     owner = lost if user is None else user.orphans
     owner.setdefault(place, []).extend(tree.vacate(node, place))
     saved = other_tier(place)

@@ -20,7 +20,7 @@ def problems(
     Args:
         tree: the tree.
         leases: every open lease, or None if the caller does not know them: pins are not checked then.
-        flights: every copy in flight (`copies.Flight`), which pin nodes as well.
+        tier_copies: every copy in flight (`copies.TierCopy`), which pin nodes as well.
     """
     found: list[str] = []
     for seed, root in tree.roots.items():
