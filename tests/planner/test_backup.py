@@ -651,6 +651,27 @@ def test_what_was_on_its_way_when_storage_was_asked_is_not_lost() -> None:
     writer(sim).write_finished(work, stored=True)
 
 
+def test_what_was_written_since_storage_was_asked_is_not_lost() -> None:
+    """Two ask at once: the first answer has the pages written anew before the second one comes."""
+    sim = simulation()
+    node = published(sim, HEAD)
+    stored(sim, node)
+    lost = {0: False, 1: False}
+
+    with writer(sim).noting_writes() as second:
+        with writer(sim).noting_writes() as first:
+            pass
+        writer(sim).unmark(node, FULL, lost, written=first)
+        stored(sim, node)
+    assert (first, second) == (set(), {node})
+    writer(sim).unmark(node, FULL, lost, written=second)
+    assert node.stored == 1
+    with writer(sim).noting_writes() as third:
+        pass
+    writer(sim).unmark(node, FULL, lost, written=third)
+    assert node.stored == 0
+
+
 def test_too_much_to_remember_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backup, "_MOST_REMEMBERED", 3)
     sim = simulation()

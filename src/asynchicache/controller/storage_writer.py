@@ -207,9 +207,10 @@ class StorageWriter:
 
         Marks of what it has lost are taken back, so that it is written anew.
         """
-        forgotten, written = self._backups.forgotten, self._backups.storing()
+        forgotten = self._backups.forgotten
         digests, claims = self._backups.pages_marked_stored(node)
-        found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
+        with self._backups.noting_writes() as written:
+            found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
         if self._backups.forgotten != forgotten:
             return False  # all marks were taken back meanwhile
         there = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
@@ -57,6 +58,7 @@ class BackupPlanner:
         self.postponed: dict[CopyRequest, int] = {}
         self.urgent: list[Node] = []
         self.preparing: list[Node] = []
+        self._noted: list[set[Node]] = []
         self.forgotten = 0
         self._under_way: set[StorageWrite] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
@@ -358,7 +360,7 @@ class BackupPlanner:
             node: where the path ends.
             component_id: the component.
             answers: by page number, ascending, whether storage has the page.
-            written: nodes that were being written when storage was asked: they were on their way.
+            written: nodes that were written, at least in part, since storage was asked (`noting_writes`).
         """
         storing = self.storing().union(written)
         lost = [page for page, there in answers.items() if not there]
@@ -386,6 +388,17 @@ class BackupPlanner:
         if self._tree.watcher is not None:
             self._tree.watcher.on_clear(Tier.STORAGE)
 
+    @contextmanager
+    def noting_writes(self) -> Iterator[set[Node]]:
+        """The nodes that are being written, and in the body those whose writes end too: an older answer of
+        storage says nothing of them."""
+        noted = self.storing()
+        self._noted.append(noted)
+        try:
+            yield noted
+        finally:
+            self._noted[:] = [other for other in self._noted if other is not noted]
+
     def write_finished(self, work: StorageWrite, *, stored: bool, late: bool = False) -> None:
         """A write to storage was answered; what is not there may be tried again.
 
@@ -395,6 +408,8 @@ class BackupPlanner:
             late: the engine may still read the slots; `finish` is called when it does not.
         """
         self._under_way.discard(work)
+        for noted in self._noted:
+            noted.update(node for mark in work.marks for node in mark.nodes())
         if not stored:
             for mark in work.marks:
                 for node in mark.nodes():
