@@ -1,1 +1,1 @@
-"""What becomes of a request: planned here without bytes, and carried out by copies and tasks."""
+"""Carries out requests: runs the planner's decisions as copies and tasks on one event loop."""

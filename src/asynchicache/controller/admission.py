@@ -1,4 +1,4 @@
-"""Requests that wait for device slots: who is next, and who gives way when all wait for one another."""
+"""Requests that wait for device slots: which is next, and which gives way in a deadlock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Admission:
     """Gives requests device slots, in the order of `RoomQueue`.
 
     Attributes:
-        waits: how long `admit` and `reserve` took, in seconds.
+        waits: durations of `admit` and `reserve`, in seconds.
     """
 
     def __init__(self, planner: Planner, executor: Executor) -> None:
@@ -31,10 +31,10 @@ class Admission:
         self._queue = RoomQueue()
 
     def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
-        """Give a request room for `tokens` more tokens at once.
+        """Allocate room for `tokens` more tokens, without waiting.
 
         Raises:
-            CapacityError: there is none, or the request has not begun to compute and others wait for room.
+            CapacityError: there is no room, or the request has not begun to compute and others wait.
         """
         if self._queue.blocks(sequence) and self._planner.new_pages(sequence, tokens):
             raise CapacityError("others wait for room: wait behind them (reserve)")
@@ -48,11 +48,11 @@ class Admission:
         return slots
 
     async def admit(self, sequence: RequestState) -> None:
-        """Have what `load` takes of the device as soon as others have given back enough."""
+        """Wait until there is room on the device for `load`."""
         await self._timed(self._when_possible(sequence, partial(self._planner.admit, sequence)))
 
     async def reserve(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
-        """Extend a request as soon as others have given back enough."""
+        """Extend a request; wait until there is room."""
         return await self._timed(self._when_possible(sequence, partial(self._extend, sequence, tokens)))
 
     async def _timed(self, waiting: Coroutine[object, object, T]) -> T:
@@ -64,13 +64,13 @@ class Admission:
             self.waits.observe(clock() - started)
 
     async def _when_possible(self, sequence: RequestState, attempt: Callable[[], T]) -> T:
-        """Try when the request is next, and again whenever something was given back."""
+        """Try when the request is next, and again whenever something was freed."""
         waiter = self._queue.enter(sequence)
         progress = self._executor.progress
-        progress.set()  # the next in the queue looks whether all wait for one another now
+        progress.set()  # this may complete a deadlock: the next in the queue checks
         try:
             while True:
-                progress.clear()  # before the attempt: what is given back during it counts
+                progress.clear()  # before the attempt, so that slots freed during it are seen
                 self._check_waiting(sequence)
                 served = self._attempt(waiter, attempt)
                 if served is not None:
@@ -87,15 +87,15 @@ class Admission:
         self._executor.check_open()
 
     def _match_again(self, waiter: Waiter) -> None:
-        """A request that had to let go of its match while it waited has one again."""
+        """Match again for a request whose match was released while it waited."""
         if waiter.rested and waiter.sequence.resting and not waiter.sequence.closed:
             self._planner.rematch(waiter.sequence, fetched=False)
 
     def _attempt(self, waiter: Waiter, attempt: Callable[[], T]) -> tuple[T] | None:
-        """What `attempt` returned, as a tuple, or None to wait on.
+        """The result of `attempt` in a tuple, or None to keep waiting.
 
         Raises:
-            CapacityError: nothing that is in flight or held by others will give room, or the request must
+            CapacityError: nothing in flight or held by other requests will free room, or the request must
                 give way.
         """
         if not (self._queue.is_next(waiter) or waiter.refused):
@@ -114,10 +114,10 @@ class Admission:
             return None
 
     def _nothing_follows(self, waiter: Waiter) -> bool:
-        """Whether waiting is in vain for `waiter`, who is next and found no room.
+        """Whether waiting is useless for `waiter`, which is next and found no room.
 
-        Where all who hold slots wait for one another, those who have not loaded yet let go of what they
-        matched; if that is not enough, the last one gives way.
+        If all requests that hold slots wait for each other, those that have not loaded yet release their
+        match. If there are none of these, the last waiter gives way.
         """
         if self._executor.in_flight() or not self._queue.all_wait(self._planner.state.sequences):
             return False

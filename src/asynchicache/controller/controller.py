@@ -1,7 +1,7 @@
-"""HybridCacheController: the parts of one cache that run, put together.
+"""HybridCacheController: the running parts of one cache.
 
-The planner decides and the executor carries out. Reads and writes of storage, the wait for room, and events
-are parts of their own. Whatever fails costs a hit, never a request.
+The planner decides and the executor carries out. Storage reads and writes, admission and events are separate
+parts. A failure costs a hit, never a request.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class HybridCacheController:
     """Runs one cache.
 
     Attributes:
-        planner: decides.
+        planner: makes all decisions.
         executor: carries out copies and storage calls.
-        admission: gives requests device slots.
-        storage: the storage, if there is one.
-        prefetcher, storage_writer: read from it, and write to it.
-        namespaces: what the seeds of digests stand for.
-        events: tells listeners what becomes of pages.
-        hits: what requests were given.
+        admission: gives device slots to requests.
+        storage: the attached storage; empty without storage.
+        prefetcher, storage_writer: read from storage, and write to it.
+        namespaces: namespaces by seed.
+        events: sends cache events to subscribers.
+        hits: hit counters.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class HybridCacheController:
     ) -> None:
         """
         Args:
-            planner: decides.
-            executor: carries out.
+            planner: makes all decisions.
+            executor: carries them out.
             stored: the storage, which may be attached later.
             prefetch: how long requests wait for storage.
-            store_bytes: of writes to storage in flight, beyond which they are shed.
-            count_namespaces: how many namespaces are counted apart.
+            store_bytes: bytes of storage writes in flight, beyond which writes are shed.
+            count_namespaces: the most namespaces with counters of their own.
         """
         self.planner = planner
         self.executor = executor
@@ -68,7 +68,7 @@ class HybridCacheController:
         self._count_namespaces = count_namespaces
 
     def trace(self, tracer: Tracer | None) -> None:
-        """Tell `tracer` from now on when copies, writes and evictions begin and end; None to tell no one."""
+        """Report the begin and end of copies, writes and evictions to `tracer`; None: stop."""
         self.executor.tracer = self.planner.state.tracer = self.storage_writer.tracer = tracer
 
     def count_served(self, sequence: RequestState) -> None:
@@ -82,13 +82,13 @@ class HybridCacheController:
             self.hits.count_namespace(name, prompt, hit, self._count_namespaces)
 
     def verify(self, *, idle: bool) -> list[str]:
-        """Broken invariants in words; `idle`: and whatever is held, in flight or lost."""
+        """Describe broken invariants; if `idle`, also everything still held, in flight or lost."""
         executor = self.executor
         under_way = InFlightWork(executor.copies, executor.calls, executor.left_tasks, executor.in_flight())
         return problems(self.planner, under_way, idle=idle)
 
     def stop(self) -> None:
-        """Let nothing follow from what still is in flight; who waits for it is told."""
+        """Start nothing more after work in flight; its waiters get `ClosedError`."""
         self.storage_writer.stop()
         self.executor.stop()
         self.events.close()

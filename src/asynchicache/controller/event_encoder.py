@@ -1,4 +1,4 @@
-"""Turns changes of the tree's slots into events. Pure: it decides nothing, and nothing runs but when told."""
+"""Turns changes of the tree's slots into events. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynchicache.types import TOKEN_BYTES, Tier
 
 
 class TreeEvents:
-    """Tells what a tree gains and loses; the `watcher` of the tree while somebody listens."""
+    """The `watcher` of a tree while there are subscribers: emits an event for each change."""
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class TreeEvents:
     ) -> None:
         """
         Args:
-            tree: whose nodes are described.
+            tree: the tree.
             owners: the pool of each component.
-            namespaces: what the tree's roots stand for.
-            tell: takes the events.
+            namespaces: the namespaces of the tree's roots.
+            tell: called with each event.
         """
         self._tree = tree
         self._owners = owners
@@ -57,7 +57,7 @@ class TreeEvents:
     def present(
         self, node: Node, under_way: Container[tuple[Node, int]] = frozenset()
     ) -> Iterator[PagesStored]:
-        """What a node has, tier by tier; `under_way`: what is being written to storage, and not there yet."""
+        """Events for all that a node has, by tier. `under_way`: storage writes in flight, left out."""
         for component_id in range(self._tree.width):
             for tier in (Tier.DEVICE, Tier.HOST):
                 if node.residency[place_of(component_id, tier)] == RESIDENT:
@@ -66,7 +66,7 @@ class TreeEvents:
                 yield self.describe(node, component_id, Tier.STORAGE)
 
     def describe(self, node: Node, component_id: int, tier: Tier) -> PagesStored:
-        """The pages of a node, or the last one for a state."""
+        """The event for the pages of a node; for a state, for its last page."""
         pool, size = self._owners[component_id], self._tree.page_size
         count = node.pages if pool.per_token else 1
         digests = self._tree.digests(node)
@@ -76,7 +76,7 @@ class TreeEvents:
         return PagesStored(pool.name, tier, tuple(digests[-count:]), parent, tokens, size, *namespace)
 
     def _before(self, node: Node) -> bytes | None:
-        """Digest of the page before a node; the root's is a seed, and no page's."""
+        """Digest of the page before a node; None after the root, whose digest is a seed."""
         parent = node.parent
         return self._tree.digests(parent)[-1] if parent is not None and parent.pages else None
 

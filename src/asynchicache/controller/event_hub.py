@@ -1,4 +1,4 @@
-"""Who listens to a cache's events: a bounded queue each, and the tree watched only while there is one."""
+"""Subscribers to cache events, each with a bounded queue. The tree is watched only while there are any."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asynchicache.planner.planner import Planner
 from asynchicache.types import check_number
 
 _NODES_A_TURN = 256
-"""Nodes whose digests a snapshot computes before others have their turn."""
+"""Nodes that a snapshot processes before it yields to other tasks."""
 
 
 class EventSubscription:
     """Events of one cache from now on, as an async iterator; ends when the cache closes.
 
-    Confined to the cache's loop. Close it, or leave it as a context manager, to be told no more; one that
-    nobody holds any more is forgotten. When more than `limit` events wait, the oldest are dropped, counted,
-    and reported in their place by an `EventsDropped`.
+    Confined to the cache's loop. Close it, or leave it as a context manager, to unsubscribe. The cache holds
+    only a weak reference. When more than `limit` events wait, the oldest are dropped, and an `EventsDropped`
+    with their number takes their place.
 
     Attributes:
-        dropped: events that were lost since the start.
+        dropped: events dropped since the start.
     """
 
     def __init__(self, limit: int) -> None:
@@ -39,11 +39,11 @@ class EventSubscription:
 
     @property
     def open(self) -> bool:
-        """Whether it is told of events."""
+        """Whether it still receives events."""
         return not self._closed
 
     def put(self, event: CacheEvent) -> None:
-        """For the cache: tell this listener."""
+        """Add an event; called by the cache."""
         if self._closed:
             return
         if len(self._queue) == self._limit:
@@ -54,7 +54,7 @@ class EventSubscription:
         self._news.set()
 
     def take(self) -> list[CacheEvent]:
-        """Every event that waits, without waiting for one."""
+        """Remove and return all waiting events, without waiting."""
         events: list[CacheEvent] = [EventsDropped(self._lost)] if self._lost else []
         events += self._queue
         self._queue.clear()
@@ -62,7 +62,7 @@ class EventSubscription:
         return events
 
     async def wait(self) -> bool:
-        """Until there is something to `take`; False if there never will be."""
+        """Wait until there is something to `take`; False if closed and empty."""
         while not self._queue and not self._closed:
             self._news.clear()
             await self._news.wait()
@@ -86,13 +86,13 @@ class EventSubscription:
         self.close()
 
     def close(self) -> None:
-        """Be told no more; what waits may still be read. Twice is harmless."""
+        """Unsubscribe; waiting events may still be read. Idempotent."""
         self._closed = True
         self._news.set()
 
 
 class EventHub:
-    """The listeners of one cache."""
+    """The subscribers of one cache."""
 
     def __init__(self, planner: Planner, namespaces: Namespaces) -> None:
         state = planner.state
@@ -104,7 +104,7 @@ class EventHub:
     def subscribe(self, limit: int) -> EventSubscription:
         """
         Raises:
-            ConfigError: the limit is below 1, or no whole number.
+            ConfigError: the limit is below 1 or not an integer.
         """
         check_number("limit", limit)
         if limit < 1:
@@ -123,10 +123,10 @@ class EventHub:
             self._tree.watcher = None
 
     async def snapshot(self) -> list[PagesStored]:
-        """What is there now, parents before their children.
+        """Events for all that the cache has now, parents before children.
 
-        Digests that nobody asked for yet are computed first, in turns with other tasks; what is then read
-        is the state of one moment. Linear in the tree.
+        Missing digests are computed first, in turns with other tasks. The tree is then read in one loop
+        iteration, so the snapshot is consistent. Linear in the tree.
         """
         for turn, node in enumerate(list(self._tree.nodes())):
             if node.digests is None and node.parent is not None:
@@ -137,6 +137,6 @@ class EventHub:
         return [event for node in self._tree.nodes() for event in self._announcer.present(node, under_way)]
 
     def close(self) -> None:
-        """Nothing more will happen."""
+        """Close all subscriptions."""
         for subscription in self._subscriptions:
             subscription.close()

@@ -1,8 +1,8 @@
-"""The executor: carries out copies and storage calls, counts what is in flight, and wakes who waits.
+"""The executor: carries out copies and storage calls, counts work in flight, and wakes waiters.
 
-It decides nothing. A copy ends in a callback on the loop, and the planner says what follows from it. A
-storage call is a task. There is no polling and no thread. Every wait of the cache (for room, `drain`,
-`durable`) waits for `progress`, which is set whenever something ends or is given back.
+It decides nothing. A copy ends in a callback on the loop; the planner then decides what follows. A storage
+call is a task. There is no polling and no thread. Every wait of the cache (for room, `drain`, `durable`)
+waits for `progress`, which is set whenever work ends or slots are freed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from asynchicache.tree.node import Node
 
 
 class Executor:
-    """Carries out what a planner decides; confined to one event loop.
+    """Carries out the decisions of a planner. Confined to one event loop.
 
     Attributes:
-        progress: set when something has ended or was given back. A waiter clears it, looks, and waits.
+        progress: set when work has ended or slots were freed. A waiter clears it, checks, and waits.
         calls: tasks that read from storage or write to it.
-        tracer: told of copies, if there is one.
-        copies_failed: how many copies failed.
-        on_backed_up: called with the end of a path whose pages have reached the host, and the period of the
-            work that this follows from (`Activity`).
-        closing: requests are refused; what is in flight goes on.
-        stopped: nothing follows any more from what still is in flight.
+        tracer: receives copies, if set.
+        copies_failed: number of failed copies.
+        on_backed_up: called with the end of a path whose pages have reached the host, and the `Activity`
+            period of the backup.
+        closing: requests are refused; work in flight continues.
+        stopped: no new work follows from work still in flight.
     """
 
     def __init__(
@@ -66,22 +66,23 @@ class Executor:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why every request is a miss from now on: the error of the device or of a copy.
+        """The device or copy error since which every request is a miss; None if there is none.
 
-        What is published after it might have been computed from bytes that never came.
+        Pages published after it might have been computed from bytes that never arrived.
         """
         return self._failure or self._device.error
 
     # Copies
 
     def run(self, copies: Iterable[Copy], on_wait: OnWait | None = None) -> Ticket | None:
-        """Enqueue copies; the ticket of the last one, None if there are none.
+        """Enqueue copies; returns the ticket of the last one, None if there are none.
 
-        A copy that reads device memory runs behind the forwards of `order_after`.
+        A copy that reads device memory runs after the forwards given to `order_after`.
 
         Args:
-            on_wait: called with each stream that a fence of the ticket makes wait. Default: the ticket is not
-                handed out.
+            copies: the copies, in order.
+            on_wait: called with each stream that a fence of the ticket makes wait. Default: none, for callers
+                that do not hand out the ticket.
         """
         ticket = None
         for copy in copies:
@@ -110,7 +111,7 @@ class Executor:
             self._ended(copy.period)
 
     def _schedule_next_tier(self, copy: Copy, node: Node) -> None:
-        """What is on the path to `node` now is due for the tier below."""
+        """Start copying the path to `node` to the next tier."""
         if copy.direction is Direction.BACKUP:
             self.on_backed_up(node, copy.period)
         else:
@@ -121,7 +122,7 @@ class Executor:
     def order_after(self, stream: Stream) -> None:
         """Order later copies that read device memory after the work already enqueued on `stream`.
 
-        Pages that are published now may be copied to the host, and states to other slots, by any request.
+        From publication on, any request may cause copies of the pages to the host and of states.
         """
         event = self._device.event()
         stream.record(event)
@@ -133,7 +134,7 @@ class Executor:
             del self._computing[stream]
 
     def when_reached(self, stream: Stream, done: Callable[[BaseException | None], object]) -> None:
-        """Call `done`, with the device's error if there is one, once `stream` has done its work of now."""
+        """Call `done`, with the device's error if any, once `stream` has done the work enqueued now."""
         self._reactor.track(self._device, stream, partial(self._reached, done, self._activity.begin()))
 
     def _reached(
@@ -150,8 +151,8 @@ class Executor:
         """Run a storage call as a task.
 
         Args:
-            work: the call, and what it does with the answer.
-            period: of the work that it follows from. Default: the current one.
+            work: the call, including the handling of its result.
+            period: the `Activity` period of the work that it follows from. Default: the current period.
         """
         period = self._activity.begin(period)
         task = self._tasks.spawn(work)
@@ -163,10 +164,10 @@ class Executor:
         self._ended(period)
 
     def call_late(self, work: Coroutine[object, object, None]) -> None:
-        """Run what waits for a call that outlived its deadline. It may never end: no wait counts it."""
+        """Run a task that waits for a call past its deadline. It may never end, so no wait counts it."""
         self._tasks.spawn(work).add_done_callback(lambda _: self.notify())
 
-    # What is in flight, and who waits for it
+    # Work in flight, and its waiters
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -183,14 +184,14 @@ class Executor:
         self.notify()
 
     def notify(self) -> None:
-        """Something may have been given back: wake who waits, and begin the backups that lacked room."""
+        """Wake waiters and retry postponed backups, after slots may have been freed."""
         self.progress.set()
         backups = self._planner.backups
         if (backups.postponed or backups.urgent) and self.failure is None and not self.stopped:
             self.run(backups.retry())
 
     async def next_progress(self) -> None:
-        """Until something ends, or is given back."""
+        """Wait until work ends or slots are freed."""
         self.progress.clear()
         await self.progress.wait()
 
@@ -201,7 +202,7 @@ class Executor:
 
     @property
     def left_tasks(self) -> Collection[asyncio.Task[None]]:
-        """Tasks that still run though the executor is stopped."""
+        """Tasks that still run after `stop`."""
         return self._tasks.running if self.stopped else ()
 
     def in_flight(self) -> int:
@@ -209,15 +210,15 @@ class Executor:
         return self._activity.running()
 
     async def idle(self) -> None:
-        """Until nothing is in flight.
+        """Wait until nothing is in flight.
 
         Raises:
-            ClosedError: the executor was stopped, and something that is in flight may never end.
+            ClosedError: the executor was stopped, and some work in flight may never end.
         """
         await self._all_ended(None)
 
     async def settled(self) -> None:
-        """Until all has ended that is in flight now, and what follows from it.
+        """Wait until all work now in flight, and the work that follows from it, has ended.
 
         Raises:
             ClosedError: as `idle`.
@@ -235,13 +236,13 @@ class Executor:
     def check_open(self) -> None:
         """
         Raises:
-            ClosedError: the cache is closing, or closed.
+            ClosedError: the cache is closing or closed.
         """
         if self.closing:
             raise ClosedError("the cache is closed")
 
     async def checkpoint(self) -> None:
-        """Give other tasks a turn: a cancellation point, also where there is nothing to wait for.
+        """Yield to other tasks: a cancellation point even if there is nothing to wait for.
 
         Raises:
             ClosedError: the cache is closing, or was closed meanwhile.
@@ -250,11 +251,11 @@ class Executor:
         self.check_open()
 
     def close(self) -> None:
-        """Refuse requests, those that wait for room too; what is in flight goes on."""
+        """Refuse requests, including those that wait for room; work in flight continues."""
         self.closing = True
         self.progress.set()
 
     def stop(self) -> None:
-        """Let nothing follow from what still is in flight; who waits for it gets `ClosedError`."""
+        """Start nothing more after work in flight; its waiters get `ClosedError`."""
         self.stopped = True
         self.progress.set()

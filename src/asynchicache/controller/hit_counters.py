@@ -1,4 +1,4 @@
-"""What requests were given, counted once for each: when it is settled what is loaded for it."""
+"""Hit counters; each request is counted once, when its load is decided."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Self
 from asynchicache.types import MissReason, Tier
 
 OTHERS = "other"
-"""Stands for every namespace beyond those that are counted apart."""
+"""The name for all namespaces beyond those with counters of their own."""
 
 
 @dataclass(slots=True, eq=True)
 class NamespaceHits:
-    """Prompt tokens of one namespace, and those of them that were served from the cache."""
+    """Prompt tokens of one namespace, and those served from the cache."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
@@ -22,16 +22,15 @@ class NamespaceHits:
 
 @dataclass(slots=True, eq=True)
 class HitCounters:
-    """What requests were given: `hit_tokens` of `prompt_tokens`, by the farthest tier they came from.
+    """Hits of requests: `hit_tokens` of `prompt_tokens`, by the farthest tier they came from.
 
     Attributes:
-        reasons: requests by why they were not given more.
-        hit_slots: by pool and tier, the pages and states that hits consisted of, where they lay before
-            the request; `STORAGE` is what its own prefetch brought.
-        missed_tokens: prompt tokens that were not given, by the pool that kept the hit from being longer
-            (the first one where no other did) and why. Those of reason `NONE` are the tokens behind the last
-            page that can be given.
-        namespaces: by name, for the first of them; the rest are `other`.
+        reasons: requests by the reason why the hit was not longer.
+        hit_slots: by pool and the tier they came from, the pages and states of hits. `STORAGE` counts those
+            that the request's own prefetch brought.
+        missed_tokens: prompt tokens that were not hits, by the pool that limited the hit (the first pool if no
+            other did) and the reason. Reason `NONE`: the tokens after the last page that can be restored.
+        namespaces: by name, for the first ones seen; the others are counted as `other`.
     """
 
     requests: int = 0
@@ -43,7 +42,7 @@ class HitCounters:
     namespaces: dict[str, NamespaceHits] = field(default_factory=dict)
 
     def count(self, prompt: int, hit: int, tier: Tier, reason: MissReason, pool: str) -> None:
-        """One request: `hit` of `prompt` tokens, and the pool that kept it from being more."""
+        """Count one request: `hit` of `prompt` tokens, limited by `pool`."""
         self.requests += 1
         self.prompt_tokens += prompt
         self.hit_tokens[tier] += hit
@@ -51,7 +50,7 @@ class HitCounters:
         self.missed_tokens[pool, reason] += prompt - hit
 
     def count_namespace(self, name: str, prompt: int, hit: int, most: int) -> None:
-        """The same request, for its namespace; no more than `most` of them are told apart."""
+        """Count the same request for its namespace; at most `most` namespaces are counted separately."""
         if name not in self.namespaces and len(self.namespaces) >= most:
             name = OTHERS
         served = self.namespaces.setdefault(name, NamespaceHits())

@@ -1,4 +1,4 @@
-"""Which namespace a seed stands for: the tree knows digests only."""
+"""Namespaces by seed: the tree itself knows only digests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from asynchicache.hashing import namespace_seed
 
 _SPARE = 1024
-"""Names that may be kept without need before somebody looks."""
+"""Unneeded names that may accumulate before they are cleaned up."""
 
 
 class Namespace(NamedTuple):
-    """What isolates prefixes: the caller's name for it, and a salt."""
+    """Isolates prefixes: the caller's name and a salt."""
 
     name: str | None = None
     salt: str | None = None
@@ -24,7 +24,7 @@ PLAIN = Namespace()
 class Namespaces:
     """Remembers the names of seeds for as long as the tree has a root for them.
 
-    There may be as many as requests, so those whose root is gone are forgotten from time to time.
+    There may be one per request, so names without a root are removed from time to time.
     """
 
     def __init__(self, roots: Container[bytes]) -> None:
@@ -36,14 +36,14 @@ class Namespaces:
         """The digest before page 0.
 
         Raises:
-            ConfigError: one of them is neither a string nor None.
+            ConfigError: `name` or `salt` is neither a string nor None.
         """
         seed = namespace_seed(name, salt)
         self.remember(seed, Namespace(name, salt))
         return seed
 
     def remember(self, seed: bytes, namespace: Namespace) -> None:
-        """A request with this seed begins, perhaps long after it was made."""
+        """Remember a seed when its request begins, perhaps long after `seed` was called."""
         if seed:
             self._names[seed] = namespace
             if len(self._names) > self._look_at:
@@ -54,5 +54,5 @@ class Namespaces:
         self._look_at = 2 * len(self._names) + _SPARE
 
     def named(self, seed: bytes) -> Namespace:
-        """The namespace of a seed that the tree has a root for, or that a request was just made with."""
+        """The namespace of a seed that has a root in the tree or was just used for a request."""
         return self._names.get(seed, PLAIN)

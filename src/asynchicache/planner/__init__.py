@@ -1,1 +1,1 @@
-"""What the cache decides, as pure code without event loop, threads or device memory."""
+"""The decisions of the cache, as pure code without event loop, threads or device memory."""

@@ -1,4 +1,4 @@
-"""What the planner asks to be carried out, as values."""
+"""Work that the planner orders, as values: copies and storage writes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Transfers = list[PoolTransfer]
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """Bytes to move between device and host, or within the device; `Planner.copy_finished` ends it.
+    """A copy between device and host, or within the device. `Planner.copy_finished` settles it.
 
     Attributes:
-        direction, transfers: what and where.
-        tier_copy: what the tree was told about it, and what is kept meanwhile.
-        user: the request whose own slots it touches, kept until it has ended.
-        reads: device slots that its user will read though this copy does not write them.
-        publishes: the end of the path that is due for the next tier once the copy is there.
-        span: to be told when it has ended, if somebody traces.
-        period: of `Activity` that it belongs to; None: the one in which it is carried out.
+        direction, transfers: the direction, and the slots to copy in each pool.
+        tier_copy: the tree's record of the copy, with its pins.
+        user: the request whose own slots the copy uses. They are kept until the copy has ended.
+        reads: device slots that `user` will read and this copy does not write.
+        publishes: the end of the path to copy to the next tier once this copy has arrived.
+        span: its tracing span, if there is a tracer.
+        period: its period of `Activity`. None: the period in which it is submitted.
     """
 
     direction: Direction
@@ -37,14 +37,14 @@ class Copy:
     period: int | None = None
 
     def serve(self, sequence: RequestState) -> Copy:
-        """This copy, which keeps the slots of `sequence` from being given back until it has ended."""
+        """Keep the slots of `sequence` until this copy has ended; returns the copy."""
         sequence.users += 1
         self.user = sequence
         return self
 
 
 def begin_span(tracer: Tracer, copy: Copy) -> Span:
-    """The span of a copy that is about to be submitted."""
+    """Begin the tracing span of a copy that is about to be submitted."""
     slots = {transfer.pool: len(transfer.sources) for transfer in copy.transfers}
     user = copy.user
     if copy.direction is not Direction.LOAD or user is None:
@@ -54,11 +54,11 @@ def begin_span(tracer: Tracer, copy: Copy) -> Span:
 
 @dataclass(slots=True, eq=False)
 class StoredSpan:
-    """One component of one node, and of the halves that are split off the node later.
+    """One component of a node that is marked stored, including the halves split off the node later.
 
     Attributes:
-        node, component_id: what it marks.
-        slots: how many it has: one a page, or one for a state at the node's end.
+        node, component_id: the node and component that are marked.
+        slots: the number of slots: one per page, or one for a state at the node's end.
     """
 
     node: Node
@@ -70,7 +70,7 @@ class StoredSpan:
         self.start = self.node.end - self.slots
 
     def nodes(self) -> list[Node]:
-        """The node, and above it what was part of it."""
+        """The node, and the nodes above it that were split off it."""
         found = [self.node]
         while (above := found[-1].parent) is not None and above.end > self.start:
             found.append(above)
@@ -79,15 +79,16 @@ class StoredSpan:
 
 @dataclass(slots=True, eq=False)
 class StorageWrite:
-    """Host pages to write to storage, until `BackupPlanner.finish`.
+    """Host pages to write to storage.
 
-    `BackupPlanner.write_finished` tells of the answer.
+    `BackupPlanner.write_finished` takes the result; `BackupPlanner.finish` releases the pins.
 
     Attributes:
-        pages: by pool, digests and the host slots that hold their pages.
-        marks: what counts as stored from now on, so that nobody writes it twice.
-        pins: what is kept meanwhile.
-        forgotten: `BackupPlanner.forgotten` when it began; it is in storage only if that still holds.
+        pages: by pool, the digests and the host slots of the pages.
+        marks: nodes marked stored when the write begins, so that they are not written twice.
+        pins: host slots kept during the write.
+        forgotten: `BackupPlanner.forgotten` when the write began. If it has changed since, the pages may not
+            be in storage.
     """
 
     forgotten: int

@@ -1,4 +1,4 @@
-"""Work in flight, counted by when it began, so that a wait ends however much begins after it. Pure."""
+"""Work in flight, counted by when it began, so that a wait is not extended by later work. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 
 
 class Activity:
-    """Counts copies, storage calls and what follows from them.
+    """Counts copies, storage calls and the work that follows from them.
 
-    Work belongs to a period. What follows from other work, as a write to storage follows from a copy to the
-    host, belongs to the period of that work. A waiter closes the current period and waits for the periods
-    up to it, so it waits for all that was in flight when it was called and for nothing that begins later.
+    All work belongs to a period. Work that follows from other work (a storage write after a host backup)
+    belongs to the same period. A waiter closes the current period and waits for all periods up to it. It
+    therefore waits for the work in flight at that time, and not for work that begins later.
     """
 
     __slots__ = ("_counts", "period")
@@ -23,25 +23,25 @@ class Activity:
         """Count one more piece of work; returns its period, for `end`.
 
         Args:
-            period: of the work that it follows from. Default: the current one.
+            period: the period of the work that it follows from. Default: the current period.
         """
         period = self.period if period is None else period
         self._counts[period] += 1
         return period
 
     def end(self, period: int) -> None:
-        """One piece of work of a period has ended."""
+        """Count one piece of work of a period as ended."""
         self._counts[period] -= 1
         if not self._counts[period]:
             del self._counts[period]
 
     def close_period(self) -> int:
-        """Let what begins from now on belong to the next period; returns the one that is closed."""
+        """Close the current period and start the next; returns the closed one."""
         self.period += 1
         return self.period - 1
 
     def running(self, until: int | None = None) -> int:
-        """Work in flight, of the periods up to `until` if that is given."""
+        """The work in flight; if `until` is given, only that of periods up to it."""
         if until is None:
             return self._counts.total()
         return sum(count for period, count in self._counts.items() if period <= until)

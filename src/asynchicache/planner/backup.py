@@ -1,4 +1,4 @@
-"""What goes down: from the device to the host, and from the host to storage. Pure, as the planner."""
+"""Plans backups from device to host and writes from host to storage. Pure."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ from asynchicache.types import Direction, Tier, WritePolicy
 _SELECTIVE_HITS = 2
 
 _MAX_POSTPONED = 256
-"""Paths that wait for host slots; what comes beyond is given up, the oldest first."""
+"""The most postponed backups. Beyond it the oldest is dropped."""
 
 _MOST_REMEMBERED = 1 << 16
-"""Pages that storage has of nodes that it lost in part; beyond it all are written again."""
+"""The most stored pages remembered of partly lost nodes. Beyond it all of them are written again."""
 
 
 class BackupPlanner:
     """Plans write-through, write-back and storage writes.
 
     Attributes:
-        postponed: what a backup left out because every host slot was in use, in order, with its period of
-            `Activity`; tried again as writes to storage end, for as long as the device still has it. Only
-            that and not its whole path: states of one path that do not fit together would take each
-            other's slots for ever.
-        urgent: ends of paths that somebody waits for and that found no host slots, first come, first served.
-            While there are any, nothing else is given host slots for a backup.
-        preparing: ends of paths that are written as soon as their digests are computed.
-        forgotten: how often all that was known of storage was forgotten.
+        postponed: backups that found no free host slot, in order, with their period of `Activity`. They are
+            retried as storage writes end, as long as the data is on the device. An entry is one node and
+            component, not a path: states of one path that do not fit together would evict each other forever.
+        urgent: ends of paths that a caller waits for and that found no host slots, first come, first served.
+            While there are any, no other backup gets host slots.
+        preparing: ends of paths that are written to storage once their digests are computed.
+        forgotten: how many times all knowledge of storage was dropped.
     """
 
     def __init__(self, state: CacheState, activity: Activity, *, clean_share: float) -> None:
-        """`clean_share`: under write-back, the share of device pages kept free or clean ahead of need."""
+        """`clean_share`: the share of device pages that write-back keeps free or backed up ahead of need."""
         self._state = state
         self._tree = state.tree
         self._activity = activity
@@ -66,18 +65,18 @@ class BackupPlanner:
         self._clean_target = int(state.free[FULL_DEVICE].capacity * clean_share)
 
     def due(self, node: Node) -> bool:
-        """Whether the write policy wants this node on the host now."""
+        """Whether the write policy requires a host copy of this node now."""
         policy = self._state.write_policy
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             return node.hits >= _SELECTIVE_HITS
         return policy is WritePolicy.WRITE_THROUGH
 
     def backup(self, node: Node, *, period: int | None = None) -> list[Copy]:
-        """Copy to the host what the path to `node` has on the device only, as far as there is room.
+        """Copy to the host what the path to `node` has only on the device, as far as there is room.
 
         Args:
-            node: where the path ends.
-            period: of the work that this follows from (`Activity`). Default: the current one.
+            node: the end of the path.
+            period: the `Activity` period of the work that this follows from. Default: the current period.
         """
         period = self._activity.period if period is None else period
         wanted = self._missing(node)
@@ -86,25 +85,25 @@ class BackupPlanner:
         if node not in self.urgent:
             self._postpone(wanted, period)
             return []
-        # States that are stored would take each other's last host slot for ever, and look like progress.
+        # Stored states are skipped: they would evict each other from the last host slot forever.
         needed = [want for want in wanted if want.component_id == FULL or not _is_stored(want)]
         return self._copy(node, needed, period)
 
     def _missing(self, node: Node) -> list[CopyRequest]:
-        """What of the path to `node` is not on the host, and may be."""
+        """What the path to `node` lacks on the host, of components that have host slots."""
         free = self._state.free
         if not free[FULL_HOST].capacity:
-            return []  # nothing else may be there without full pages
+            return []  # windows and states need the full pages on the host too
         missing = copies.missing_on_host(self._tree, node)
         return [want for want in missing if free[place_of(want.component_id, Tier.HOST)].capacity]
 
     def lacks_room(self, node: Node) -> bool:
-        """Whether the path to `node` has something on the device that could be on the host, and is not there
-        nor in storage."""
+        """Whether something on the path to `node` still needs host room: it is on the device, but neither on
+        the host nor in storage."""
         return any(not _is_stored(want) for want in self._missing(node))
 
     def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:
-        """Copy to the host what is `wanted` of the path to `node`, as far as there is room."""
+        """Copy `wanted`, on the path to `node`, to the host, as far as there is room; postpone the rest."""
         state = self._state
         if not wanted:
             return []
@@ -135,17 +134,16 @@ class BackupPlanner:
                 del self.postponed[next(iter(self.postponed))]
 
     def retry(self) -> list[Copy]:
-        """Back up what was postponed, now that something may have been given back."""
+        """Retry postponed backups; call it when host slots may have been freed."""
         if self.urgent:
             return [copy for node in self.urgent for copy in self.backup(node)]
         postponed, self.postponed = self.postponed, {}
         return [copy for want, period in postponed.items() for copy in self._retry_one(want, period)]
 
     def _retry_one(self, want: CopyRequest, period: int) -> list[Copy]:
-        """Back up what was postponed together with what it stands on, or nothing of it.
+        """Retry one postponed backup together with its unsaved ancestors, all or nothing.
 
-        With the ground alone, two paths that do not fit on the host together would take it from each
-        other for ever, and neither would ever be postponed less.
+        Backing up only the ancestors could make two paths evict each other's forever.
         """
         if want.node.parent is None or not copies.is_unsaved(want.node, want.component_id):
             return []
@@ -157,8 +155,8 @@ class BackupPlanner:
 
     @staticmethod
     def _with_unsaved_ancestors(want: CopyRequest) -> list[CopyRequest]:
-        """What is postponed, after the full pages above it that are not saved either: a node that is split
-        while it waits leaves its upper half behind, and nothing stands without that."""
+        """`want`, preceded by the unsaved full pages above it. A node that is split while it waits leaves an
+        upper half without a host copy, and a host copy needs its ancestors on the host."""
         parts = [want]
         above = want.node.parent if want.component_id == FULL else want.node
         while above is not None and above.parent is not None and copies.is_unsaved(above, FULL):
@@ -167,7 +165,8 @@ class BackupPlanner:
         return parts[::-1]
 
     def _have_room(self, wanted: list[CopyRequest]) -> bool:
-        """Have host slots free for all of a path's `wanted`, parents first, if they can stand there."""
+        """Free host slots for all of `wanted` (one path, parents first); False if they do not fit, or the
+        page before them is not on the host."""
         first = wanted[0]
         ground = first.node.parent if first.component_id == FULL else first.node
         if ground is None or ground.residency[FULL_HOST] == ABSENT:
@@ -183,13 +182,13 @@ class BackupPlanner:
 
     @staticmethod
     def _host_anchor(node: Node) -> Pins:
-        """The last host copy on the path, which the new ones will stand on: it must not go to make room."""
+        """Pins the last host copy on the path: new copies need it, so it must not be evicted for them."""
         while node.parent is not None and node.residency[FULL_HOST] == ABSENT:
             node = node.parent
         return [(node, FULL_HOST)] if node.parent is not None else []
 
     def _host_slots(self, wanted: list[CopyRequest]) -> list[tuple[CopyRequest, list[int]]]:
-        """Host slots for as many of `wanted` as there is room for, parents before children."""
+        """Allocate host slots for `wanted`, parents first, as far as there is room."""
         batch: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
             place = place_of(want.component_id, Tier.HOST)
@@ -198,11 +197,11 @@ class BackupPlanner:
                 continue
             self._state.counters.host_pressure += want.size
             if want.component_id == FULL:
-                break  # what follows stands on this
+                break  # later entries need this one on the host
         return batch
 
     def clean(self) -> list[Copy]:
-        """Under write-back: back up the pages that would go next, ahead of need."""
+        """Under write-back: back up the next pages to be evicted, ahead of need."""
         if self._state.write_policy is not WritePolicy.WRITE_BACK:
             return []
         queue = self._tree.queues[FULL_DEVICE]
@@ -218,7 +217,7 @@ class BackupPlanner:
         return plan
 
     def store(self, node: Node) -> StorageWrite | None:
-        """What of the path to `node` is on the host and not known to be in storage."""
+        """Begin a write of what the path to `node` has on the host and not in storage; None if nothing."""
         work = StorageWrite(self.forgotten)
         path = []
         while node.parent is not None:
@@ -238,7 +237,7 @@ class BackupPlanner:
     def _add(self, work: StorageWrite, node: Node, component_id: int) -> None:
         place = place_of(component_id, Tier.HOST)
         held = node.slots_at(place)
-        digests = self._tree.digests(node)[-len(held) :]  # of all its pages, or of the last one for a state
+        digests = self._tree.digests(node)[-len(held) :]  # of all its pages; for a state, of the last one
         if self._there:
             left = [
                 pair for pair in zip(digests, held, strict=True) if (component_id, pair[0]) not in self._there
@@ -254,17 +253,16 @@ class BackupPlanner:
         work.pins += [(node, place)] if component_id == FULL else [(node, place), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:
-        """The nodes that a write to storage is under way for."""
+        """Nodes with a storage write in flight."""
         return {node for work in self._under_way for mark in work.marks for node in mark.nodes()}
 
     def writes_in_flight(self) -> set[tuple[Node, int]]:
-        """Nodes and components that a write to storage is under way for."""
+        """Nodes and components with a storage write in flight."""
         marks = [mark for work in self._under_way for mark in work.marks]
         return {(node, mark.component_id) for mark in marks for node in mark.nodes()}
 
     def in_flight(self, node: Node) -> bool:
-        """Whether a copy or a write is in flight that brings something of the path to `node` nearer to
-        storage."""
+        """Whether a copy or write in flight brings part of the path to `node` closer to storage."""
         storing = self.storing().union(self.preparing)
         while node.parent is not None:
             if node in storing or (~node.stored and self._is_moving(node)):
@@ -273,8 +271,8 @@ class BackupPlanner:
         return False
 
     def _is_moving(self, node: Node) -> bool:
-        """Whether a component of a node that is not stored is being copied to the host, or will be, once it
-        has arrived on the device."""
+        """Whether a component of `node` that is not stored is being copied to the host, or is still arriving
+        on the device."""
         for component_id in range(len(self._state.names)):
             if node.stored >> component_id & 1:
                 continue
@@ -285,8 +283,8 @@ class BackupPlanner:
         return False
 
     def is_stored(self, node: Node) -> bool:
-        """Whether everything that the path to `node` has in memory is in storage as well; of windows,
-        what a prefix that ends there needs."""
+        """Whether everything that the path to `node` has in memory is in storage too. Of windows, only the
+        pages count that a prefix ending at `node` needs."""
         needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
         storing = self.storing()
         while node.parent is not None:
@@ -301,17 +299,17 @@ class BackupPlanner:
             if held & ~node.stored or node in storing:
                 return False
             node = node.parent
-        return not node.pages  # else it was evicted meanwhile, and who knows
+        return not node.pages  # a node cut off by eviction: unknown
 
     def digests_to_touch(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
-        """What storage has of paths that were used, in the order in which an engine is to count it as used.
+        """Digests of stored pages on the used paths, in the order in which an engine should touch them.
 
         Args:
-            ends: where the paths end, the one that was used last comes last.
+            ends: the ends of the paths, the last used one last.
 
         Returns:
-            By component, digests, the least recently used first: of a path the end comes before its
-            beginning, so that an engine that evicts what is used least keeps beginnings.
+            By component, digests, the least recently used first. The end of a path comes before its
+            beginning, so that an LRU engine keeps beginnings.
         """
         seen: set[tuple[Node, int]] = set()
         newest: dict[int, list[bytes]] = {}
@@ -330,11 +328,11 @@ class BackupPlanner:
         return {component_id: digests for component_id, digests in newest.items() if digests}
 
     def pages_marked_stored(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
-        """What the marks say that storage has of the path to `node`, of what is in memory.
+        """Pages on the path to `node` that are marked stored.
 
         Returns:
-            The digests of all pages of the path, and by component the numbers of the pages, or of the last
-            pages before states: a range where it is all of them.
+            The digests of all pages of the path; and by component, the numbers of the marked pages (for a
+            state, of the last page before it). For full pages, the range of all of them.
         """
         needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
         parts = _path(node)
@@ -353,14 +351,14 @@ class BackupPlanner:
     def unmark(
         self, node: Node, component_id: int, answers: Mapping[int, bool], *, written: Collection[Node]
     ) -> None:
-        """Storage does not have all pages of a component of the path to `node` that it was said to have:
-        those that it lost are written anew.
+        """Clear the stored mark of nodes whose pages storage turned out not to have, so that they are
+        written again.
 
         Args:
-            node: where the path ends.
+            node: the end of the path.
             component_id: the component.
             answers: by page number, ascending, whether storage has the page.
-            written: nodes that were written, at least in part, since storage was asked (`noting_writes`).
+            written: nodes with a write in flight since storage was asked (`noting_writes`). They keep their mark.
         """
         storing = self.storing().union(written)
         lost = [page for page, there in answers.items() if not there]
@@ -373,14 +371,14 @@ class BackupPlanner:
                 )
 
     def _remember(self, node: Node, component_id: int, pages: Sequence[int]) -> None:
-        """Storage has these pages of a node that is to be written: they are left out then."""
+        """Remember pages of an unmarked node that storage still has; its next write leaves them out."""
         if len(self._there) + len(pages) > _MOST_REMEMBERED:
             self._there.clear()
         digests, first = self._tree.digests(node), node.end - node.pages
         self._there.update((component_id, digests[page - first]) for page in pages)
 
     def forget_stored(self) -> None:
-        """Storage is gone, or empty: nothing is known to be there. Linear in the tree."""
+        """Clear all stored marks, after storage was detached or emptied. Linear in the tree."""
         self.forgotten += 1
         self._there.clear()
         for node in self._tree.nodes():
@@ -390,8 +388,10 @@ class BackupPlanner:
 
     @contextmanager
     def noting_writes(self) -> Iterator[set[Node]]:
-        """The nodes that are being written, and in the body those whose writes end too: an older answer of
-        storage says nothing of them."""
+        """Collect the nodes with a write in flight now, and those whose write ends inside the block.
+
+        An answer of storage to a question from before says nothing about them.
+        """
         noted = self.storing()
         self._noted.append(noted)
         try:
@@ -400,12 +400,12 @@ class BackupPlanner:
             self._noted[:] = [other for other in self._noted if other is not noted]
 
     def write_finished(self, work: StorageWrite, *, stored: bool, late: bool = False) -> None:
-        """A write to storage was answered; what is not there may be tried again.
+        """Take the result of a storage write. If it failed, its pages may be written again.
 
         Args:
             work: the write.
-            stored: whether all of it is there.
-            late: the engine may still read the slots; `finish` is called when it does not.
+            stored: whether all of its pages are in storage.
+            late: the engine may still read the slots; the caller calls `finish` later.
         """
         self._under_way.discard(work)
         for noted in self._noted:
@@ -422,7 +422,7 @@ class BackupPlanner:
             self.finish(work)
 
     def finish(self, work: StorageWrite) -> None:
-        """No engine reads the write's slots any more."""
+        """Release the pins of a write: the engine no longer reads its slots."""
         self._state.unpin(work.pins)
 
 
@@ -431,7 +431,7 @@ def _is_stored(want: CopyRequest) -> bool:
 
 
 def _path(node: Node) -> list[Node]:
-    """The nodes from `node` up to the root, which is left out."""
+    """The nodes from `node` up to, and without, the root."""
     found = []
     while node.parent is not None:
         found.append(node)

@@ -1,4 +1,4 @@
-"""Where states are kept: at which lengths a prefill should end a forward, so that one can be published."""
+"""Checkpoint policy: the lengths at which a prefill should end a forward to publish a state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _WORDS = ("prompt", "output", "branch")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """Which of the places where a forward can end are worth a state.
+    """The lengths at which to keep a state.
 
-    What SGLang's `mamba_track_interval` and `mamba_branching_seqlen` are (sgl-project/sglang#20457),
-    and the ends of prompts and outputs, where conversations go on.
+    Covers SGLang's `mamba_track_interval` and `mamba_branching_seqlen` (sgl-project/sglang#20457), and the
+    ends of prompts and outputs, where conversations continue.
 
     Attributes:
         prompt: at the end of a prompt, in whole pages.
-        output: at the end of what was generated, in whole pages.
-        branch: where other prompts left this one's path, found at the second prompt that comes by.
-        spacing: at every multiple of so many tokens of a prompt, whole pages; 0: no such places.
+        output: at the end of the output, in whole pages.
+        branch: where full pages match but a state is missing, so from the second prompt that branches there.
+        spacing: at every multiple of this many tokens of a prompt, a multiple of the page size; 0: never.
     """
 
     prompt: bool = True
@@ -36,11 +36,11 @@ class CheckpointPolicy:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A policy from its words joined by `+`: `prompt`, `output`, `branch`, a number of tokens (the
-        spacing), or `none` alone. `prompt+branch+2048`.
+        """Parse words joined by `+`: `prompt`, `output`, `branch`, a number of tokens (the spacing), or
+        `none` alone. Example: `prompt+branch+2048`.
 
         Raises:
-            ConfigError: another word, or one twice.
+            ConfigError: a word is unknown or repeated.
         """
         words = [] if text == NOWHERE else text.split("+")
         numbers = [word for word in words if word.isdecimal() and int(word)]
@@ -54,10 +54,10 @@ class CheckpointPolicy:
         return cls("prompt" in words, "output" in words, "branch" in words, spacing)
 
     def check(self, page_size: int) -> None:
-        """Refuse a spacing that no page ends at.
+        """Check the spacing.
 
         Raises:
-            ConfigError: names both numbers.
+            ConfigError: the spacing is not a multiple of the page size.
         """
         if self.spacing % page_size:
             raise ConfigError(
@@ -65,12 +65,12 @@ class CheckpointPolicy:
             )
 
     def cuts(self, start: int, end: int, branch: int) -> tuple[int, ...]:
-        """Where a prefill should end a forward, ascending.
+        """Lengths in tokens at which a prefill should end a forward, ascending.
 
         Args:
             start: tokens that are restored.
-            end: tokens of the prompt that are whole pages.
-            branch: where a state is missing that the attention pages are there for; 0 for nowhere.
+            end: the tokens of the prompt in whole pages.
+            branch: the length that full pages reach and where a state is missing; 0 for none.
         """
         lengths = set()
         if self.prompt:

@@ -1,13 +1,11 @@
-"""Which pages to read from storage: what to ask for, what to read, what to do with what came.
+"""Plans reads from storage: what to ask for, what to read, and what to insert. Pure.
 
-Pure, as the planner. A read runs through three steps with storage calls between them: `ask`, `choose`,
-`deliver`. Host slots are taken for what storage has, not for what was hoped for; a failure costs what
-failed and nothing before it.
+A read has three steps with storage calls between them: `ask`, `choose`, `deliver`. Host slots are allocated
+only for pages that storage has. A failure loses the failed pages and those after them, never earlier ones.
 
-Reads of several requests run side by side, and no page is read twice at once: a read leaves out what others
-are reading, and is committed once they are. It depends on reads that began before it only, so no two wait for
-each other, and the last of many has to wait for the slowest of them, not for their sum.
-Some 600 lines: one read from its question to its end.
+Reads of several requests run concurrently, and no page is read twice at once: a read leaves out pages that
+other reads are bringing, and is committed after those reads. A read depends only on reads that began before
+it. So no two reads wait for each other, and the last one waits for the slowest read, not for the sum.
 """
 
 from __future__ import annotations
@@ -30,26 +28,26 @@ from asynchicache.tree.radix_tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
 Outcomes = Mapping[int, Sequence[Outcome]]
-"""By component, what became of each page that was read, in the order of the pages."""
+"""By component, the outcome of each page that was read, in page order."""
 
 
 @dataclass(slots=True, eq=False)
 class StorageQuery:
-    """A prefix that may be in storage, and what of it is here.
+    """A prefix that may be in storage, and the part of it that is in memory.
 
     Attributes:
-        tokens, seed: the sequence and its namespace.
-        pages: how many pages could be restored at most.
+        tokens, seed: the sequence and its namespace digest.
+        pages: the most pages that could be restored.
         base: pages that are restorable without storage.
-        here: pages whose full component is here.
-        tip: the node that the last of them is in.
-        version: of the tree, when it was made.
-        digests: of all `pages`.
-        local: by component beside the full one, a byte for each page before `here`, 1 if the page, or the
-            state behind it, is here.
-        pins: what is kept until the read is committed.
-        forgotten: `BackupPlanner.forgotten` when it was made; if it has changed, what
-            comes is not known to be in storage.
+        here: full pages in memory.
+        tip: the node that contains the last of them.
+        version: the tree's version when the query was made.
+        digests: the digests of all `pages`.
+        local: by component except the full one, a byte per page before `here`: 1 if the page, or the state
+            after it, is in memory.
+        pins: kept until the read is committed.
+        forgotten: `BackupPlanner.forgotten` when the query was made. If it has changed since, pages that
+            arrive are not marked stored.
     """
 
     tokens: array[int]
@@ -70,13 +68,14 @@ class StorageRead:
     """Pages to read: by component, their numbers and the host slots that they go to.
 
     Attributes:
-        query: what it answers.
-        target: pages of the prefix that would be restorable.
-        pages: by component, ascending, what is neither here nor being read of what the prefix needs.
-        needs: reads in flight that bring the rest of it, as long as they are not committed.
+        query: the query that the read serves.
+        target: the pages of the prefix that would be restorable.
+        pages: by component, ascending, the pages that the prefix needs and that are neither in memory nor
+            being read.
+        needs: uncommitted reads that bring other pages of the prefix.
         joined: whether there were any.
-        slots: by component, host slots taken for `pages`, in their order.
-        outcomes: what became of each page; None while storage is being asked.
+        slots: by component, the host slots for `pages`, in the same order.
+        outcomes: the outcome of each page; None until storage has answered.
     """
 
     query: StorageQuery
@@ -88,21 +87,21 @@ class StorageRead:
     outcomes: Outcomes | None = None
 
     def digests(self, component_id: int) -> list[bytes]:
-        """Digests of the pages that are read for a component."""
+        """Digests of the pages to read for a component."""
         spans = _spans(self.pages[component_id])
         return [digest for first, last in spans for digest in self.query.digests[first : last + 1]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadChoice:
-    """What to read, or why nothing.
+    """What to read, or why there is nothing to read.
 
     Attributes:
-        read: the read; None if nothing is gained.
+        read: the read; None if it would gain nothing.
         reason: why there is no read.
-        backups: to be carried out either way.
-        full_pages: how far full pages reach in memory and storage.
-        limit: the component that keeps the prefix from reaching as far; None if none does.
+        backups: copies to carry out in either case.
+        full_pages: how far full pages reach in memory and storage together.
+        limit: the component that keeps the prefix shorter than that; None if none does.
     """
 
     read: StorageRead | None
@@ -114,14 +113,14 @@ class ReadChoice:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """What a read brought.
+    """The result of a read.
 
     Attributes:
         read: the read.
         pages: pages that are restorable now.
-        arrived: pages and states that came.
-        reason: why it was not all that was asked.
-        backups: copies to be carried out.
+        arrived: pages and states that arrived.
+        reason: why some did not arrive.
+        backups: copies to carry out.
     """
 
     read: StorageRead
@@ -138,7 +137,7 @@ _REASONS = (
     (Outcome.REJECTED, MissReason.STORAGE_FAILED),
     (Outcome.MISS, MissReason.COLD),
 )
-"""What a read that fell short is put down to, the worst first."""
+"""The reason reported for an incomplete read: the first outcome here that any page had."""
 
 
 class FetchPlanner:
@@ -148,35 +147,35 @@ class FetchPlanner:
         self._state = state
         self._backups = writer
         self._tree = state.tree
-        self._reads: set[StorageRead] = set()  # that hold host slots
-        self._in_flight: list[StorageRead] = []  # that are not committed, the first one first
+        self._reads: set[StorageRead] = set()  # reads that hold host slots
+        self._in_flight: list[StorageRead] = []  # uncommitted reads, in the order they began
         state.private.append(self._private)
 
     def can_read(self, component_id: int) -> bool:
-        """Whether storage can serve a component: its pages need host slots to arrive in."""
+        """Whether storage can serve a component: only if it has host slots."""
         return self._state.free[place_of(component_id, Tier.HOST)].capacity > 0
 
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
-        """Digests of the first pages of a sequence that were computed before."""
+        """Digests of the first pages of a sequence, as far as they were computed before."""
         match = self._tree.match(tokens, seed, limit=self._max_restorable_pages(tokens))
         return _known_digests(self._tip(tokens, match.node, match.full_pages))[: match.full_pages]
 
     def _max_restorable_pages(self, tokens: array[int]) -> int:
-        """Pages that could be restored at most: there must be a token left to compute."""
+        """The most pages that could be restored; at least one token is left to compute."""
         return (len(tokens) - 1) // self._tree.page_size
 
     def missing_pages(self, tokens: array[int], seed: bytes) -> int:
-        """How many pages could be restored beyond what is here."""
+        """The most pages that storage could add to what is restorable from memory."""
         pages = self._max_restorable_pages(tokens)
         return pages - self._tree.match(tokens, seed, limit=pages).pages if self.can_read(FULL) else 0
 
     def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> StorageQuery | None:
-        """What to look for beyond what is here; None if there is nothing more to find.
+        """Make the query for what lies beyond memory; None if storage cannot add anything.
 
         Args:
             tokens: the sequence.
-            seed: of its namespace.
-            digests: of all its pages that could be restored. Default: they are computed.
+            seed: the digest of its namespace.
+            digests: of all pages that could be restored. Default: computed here.
         """
         pages, size = (
             self._max_restorable_pages(tokens) if digests is None else len(digests),
@@ -194,7 +193,7 @@ class FetchPlanner:
         for component in self._tree.windows:
             kept += prefix_pins(
                 component, tip
-            )  # a read completes them; it should not make room at their cost
+            )  # the read completes these windows, so its slots must not come from them
         _give_digests(tip, digests, here)
         local = self._local(tip, here)
         query = StorageQuery(
@@ -214,7 +213,7 @@ class FetchPlanner:
         return query
 
     def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
-        """The node that the last of the full pages of a sequence is in, at or below `node`."""
+        """The node at or below `node` that contains the last of the sequence's full pages."""
         while node.end < full_pages:
             child = self._tree.child(node, tokens)
             assert child is not None, "a match went that way"
@@ -222,7 +221,7 @@ class FetchPlanner:
         return node
 
     def _local(self, tip: Node, here: int) -> dict[int, bytearray]:
-        """By component, which pages before `here` it has on the path to `tip`."""
+        """By component, a byte per page before `here`: 1 if the path to `tip` has it in memory."""
         local = {component.id: bytearray(max(here, tip.end)) for component in self._tree.components}
         for node in _path(tip) if local else ():
             for component in self._tree.components:
@@ -233,7 +232,7 @@ class FetchPlanner:
 
     @staticmethod
     def _ends(tip: Node) -> Pins:
-        """Keeps every full page of the path to `tip` where it is."""
+        """Pins that keep every full page of the path to `tip` where it is."""
         if tip.parent is None:
             return []
         if tip.residency[FULL_DEVICE] != ABSENT:
@@ -242,32 +241,34 @@ class FetchPlanner:
         return [(tip, FULL_HOST)] + ([(above, FULL_DEVICE)] if above.parent is not None else [])
 
     def release(self, query: StorageQuery) -> None:
-        """Let go of what a query keeps; `deliver` does it by itself."""
+        """Release the pins of a query that gets no `deliver`, which releases them itself."""
         self._state.unpin(query.pins)
 
     def last_stored_node(self, query: StorageQuery) -> Node | None:
-        """The node that the last page here lies in, if it is on the host and storage is said to have it: to
-        ask for that page along with the others shows whether storage still has what it had."""
+        """The node of the last page in memory, if it is marked stored and not being written.
+
+        Asking for that page along with the others shows whether storage still has what it had.
+        """
         node = query.tip
         if not node.stored >> FULL & 1 or node in self._backups.storing():
             return None
         return node
 
     def first_page(self, query: StorageQuery, component_id: int) -> int:
-        """The first page of a component that any prefix longer than what is here may need."""
+        """The first page of a component that any prefix longer than `query.base` may need."""
         pages = self._state.spec.owners[component_id].coverage.pages or 0
         return max(query.base + 1 - pages, 0)
 
     # What to read
 
     def choose(self, query: StorageQuery, present: Mapping[int, bytes], *, join: bool = True) -> ReadChoice:
-        """The longest prefix that storage and memory restore together, with host slots for the rest.
+        """Choose the longest prefix that storage and memory restore together, and allocate its host slots.
 
         Args:
-            query: what was asked.
-            present: by component, a byte for each page of the query, 1 if storage has it; short answers
-                are as if followed by 0.
-            join: leave out what other reads are bringing, and wait for them.
+            query: the query.
+            present: by component, a byte per page of the query, 1 if storage has it. A short answer is padded
+                with 0.
+            join: leave out pages that other reads are bringing, and wait for those reads.
         """
         others = self._others(query) if join else []
         coming = self._in_flight_flags(query, others)
@@ -293,14 +294,14 @@ class FetchPlanner:
         return ReadChoice(None, MissReason.HOST_CAPACITY, backups, full, limit)
 
     def _others(self, query: StorageQuery) -> list[tuple[StorageRead, int]]:
-        """Reads in flight of sequences that begin as the query's does, and how many pages they share."""
+        """Reads in flight that share a prefix with the query, and the number of pages shared."""
         found = [(read, common_pages(read.query.digests, query.digests)) for read in self._in_flight]
         return [(read, shared) for read, shared in found if shared]
 
     def _in_flight_flags(
         self, query: StorageQuery, others: Sequence[tuple[StorageRead, int]]
     ) -> dict[int, bytearray]:
-        """By component, a byte for each page of the query that other reads are bringing."""
+        """By component, a byte per page of the query: 1 if another read is bringing it."""
         coming = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
         for read, shared in others:
             for component_id, pages in read.pages.items():
@@ -320,22 +321,27 @@ class FetchPlanner:
 
     @staticmethod
     def _limit(sets: Sequence[int]) -> int | None:
-        """The component that allows the shortest prefix, where that is shorter than the full pages; by
-        component, `sets` says which lengths it allows."""
+        """The component that allows the shortest prefix, if that is shorter than the full pages allow.
+
+        `sets`: by component, the prefix lengths that it allows.
+        """
         full = hits.longest(sets[FULL])
         reaches = [hits.longest(hits.clamp(lengths, full)) for lengths in sets]
         return reaches.index(min(reaches)) if min(reaches) < full else None
 
     def _miss_reason(self, full: int, limit: int | None, query: StorageQuery) -> MissReason:
-        """Why nothing is gained, though storage may have pages."""
+        """Why a read would gain nothing, though storage may have pages."""
         if full <= query.base or limit is None:
             return MissReason.COLD
         paged = {component.id: component.paged for component in self._tree.components}
         return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
     def _ensure_ancestors_on_host(self, query: StorageQuery) -> tuple[bool, list[Copy]]:
-        """Whether the path before the read is on the host, where the read's pages will stand on it, and
-        is kept there; and the copies that this takes."""
+        """Back up and pin the path before the read: its pages need their ancestors on the host.
+
+        Returns:
+            Whether the path is (or will be) on the host, and the copies for that.
+        """
         if not query.pins:
             return True, []
         return self._keep_on_host(query, query.pins[0][0])
@@ -356,7 +362,7 @@ class FetchPlanner:
         others: Sequence[tuple[StorageRead, int]],
         coming: Mapping[int, bytearray],
     ) -> StorageRead | int:
-        """Host slots for a read up to `target`, or the longest prefix that there would be room for."""
+        """Allocate host slots for a read up to `target`; or return the longest prefix that has room."""
         read = StorageRead(query, target, self._missing(query, target, coming))
         full = read.pages.get(FULL, [])
         if not self._state.make_room(FULL_HOST, len(full)):
@@ -382,7 +388,7 @@ class FetchPlanner:
     def _missing(
         self, query: StorageQuery, target: int, coming: Mapping[int, bytearray]
     ) -> dict[int, list[int]]:
-        """By component, the pages that a prefix of `target` pages needs, and that are neither here nor
+        """By component, the pages that a prefix of `target` pages needs and that are neither in memory nor
         being read."""
         wanted = {FULL: _zeros(coming[FULL], query.here, target)}
         for component in self._tree.components:
@@ -394,18 +400,17 @@ class FetchPlanner:
     # What came
 
     def deliver(self, read: StorageRead, outcomes: Outcomes) -> list[ReadResult]:
-        """Storage has answered for all pages of a read.
+        """Take storage's answer for all pages of a read, and commit every read that is now ready.
 
-        The read is put into the tree at once, or as soon as those that it needs are; with it go reads that
-        waited for it alone. Slots whose read timed out stay with it, because the engine may still write to
-        them; `finish` gives them back.
+        A read is committed once the reads that it needs are. Slots of pages that timed out stay with the
+        read, because the engine may still write to them; `finish` gives them back.
 
         Returns:
-            What each read brought that was committed now, in their order.
+            The results of the reads committed by this call, in the order they began.
         """
         read.outcomes = outcomes
         gained = []
-        for other in list(self._in_flight):  # who needs a read stands behind it
+        for other in list(self._in_flight):  # a read comes after those that it needs, so one pass is enough
             if other.outcomes is not None and not other.needs:
                 gained.append(self._commit(other, other.outcomes))
                 self._in_flight.remove(other)
@@ -413,14 +418,15 @@ class FetchPlanner:
         return gained
 
     def _committed(self, read: StorageRead) -> None:
-        """Those who needed a read stand on what it brought from now on: it must not go meanwhile."""
+        """A read was committed: pin its pages for every read in flight that depends on it, so they are not
+        evicted before that read commits."""
         for other in self._in_flight:
             if read in other.needs:
                 other.needs.remove(read)
                 self._pin_dependencies(other)
 
     def _pin_dependencies(self, read: StorageRead) -> None:
-        """Keep what is here by now of what the end of a read's prefix needs."""
+        """Pin all that is in memory now of what the prefix of `read` needs."""
         query = read.query
         match = self._tree.match(query.tokens, query.seed, limit=read.target)
         tip = self._tip(query.tokens, match.node, match.full_pages)
@@ -439,7 +445,7 @@ class FetchPlanner:
             self._tree.pin_for(query.pins, node, place)
 
     def _commit(self, read: StorageRead, outcomes: Outcomes) -> ReadResult:
-        """Put what arrived into the tree, up to the longest prefix that is restorable now."""
+        """Insert what arrived into the tree, up to the longest prefix that is restorable now."""
         query = read.query
         tip, here, base, local = query.tip, query.here, query.base, query.local
         if query.version != self._tree.version:
@@ -468,7 +474,7 @@ class FetchPlanner:
         return ReadResult(read, gained, hit, reason, backups)
 
     def _wanted(self, read: StorageRead) -> int:
-        """How many pages of a read others stand on: they may need no state where it would."""
+        """The most pages of `read` that other reads depend on; these may need no state there."""
         return max(
             (
                 min(common_pages(read.query.digests, other.query.digests), other.target)
@@ -481,7 +487,7 @@ class FetchPlanner:
     def _arrived(
         self, read: StorageRead, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]
     ) -> int:
-        """Prefix lengths that are restorable with what arrived, and with what is here."""
+        """The prefix lengths that are restorable from what arrived and what is in memory, as a bit set."""
         query, sets = read.query, []
         for component_id in range(self._tree.width):
             there = b"\1" * here if component_id == FULL else local[component_id]
@@ -500,8 +506,11 @@ class FetchPlanner:
         return flags
 
     def _insert(self, read: StorageRead, here: int, pages: int, outcomes: Outcomes) -> Node | None:
-        """Put full pages behind the first `here`, up to `pages` or to one that did not come; the end of them,
-        or None if the path to `here` is not on the host: the device failed meanwhile."""
+        """Insert full pages after the first `here`, up to `pages` or the first that did not arrive.
+
+        Returns:
+            The node at their end; None if the path to `here` is not on the host, after a device failure.
+        """
         query, numbers = read.query, read.pages.get(FULL, [])
         node = self._tree.reach(query.tokens, query.seed, min(here, pages))
         if node is None or node.residency[FULL_HOST] == ABSENT:
@@ -516,7 +525,7 @@ class FetchPlanner:
         slots = read.slots[FULL]
         result = self._tree.insert_host(node, query.tokens, slots[first:last])
         read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
-        # Also to the nodes above: another request may have published them while storage was read.
+        # Nodes above too: another request may have published them during the read.
         _give_digests(result.node, query.digests, result.node.end)
         for fresh in result.filled:
             if query.forgotten == self._backups.forgotten:
@@ -524,7 +533,7 @@ class FetchPlanner:
         return result.node
 
     def _insert_others(self, read: StorageRead, node: Node, pages: int, outcomes: Outcomes) -> None:
-        """Put into the tree what came of windows and states for a prefix of `pages` pages, at `node` or
+        """Insert the windows and states that arrived for a prefix of `pages` pages, which ends at `node` or
         before it."""
         if not (self._tree.components and pages):
             return
@@ -541,8 +550,8 @@ class FetchPlanner:
     def _attach(
         self, read: StorageRead, component: Component, end: Node, results: Sequence[Outcome]
     ) -> list[int]:
-        """Put what came for one component, and what a prefix that ends at `end` needs of it, into the
-        tree; returns the slots that were not taken."""
+        """Insert the pages of one component that arrived and that a prefix ending at `end` needs; returns
+        the slots that the tree did not take."""
         needed = range(end.end - (self._state.spec.owners[component.id].coverage.pages or 0), end.end)
         arrived: dict[int, int] = {}
         left: list[int] = []
@@ -558,7 +567,7 @@ class FetchPlanner:
         return left
 
     def _take(self, query: StorageQuery, component: Component, pages: Pages) -> list[int]:
-        """Put a run of pages, or one state, into the tree; returns the slots that were not taken."""
+        """Insert a run of pages, or one state; returns the slots that the tree did not take."""
         node = self._tree.reach(query.tokens, query.seed, pages.first + len(pages.slots))
         if node is None:
             return list(pages.slots)
@@ -577,20 +586,20 @@ class FetchPlanner:
             node = node.parent
 
     def _mark_stored(self, node: Node, component_id: int) -> None:
-        """What was read need not be written again."""
+        """Mark what was read as stored, so that it is not written again."""
         node.stored |= 1 << component_id
         if self._tree.watcher is not None:
             self._tree.watcher.on_store(node, component_id)
 
     def _release(self, read: StorageRead, late: Mapping[int, Collection[int]]) -> None:
-        """Give back what is left, but for slots that a late read may still write to."""
+        """Free the slots that the tree did not take, except those that a late read may still write to."""
         for component_id, slots in read.slots.items():
             gone = [slot for slot in slots if slot not in late[component_id]]
             self._state.free[place_of(component_id, Tier.HOST)].release(gone)
             read.slots[component_id] = [slot for slot in slots if slot in late[component_id]]
 
     def finish(self, read: StorageRead, *, safe: bool = True) -> None:
-        """No engine writes to the read's slots any more; or, unless `safe`, that will never be known."""
+        """Give back the late slots of a read; unless `safe`, an engine may still write to them forever."""
         for component_id, slots in read.slots.items():
             self._state.give_back(place_of(component_id, Tier.HOST), slots, poisoned=not safe)
         self._reads.discard(read)
@@ -604,7 +613,7 @@ class FetchPlanner:
 
 
 def _path(node: Node) -> list[Node]:
-    """The nodes from `node` up to the root, which is left out."""
+    """The nodes from `node` up to, and without, the root."""
     found = []
     while node.parent is not None:
         found.append(node)
@@ -613,7 +622,7 @@ def _path(node: Node) -> list[Node]:
 
 
 def _give_digests(end: Node, digests: Sequence[bytes], pages: int) -> None:
-    """Give the nodes of the path to `end` their digests, up to `pages`: others may follow after them."""
+    """Set the digests of the nodes on the path to `end` that end at or before `pages`."""
     for node in _path(end):
         if node.digests is None and node.end <= pages:
             node.digests = list(digests[node.end - node.pages : node.end])
@@ -630,7 +639,7 @@ def _known_digests(tip: Node) -> list[bytes]:
 
 
 def _late(read: StorageRead, outcomes: Outcomes) -> dict[int, set[int]]:
-    """By component, slots that an engine may still write to."""
+    """By component, the slots that an engine may still write to: those whose read timed out."""
     late: dict[int, set[int]] = {}
     for component_id, slots in read.slots.items():
         results = outcomes[component_id] if Outcome.TIMEOUT in outcomes[component_id] else ()
@@ -641,7 +650,7 @@ def _late(read: StorageRead, outcomes: Outcomes) -> dict[int, set[int]]:
 
 
 def _run_length(numbers: Sequence[int], at: int, first: int, end: int) -> int:
-    """How many of `numbers`, which ascend, count up from `first`, that stands at place `at`, to `end`."""
+    """Length of the run `first, first + 1, ...` below `end` in the ascending `numbers` from index `at`."""
     count = min(len(numbers) - at, end - first)
     if count <= 0 or numbers[at] != first:
         return 0
@@ -651,7 +660,7 @@ def _run_length(numbers: Sequence[int], at: int, first: int, end: int) -> int:
 
 
 def _spans(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers of an ascending series, by their first and last."""
+    """First and last of each run of consecutive numbers in an ascending series."""
     if pages and pages[-1] - pages[0] == len(pages) - 1:  # nearly always
         yield pages[0], pages[-1]
         return
@@ -661,7 +670,7 @@ def _spans(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _either(pages: int, *flags: bytes | bytearray) -> bytearray:
-    """A byte for each page: 1 where one of `flags` has 1; those that are shorter end with 0."""
+    """A byte per page: 1 where any of `flags` has 1. Shorter ones are padded with 0."""
     every = 0
     for some in flags:
         every |= int.from_bytes(some[:pages], "little")
@@ -669,7 +678,7 @@ def _either(pages: int, *flags: bytes | bytearray) -> bytearray:
 
 
 def _zeros(flags: bytearray, first: int, end: int) -> list[int]:
-    """Numbers from `first` to `end` whose flag is 0, or that have none."""
+    """Numbers from `first` up to, and without, `end` whose flag is 0 or missing."""
     if 1 not in flags[first:end]:  # nearly always
         return list(range(first, end))
     return [page for page in range(first, end) if page >= len(flags) or not flags[page]]

@@ -1,7 +1,4 @@
-"""What `load` brings to the device: the matched prefix, its windows, and working states of the request's own.
-
-Pure, as the planner.
-"""
+"""Plans loads to the device: the matched prefix, its windows, and the request's own working states. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class LoadPlanner:
         self._states = [component.id for component in state.tree.components if not component.paged]
 
     def load_nothing(self, sequence: RequestState) -> list[Copy]:
-        """Serve a request without the cache, after the device failed: one copy of nothing."""
+        """Serve a request without the cache, after a device failure: one empty copy."""
         sequence.loaded = True
         self._shorten(sequence, self._tree.root(sequence.seed))
         self._windows.start(sequence, sequence.lease.node)
@@ -47,15 +44,15 @@ class LoadPlanner:
         return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(sequence)]
 
     def load(self, sequence: RequestState) -> list[Copy]:
-        """Bring the matched prefix to the device, with working states of the request's own.
+        """Plan the copies that bring the matched prefix to the device, with the request's own working states.
 
-        Falls back to what is on the device if there is no room for the rest. The last copy's ticket
-        covers all of them.
+        Without room for the missing pages, falls back to the prefix on the device. The ticket of the last
+        copy covers all copies.
         """
         sequence.loaded = True
         node = sequence.lease.node
         wanted = copies.missing_on_device(self._tree, node)
-        self._keep_on_device(sequence, device_end(node))  # others may have brought it since the match
+        self._keep_on_device(sequence, device_end(node))  # another request may have loaded it since the match
         has_states = self.take_states(sequence)
         if not has_states:
             node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
@@ -71,8 +68,7 @@ class LoadPlanner:
         return plan
 
     def _on_device(self, node: Node) -> Node:
-        """The longest restorable prefix of the path to `node` whose pages are on the device, its windows
-        included."""
+        """The longest restorable prefix of the path to `node` whose pages and windows are on the device."""
         node = device_end(node)
         while node.parent is not None and not self._needs_no_page(node):
             node = node.parent
@@ -91,7 +87,7 @@ class LoadPlanner:
         return node
 
     def tier(self, sequence: RequestState, node: Node | None = None) -> Tier:
-        """The farthest tier that a pool of the prefix comes from."""
+        """The farthest tier that any pool of the prefix comes from."""
         node = node or sequence.lease.node
         if node.parent is None:
             return Tier.DEVICE
@@ -101,7 +97,7 @@ class LoadPlanner:
         return max([pages, *(component.tier(node) or Tier.DEVICE for component in self._tree.components)])
 
     def _count_sources(self, sequence: RequestState, node: Node, wanted: list[CopyRequest]) -> None:
-        """Count the pages and states of the prefix that ends at `node`, before copies move them."""
+        """Count by tier the pages and states of the prefix that ends at `node`, before copies move them."""
         if node.parent is None:
             return
         host: Counter[int] = Counter()
@@ -116,18 +112,18 @@ class LoadPlanner:
                 self._count(sequence, component.id, 1, int(component.nearest(node) is Tier.HOST))
 
     def _count(self, sequence: RequestState, component_id: int, slots: int, host: int) -> None:
-        """`slots` of a component, `host` of which are on the host only; the last ones of these are what the
-        request's own prefetch brought."""
+        """Count `slots` of a component. `host` of them are only on the host; the last of those came from the
+        request's own prefetch."""
         name, stored = self._state.names[component_id], min(host, sequence.fetched_pages)
         sequence.sources[name, Tier.DEVICE] += slots - host
         sequence.sources[name, Tier.HOST] += host - stored
         sequence.sources[name, Tier.STORAGE] += stored
 
     def _load_copies(self, sequence: RequestState, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
-        """One copy from the host, and one within the device if a state is there already.
+        """One copy from the host, and one within the device if a state is already there.
 
-        The first is made even if it is empty: it reads what the second, and other requests' loads,
-        write, so that its ticket covers everything.
+        The first is made even if it is empty: it reads the slots that the second copy and other requests'
+        loads write, so its ticket covers everything.
         """
         state = self._state
         reads = self._arriving(node)
@@ -151,7 +147,7 @@ class LoadPlanner:
         return [fork.serve(sequence), load.serve(sequence)]
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
-        """Add a copy of one state at `node` into the request's own slot, and keep its source."""
+        """Add a copy of one state at `node` into the request's own slot, and pin its source."""
         tier = Tier.DEVICE if node.residency[place_of(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
         copy = fork if tier is Tier.DEVICE else load
         copy.transfers += self._state.transfers(
@@ -162,14 +158,14 @@ class LoadPlanner:
         )
 
     def _keep_on_device(self, sequence: RequestState, node: Node) -> None:
-        """The request reads its pages on the device from now on, so its lease keeps them there."""
+        """Pin the prefix on the device with the lease: the request reads it there from now on."""
         pinned = sequence.lease.pinned
         if node.parent is not None and (node, FULL_DEVICE) not in pinned:
             self._tree.pin_for(pinned, node, FULL_DEVICE)
         self._tree.keep_windows(sequence.lease, Tier.DEVICE)
 
     def on_device(self, node: Node) -> Pins:
-        """What a prefix that ends at `node` has on the device, so that no room is made at its cost."""
+        """Pins for what a prefix ending at `node` has on the device, so that it is not evicted."""
         end = device_end(node)
         found: Pins = [(end, FULL_DEVICE)] if end.parent is not None else []
         for component in self._tree.windows:
@@ -178,7 +174,7 @@ class LoadPlanner:
         return found
 
     def _arriving(self, node: Node) -> list[tuple[str, list[int]]]:
-        """Slots of the path that another request's load is still filling."""
+        """Slots of the path, by pool, that loads of other requests are still filling."""
         reads = []
         for component in self._tree.windows:
             place = place_of(component.id, Tier.DEVICE)
@@ -192,7 +188,7 @@ class LoadPlanner:
         return reads
 
     def take_states(self, sequence: RequestState) -> bool:
-        """Working states of the request's own, as far as it has none; False if there is no room."""
+        """Allocate the request's missing working states; False if there is no room."""
         for component_id in self._states:
             place = place_of(component_id, Tier.DEVICE)
             if component_id not in sequence.states:
@@ -203,7 +199,7 @@ class LoadPlanner:
 
 
 def by_place(wanted: Iterable[CopyRequest]) -> dict[SlotPlace, int]:
-    """Slots that copies to the device take, by place."""
+    """Device slots needed for `wanted`, by place."""
     counts: Counter[SlotPlace] = Counter()
     for want in wanted:
         counts[place_of(want.component_id, Tier.DEVICE)] += want.size
@@ -211,7 +207,7 @@ def by_place(wanted: Iterable[CopyRequest]) -> dict[SlotPlace, int]:
 
 
 def _path_slots(node: Node) -> list[int]:
-    """Device slots of every page of the path to `node`, in order."""
+    """Device slots of every page on the path to `node`, in order."""
     parts = []
     while node.parent is not None:
         parts.append(node.slots_at(FULL_DEVICE))

@@ -1,4 +1,4 @@
-"""Options of what the planner decides, and defaults that the configuration and `Planner` share."""
+"""Options of the planner, and defaults shared by the configuration and `Planner`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         policy: when the request stops waiting. Default: `timeout`.
-        base_seconds, seconds_per_ki_token: the deadline of `timeout`: the base, plus this for each 1,024
-            tokens asked for. Defaults: 2.0 and 0.1 (sgl-project/sglang#23309).
+        base_seconds, seconds_per_ki_token: the deadline of `timeout`: a base plus an amount per 1,024
+            tokens requested. Defaults: 2.0 and 0.1 (sgl-project/sglang#23309).
         max_seconds: the longest wait under any policy. Default: 30.
     """
 
@@ -34,7 +34,7 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
     max_seconds: _Wait = 30.0
 
     def deadline(self, tokens: int) -> float:
-        """Return the seconds that a request for `tokens` more tokens waits."""
+        """The seconds that a prefetch of `tokens` tokens may wait."""
         if self.policy is PrefetchPolicy.WAIT_COMPLETE:
             return self.max_seconds
         return min(self.base_seconds + self.seconds_per_ki_token * tokens / 1024, self.max_seconds)

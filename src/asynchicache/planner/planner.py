@@ -1,8 +1,8 @@
-"""What becomes of a request: match, load, room, publication. Decided here, carried out elsewhere.
+"""Decisions for requests: match, load, room, publication. The controller carries them out.
 
 Pure and synchronous: each method changes the tree and the allocators at one point and returns the copies to
-carry out; `copy_finished` is told how one ended. `planner.backup` plans what goes down to host and storage,
-`planner.fetch` what comes up from storage.
+carry out. `copy_finished` takes the result of a copy. `planner.backup` plans copies down to host and storage,
+`planner.fetch` reads from storage.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Planner:
     """Decides for one model's cache.
 
     Attributes:
-        state: who holds which slot.
-        loads: what comes to the device.
-        fetches, backups: what comes from storage, what goes down.
-        checkpoints: where states are worth keeping.
+        state: the tree, the allocators, and the holders of slots.
+        loads: plans loads to the device.
+        fetches, backups: plan reads from storage, and copies down to host and storage.
+        checkpoints: the lengths at which to keep states.
         windows: the pages of sliding windows that requests hold.
-        activity: what is in flight, by when it began.
+        activity: the work in flight, by when it began.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Planner:
         clean_share: float = CLEAN_SHARE,
         checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
     ) -> None:
-        """`slots`: device and host slots of each pool that owns slots; 0 on the host keeps a pool off it."""
+        """`slots`: device and host slots of each pool that owns slots; 0 host slots: not on the host."""
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
         self.state = CacheState(spec, slots, write_policy=write_policy, eviction_policy=eviction_policy)
@@ -65,10 +65,10 @@ class Planner:
     # Requests
 
     def open(self, tokens: array[int], seed: bytes) -> RequestState:
-        """Match and pin; at least one token is left to compute, so that there are logits.
+        """Match and pin a prefix. At least one token is left to compute, so that there are logits.
 
         Raises:
-            CapacityError: the device could not hold the tokens even if it were empty.
+            CapacityError: the tokens do not fit on the device even if it is empty.
         """
         pages = -(-len(tokens) // self.state.page_size)
         capacity = self.state.free[FULL_DEVICE].capacity
@@ -87,8 +87,10 @@ class Planner:
         return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.state.page_size)
 
     def rematch(self, sequence: RequestState, *, fetched: bool = True) -> None:
-        """Match again; the old prefix is kept until the new one is. `fetched`: after its own prefetch, which
-        brought what the match gains."""
+        """Match again, and pin the new prefix before releasing the old one.
+
+        `fetched`: the call is after the request's own prefetch, so what the match gains came from storage.
+        """
         match = self._match(sequence.tokens, sequence.seed)
         sequence.held_back = self._tree.held_back(sequence.tokens, match)
         if fetched:
@@ -99,13 +101,13 @@ class Planner:
         before.close()
 
     def rest(self, sequence: RequestState) -> None:
-        """Keep nothing of the prefix until `rematch`."""
+        """Release the prefix until `rematch`."""
         before, sequence.lease = sequence.lease, self._tree.lease(self._tree.root(sequence.seed))
         sequence.resting = True
         before.close()
 
     def count_hit(self, sequence: RequestState) -> list[Copy]:
-        """Count one more request on the matched path; copies of what is due for the host by that."""
+        """Count a hit on the matched path; return the backups it triggers (write-through-selective)."""
         selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         if not (self._tree.counts_hits or selective):
             return []
@@ -114,11 +116,11 @@ class Planner:
         return self.backups.backup(due[-1]) if selective and due else []
 
     def release(self, sequence: RequestState, error: BaseException | None = None) -> None:
-        """The request, a copy for it, or one of its streams is done with its slots.
+        """Drop one user (the request, a copy, or a stream); the last one frees the request's slots.
 
         Args:
             sequence: the request.
-            error: the device failed meanwhile and may still write to the slots: they are not reused.
+            error: a device failure. The device may still write to the slots, so they are not reused.
         """
         sequence.poisoned |= error is not None
         sequence.users -= 1
@@ -135,14 +137,14 @@ class Planner:
             state.give_back(place_of(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def abandon(self) -> None:
-        """The cache is closed: requests that are over, but whose copies or forwards nobody will tell of any
-        more, let go of what they borrow. Their own slots, which the device may still write to, stay taken."""
+        """Close the leases of closed requests whose copies or forwards will never be reported, because the
+        cache is closed. Their own slots stay allocated: the device may still write to them."""
         for sequence in self.state.sequences:
             if sequence.closed:
                 sequence.lease.close()
 
     def reason(self, sequence: RequestState) -> MissReason:
-        """Why a request is not given all but the last page of its prompt."""
+        """Why a request did not get all but the last page of its prompt."""
         pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
         if pages >= (sequence.prompt - 1) // self.state.page_size:
             return MissReason.NONE
@@ -154,7 +156,7 @@ class Planner:
         return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
     def limiting_pool(self, sequence: RequestState) -> str:
-        """The pool that keeps a hit from being longer; the first one where no other does."""
+        """The pool that limits a hit; the first pool if no other does."""
         limit = sequence.limited_by
         return self.state.names[limit.component_id if limit is not None else FULL]
 
@@ -163,12 +165,12 @@ class Planner:
         size = self.state.page_size
         start = sequence.hit_pages if sequence.loaded else sequence.matched_pages
         branch = (sequence.branching_pages or 0) * size
-        if not self._states:  # pages of windows are there wherever the engine publishes
+        if not self._states:  # every publication has its window pages
             return (branch,) if self.checkpoints.branch and branch > start * size else ()
         return self.checkpoints.cuts(start * size, sequence.prompt // size * size, branch)
 
     def hit_advice(self, sequence: RequestState) -> tuple[str, str]:
-        """The pool that keeps a hit below its full pages, and what would have helped; empty if none does."""
+        """The pool that keeps a hit below its full pages, and advice; empty if there is none."""
         held, full = sequence.limited_by, sequence.branching_pages
         if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
             return "", ""
@@ -180,11 +182,10 @@ class Planner:
     # Room
 
     def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
-        """Slots for `tokens` more tokens, in every pool with pages, and working states if the request has
-        none yet.
+        """Allocate slots for `tokens` more tokens in every pool with pages, and missing working states.
 
         Raises:
-            CapacityError: even evicting all that may go leaves too few.
+            CapacityError: too few slots, even after evicting everything evictable.
         """
         state = self.state
         target, count = sequence.reserved + tokens, self.new_pages(sequence, tokens)
@@ -197,19 +198,19 @@ class Planner:
         return {name: list(slots) for name in state.sharing(FULL)} | self.windows.extend(sequence, count)
 
     def new_pages(self, sequence: RequestState, tokens: int) -> int:
-        """How many pages a request must be given to have room for `tokens` more tokens."""
+        """The new pages that a request needs for `tokens` more tokens."""
         target = sequence.reserved + tokens
         return max(-(-target // self.state.page_size) - len(sequence.pages), 0)
 
     def admit(self, sequence: RequestState) -> None:
-        """Have what `load` takes of the device: working states, and room for the pages that are not there.
+        """Make room on the device for `load`: allocate working states, free slots for missing pages.
 
         Raises:
-            CapacityError: there is not enough that may be evicted.
+            CapacityError: not enough can be evicted.
         """
         node = sequence.lease.node
         missing = by_place(copies.missing_on_device(self._tree, node))
-        kept = self.loads.on_device(node)  # others may have brought it since the match, and let go of it
+        kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
         self.state.pin(kept)
         try:
             self._need(sequence, missing)
@@ -236,8 +237,8 @@ class Planner:
     # Publication
 
     def snapshot(self, sequence: RequestState, length: int) -> list[Copy]:
-        """Keep the working states of now, at `length` tokens, in slots of the request's own."""
-        # Also if there is no room: the working state moves on and must not pass for this length's.
+        """Copy the working states, which are at `length` tokens, to snapshot slots of the request."""
+        # Set even without room: otherwise `publish` would take a later working state for this length's.
         sequence.snapshot_tokens = length
         if not self._take_snapshots(sequence):
             self.state.counters.states_skipped += 1
@@ -250,7 +251,7 @@ class Planner:
         return [Copy(Direction.FORK, forks, self.state.begin(Tier.DEVICE, [])).serve(sequence)]
 
     def _take_snapshots(self, sequence: RequestState) -> bool:
-        """Slots for a snapshot of every working state, all or none."""
+        """Allocate a snapshot slot for every working state, all or nothing."""
         new = [component_id for component_id in sequence.states if component_id not in sequence.snapshots]
         if not all(self.state.make_room(place_of(component_id, Tier.DEVICE), 1) for component_id in new):
             return False
@@ -261,11 +262,11 @@ class Planner:
         return True
 
     def publish(self, sequence: RequestState, length: int, *, final: bool = False) -> list[Copy]:
-        """Put the whole pages up to `length` tokens into the tree, and a state if one is known there.
+        """Insert the whole pages up to `length` tokens into the tree, and a state if there is one.
 
-        The state is the snapshot taken at that length, or the working state if `length` is a whole
-        number of pages: it is the caller's word that a forward ended there. `final`: the request computes
-        nothing more, so the tree takes the working state itself, and no copy or further slot is needed.
+        The state is the snapshot taken at that length; else the working state, if `length` is a whole number
+        of pages. The caller guarantees that a forward ended there. `final`: the request computes nothing
+        more, so the tree takes the working state itself, without a copy or another slot.
         """
         if sequence.lease.node.residency[FULL_DEVICE] == ABSENT:
             sequence.unpublished = True  # a failed load took the prefix away
@@ -283,7 +284,7 @@ class Planner:
         if self._tree.windows:
             sequence.published.add(pages)
         for node in result.filled:
-            node.hits = max(node.hits, 1)  # it may be known on the host: what orders evictions never falls
+            node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
         sequence.finished = final
         if final and sequence.snapshot_tokens != length:
             self._give_states(sequence, result.node, length)
@@ -292,10 +293,10 @@ class Planner:
         return self.backups.backup(result.node) if self.backups.due(result.node) else []
 
     def published_ends(self, sequence: RequestState) -> list[Node]:
-        """The ends of a request's checkpoints that another request can resume at from memory, the first one
-        first, and of its path.
+        """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the
+        end of its path.
 
-        Each checkpoint has a window of its own, and the windows before the last one's are not in it.
+        Each checkpoint has a window of its own; the last window does not include the earlier ones.
         """
         node = sequence.lease.node
         ends = [node]
@@ -306,13 +307,13 @@ class Planner:
         return ends[::-1]
 
     def _give_states(self, sequence: RequestState, node: Node, length: int) -> None:
-        """Hand the working states over to `node`, where it has none yet."""
+        """Hand the working states over to `node`, for components where it has none."""
         if length % self.state.page_size or node.parent is None:
             return
         for component_id, slot in list(sequence.states.items()):
             if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
                 del sequence.states[component_id]
-                # The forward that writes it may be under way, until the request gives everything back.
+                # The forward that writes it may be in flight, until the request is released.
                 self._tree.pin_for(sequence.lease.pinned, node, place_of(component_id, Tier.DEVICE))
                 self._tree.supersede(node, component_id)
             else:
@@ -337,7 +338,7 @@ class Planner:
         return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(sequence)
 
     def _state_slot(self, node: Node, component_id: int) -> int | None:
-        """A slot, the tree's from now on, for a state at `node`; None if it has one, or for want of room."""
+        """Allocate a slot in the tree for a state at `node`; None if it has one or there is no room."""
         place = place_of(component_id, Tier.DEVICE)
         if node.residency[place] != ABSENT:
             self._tree.touch(node, component_id)
@@ -353,7 +354,7 @@ class Planner:
     # How copies ended
 
     def copy_finished(self, copy: Copy, error: BaseException | None) -> Node | None:
-        """Settle a copy, or take it back; the node whose path is due for the next tier, or None."""
+        """Settle or undo a copy; return the node whose path is due for the next tier, or None."""
         self.state.tier_copies.remove(copy.tier_copy)
         if error is not None:
             self.state.condemn(copy.direction.destination, copy.transfers)
@@ -365,8 +366,8 @@ class Planner:
         return copy.publishes if error is None else None
 
     def flush(self) -> None:
-        """Forget everything that nobody holds, in both tiers."""
-        watcher, self._tree.watcher = self._tree.watcher, None  # one word instead of one a page
+        """Evict everything that is not pinned, on device and host."""
+        watcher, self._tree.watcher = self._tree.watcher, None  # one event instead of one per page
         for place, free in zip(self.state.tree.places, self.state.free, strict=True):
             self.state.evict(place, free.capacity, dirty=True)
         self._tree.watcher = watcher

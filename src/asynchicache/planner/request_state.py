@@ -1,4 +1,4 @@
-"""One request as the planner sees it: which slots are its own, which it borrows from the tree."""
+"""State of one request: the slots that it owns, and those that it borrows from the tree."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asynchicache.types import MissReason, Tier
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """Device slots of a request's last pages of a pool that needs no others.
+    """Device slots of a request's last pages in a sliding-window pool.
 
     Attributes:
         first: page number of the first slot.
-        slots: page by page, up to the last page that the request has room for.
-        own: those that are the request's; the others are the tree's, kept by the lease.
+        slots: one per page, up to the last page that the request has room for.
+        own: slots that the request owns. The lease keeps the others, which the tree owns.
     """
 
     first: int = 0
@@ -29,10 +29,11 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class RetiredPages:
-    """Pages of windows that a request has moved past, until no forward reads them any more.
+    """Window pages that a request has moved past, kept until no forward reads them.
 
     Attributes:
-        pins: the tree's pages; slots: by `place`, the request's own.
+        pins: pins of pages that the tree owns.
+        slots: by place, slots that the request owns.
     """
 
     pins: Pins = field(default_factory=list)
@@ -41,37 +42,39 @@ class RetiredPages:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The tokens of a request and the device slots that hold what was computed for them.
+    """The tokens of a request and the device slots that hold their pages and states.
 
     Attributes:
         tokens: prompt and generated ids so far.
         seed: digest of the request's namespace.
-        prompt: how many of the tokens are the prompt.
-        lease: keeps the prefix that the request borrows; moves on as its pages are published.
-        match: what was in the tree when it was asked last.
+        prompt: the number of prompt tokens.
+        lease: pins the borrowed prefix; extended as pages are published.
+        match: the latest match.
         held_back: the pool that keeps the match below the full pages in memory.
-        pages: device slots of the full component, page by page; the first `borrowed` are the tree's.
-        borrowed: pages of the restored prefix and of what was published since.
-        duplicates: own slots of published pages that the tree had already; kept until the request
-            closes, because kernels that read them may be under way.
+        pages: device slots of the full component, one per page; the tree owns the first `borrowed`.
+        borrowed: pages of the restored prefix and those published since.
+        duplicates: own slots of published pages that the tree already had. They are kept until the request
+            closes, because running kernels may read them.
         windows: by component id, the pages of a sliding window.
-        states: by component id, the slot of the request's own working state.
+        states: by component id, the slot of the request's working state.
         snapshots: by component id, a slot with the state at `snapshot_tokens`.
         reserved: tokens that the pages have room for.
-        hit_pages, tier, reason: what was restored, from how far away, and why it was not more.
-        stored_full_pages, stored_limit: how far full pages reach in memory and storage together, as its
-            prefetch found, and the component that keeps a prefix from reaching as far.
-        fetched_pages: by how many pages its prefetch made the match longer.
-        sources: by pool and tier, the pages and states of what was restored, where they lay before;
-            `STORAGE` is what its prefetch brought.
-        resting: it keeps nothing for now, so nobody need wait for it.
-        poisoned: a copy for it failed, so its own slots must not be handed out again.
-        closed: the request is over; its slots may still be kept for copies.
-        published: of models with windows, the page counts of its checkpoints.
-        unpublished: a checkpoint of it was not published, because the device or its load had failed.
-        finished: its working states are the tree's; it computes nothing more.
-        streams: where its forwards run, as far as it was told; a dictionary, for its order.
-        users: the request itself and every copy in flight for it; own slots are freed at zero.
+        hit_pages, tier, reason: the restored pages, the farthest tier they came from, and why there were
+            not more.
+        stored_full_pages, stored_limit: how far full pages reach in memory and storage together, as the
+            request's prefetch found, and the component that keeps a prefix shorter than that.
+        fetched_pages: pages that the request's prefetch added to the match.
+        sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
+            that the request's prefetch brought.
+        loaded: whether `load` was called.
+        resting: it holds nothing for now, so no other request waits for it.
+        poisoned: a copy for it failed, so its own slots must not be reused.
+        closed: the request is over; copies may still keep its slots.
+        published: for models with windows, the page counts of its checkpoints.
+        unpublished: a checkpoint was not published, because the device or the load had failed.
+        finished: the tree took its working states; it computes nothing more.
+        streams: the known streams of its forwards, as a dictionary to keep their order.
+        users: the request, its copies in flight, and streams waited for; own slots are freed at zero.
     """
 
     tokens: array[int]
@@ -107,32 +110,32 @@ class RequestState:
 
     @property
     def prefetched(self) -> bool:
-        """Whether storage brought what the hit ends with."""
+        """Whether the end of the hit came from storage."""
         return self.fetched_pages > 0
 
     @property
     def matched_pages(self) -> int:
-        """Pages that were restorable when the tree was asked last."""
+        """Pages that were restorable at the latest match."""
         return self.match.pages
 
     @property
     def branching_pages(self) -> int | None:
-        """How far full pages alone reach, in memory or in storage, if that is further than the match."""
+        """How far full pages alone reach, in memory or storage; None if not further than the match."""
         full = max(self.match.branching_pages or 0, self.stored_full_pages)
         return full if full > self.match.pages else None
 
     @property
     def limited_by(self) -> HeldBack | None:
-        """What keeps the match from reaching as far as full pages do; None if nothing does."""
+        """The component that keeps the match shorter than the full pages; None if none does."""
         memory = self.match.branching_pages or 0
         if self.stored_limit is None or self.stored_full_pages <= max(memory, self.match.pages):
             return self.held_back
         return HeldBack(self.stored_limit, dropped=False)
 
     def runs_on(self, stream: Stream) -> None:
-        """Forwards of the request run on a stream: its slots are not given back before they have ended."""
+        """Record a stream that runs forwards of the request: its slots are freed only after their end."""
         self.streams[stream] = None
 
     def own_pages(self) -> list[int]:
-        """Page slots that are neither borrowed nor the tree's by now."""
+        """Page slots that the request owns: those not borrowed or published, and duplicates."""
         return self.pages[self.borrowed :] + self.duplicates

@@ -1,4 +1,4 @@
-"""Who holds which slot: the tree, the allocators, and what is kept for copies and calls under way."""
+"""The owners of slots: the tree, the allocators, requests, and pins for copies and calls in flight."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _tell_all(
 
 @dataclass(slots=True, eq=True)
 class PlannerCounters:
-    """What was decided, in pages and states since the start.
+    """Decisions since the start, in pages and states.
 
     Attributes:
-        evicted: by `place`.
-        demoted, lost: evicted pages that live on in a lower tier of the tree, and those that do not.
-        backed_up: pages and states that went to the host.
-        host_pressure: pages and states that did not, for want of host slots.
-        states_skipped: checkpoints without a state, for want of a device slot.
+        evicted: by place.
+        demoted, lost: evicted pages with a copy in a lower tier of the tree, and those without.
+        backed_up: pages and states copied to the host.
+        host_pressure: pages and states not copied to the host for lack of host slots.
+        states_skipped: states that were not kept for lack of a device slot.
     """
 
     evicted: list[int] = field(default_factory=list)
@@ -52,14 +52,14 @@ class PlannerCounters:
 
 
 class CacheState:
-    """The state that every decision reads and changes.
+    """The state that all decisions read and change.
 
     Attributes:
         names: pool name of each component; the first covers every page.
-        followers: by pool, the pools that share its slots and move along.
-        free: by `place`, the allocator of that component and tier.
-        sequences, tier_copies, pinned, private: everyone who holds pins or slots outside the tree.
-        tracer: told of evictions, if there is one.
+        followers: by pool, the pools that share its slots and are copied with it.
+        free: by place, the allocator of that component and tier.
+        sequences, tier_copies, pinned, private: all holders of pins or slots outside the tree.
+        tracer: receives evictions, if set.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class CacheState:
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
 
     def open_host(self, pool: str, slots: int) -> None:
-        """Use the first `slots` host slots of a pool; the memory of the others is not ready."""
+        """Allow the first `slots` host slots of a pool; the memory of the others is not ready."""
         self.free[place_of(self.names.index(pool), Tier.HOST)].open_only(slots)
 
     def _check_windows(self) -> None:
         """
         Raises:
-            ConfigError: a pool has not even room for the window of one request.
+            ConfigError: a pool has no room for the window of one request.
         """
         for component in self.tree.windows:
             device, host = (
@@ -125,18 +125,21 @@ class CacheState:
                 )
 
     def make_room_for_all(self, counts: Mapping[SlotPlace, int]) -> SlotPlace | None:
-        """Have so many slots free at each place; the first place where that cannot be done, or None."""
+        """Free `counts[place]` slots at each place, evicting if necessary.
+
+        Returns the first place that stays short, or None on success.
+        """
         return next((place for place, count in counts.items() if not self.make_room(place, count)), None)
 
     def watch_host(self, on_release: Callable[[str, Iterable[int]], object]) -> None:
-        """Have `on_release` told of every pool's host slots whose content nobody needs any more."""
+        """Call `on_release` with each pool's host slots that are freed or quarantined."""
         for component_id in range(len(self.names)):
             self.free[place_of(component_id, Tier.HOST)].on_release = partial(
                 _tell_all, on_release, self.sharing(component_id)
             )
 
     def make_room(self, place: SlotPlace, count: int) -> bool:
-        """Have `count` slots of a place free, by eviction if need be; False if that cannot be done."""
+        """Have `count` slots free at `place`, evicting if necessary; False if it stays short."""
         free = self.free[place]
         if count > free.available:
             if self.write_policy is WritePolicy.WRITE_BACK:
@@ -159,7 +162,7 @@ class CacheState:
             span.finish(freed=freed.count(place), demoted=freed.demoted, lost=freed.lost)
 
     def _names_of(self, place: SlotPlace) -> tuple[str, str]:
-        """Pool and tier of a place."""
+        """Names of the pool and tier of a place."""
         return self.names[component_of(place)], tier_of(place).name.lower()
 
     def sharing(self, component_id: int) -> list[str]:
@@ -168,7 +171,7 @@ class CacheState:
         return [name, *self.followers[name]]
 
     def transfers(self, component_id: int, sources: list[int], destinations: list[int]) -> Transfers:
-        """Moves of one component, and of the pools that share its slots."""
+        """Transfers of one component: one for each pool that uses its slots."""
         return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(component_id)]
 
     def begin(self, tier: Tier, batch: list[tuple[CopyRequest, list[int]]]) -> TierCopy:
@@ -192,14 +195,16 @@ class CacheState:
             self.free[place].release(slots)
 
     def condemn(self, tier: Tier, transfers: Transfers) -> None:
-        """A copy failed, and the device may still write to where it went: whoever holds these slots by now,
-        nobody is to have them next. A state that a request loaded may be the tree's already."""
+        """Never reuse the destination slots of a failed copy: the device may still write to them.
+
+        The owner may have changed: a state that a request loaded may belong to the tree by now.
+        """
         for pool, _, slots in transfers:
             owner = self.spec.pool(pool).slots_of or pool
             self.free[place_of(self.names.index(owner), tier)].condemn(slots)
 
     def verify(self) -> list[str]:
-        """Broken invariants in words; empty when all is well. Linear in the slots."""
+        """Describe broken invariants; empty if there are none. Linear in the slots."""
         leases = [sequence.lease for sequence in self.sequences if not sequence.lease.closed]
         tier_copies = [*self.tier_copies, *(TierCopy(Tier.HOST, {}, pins) for pins in self.pinned)]
         found = problems(self.tree, leases, tier_copies)

@@ -1,7 +1,7 @@
-"""Pages of sliding windows that a request holds: taken as it grows, published, given back as it moves on.
+"""Sliding-window pages of requests: allocated as a request grows, published, freed as it moves on.
 
-A window never grows beyond what the next forward reads and the last page boundary needs, so a pool of
-windows holds windows, however long the sequences are (sgl-project/sglang#23391).
+A request keeps only the pages that the next forward reads and the last page boundary needs. The pool size
+therefore does not depend on the length of sequences (sgl-project/sglang#23391).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asynchicache.types import Tier
 
 
 class WindowPlanner:
-    """Decides about the windows of requests; pure, as the planner."""
+    """Plans the windows of requests. Pure."""
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
@@ -26,7 +26,7 @@ class WindowPlanner:
         state.private.append(self._private)
 
     def start(self, sequence: RequestState, node: Node) -> None:
-        """The request goes on from `node`: its windows are the tree's until it adds pages of its own."""
+        """Start from `node`: the tree owns all window pages until the request adds its own."""
         for component in self._tree.windows:
             first = max(node.end - component.pages, 0)
             sequence.windows[component.id] = Window(first, self._slots(component, node, first))
@@ -40,7 +40,7 @@ class WindowPlanner:
         return [slot for part in reversed(parts) for slot in part]
 
     def extend(self, sequence: RequestState, count: int) -> dict[str, list[int]]:
-        """Slots for `count` more pages of each window, which there is room for."""
+        """Allocate slots for `count` more pages of each window; the caller has made room."""
         given: dict[str, list[int]] = {}
         for component_id, window in sequence.windows.items():
             slots = self._state.free[place_of(component_id, Tier.DEVICE)].allocate(count)
@@ -51,7 +51,7 @@ class WindowPlanner:
 
     @staticmethod
     def offered(sequence: RequestState, pages: int) -> dict[int, Pages]:
-        """What a publication of `pages` pages can offer the tree: every page that the request still has."""
+        """Window pages to offer the tree when publishing `pages` pages, from the first own page on."""
         offers = {}
         for component_id, window in sequence.windows.items():
             end = max(pages - window.first, 0)
@@ -61,7 +61,7 @@ class WindowPlanner:
         return offers
 
     def handed_over(self, sequence: RequestState, offers: Mapping[int, Pages], result: Inserted) -> None:
-        """What the tree took is not the request's own any more."""
+        """Drop ownership of the pages that the tree took."""
         for component_id, offer in offers.items():
             taken = set(offer.slots).difference(result.windows[component_id].values())
             sequence.windows[component_id].own -= taken
@@ -69,9 +69,8 @@ class WindowPlanner:
                 self._tree.supersede(result.node, component_id)
 
     def retire(self, sequence: RequestState, length: int) -> RetiredPages | None:
-        """The request has computed `length` tokens: it lets go of what lies before the window of the last
-        page boundary, or of a snapshot that may yet be published. Kept until `finish`: the forward may be
-        under way."""
+        """Retire the pages before the window of the last page boundary in `length` computed tokens, or before
+        that of a snapshot not yet published. They are kept until `finish`: the forward may be running."""
         pages = min(length // self._state.page_size, len(sequence.pages))
         snapshot = sequence.snapshot_tokens // self._state.page_size
         if sequence.snapshots and snapshot > sequence.borrowed:
@@ -101,7 +100,7 @@ class WindowPlanner:
         self._tree.drop_behind(sequence.lease, component.id, first, retired.pins)
 
     def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
-        """No forward reads these pages any more; `error`: the device failed and may still write to them."""
+        """Free retired pages that no forward reads; with `error`, the device may still write to them."""
         self._retired.discard(retired)
         self._state.unpin(retired.pins)
         for place, slots in retired.slots.items():
