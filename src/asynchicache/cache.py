@@ -1,7 +1,4 @@
-"""The front door: opens devices, pools, transfers, storage and controller, and closes them in order.
-
-A little above 400 lines: what users call, and the order in which all of it opens, are read together.
-"""
+"""HybridCache: opens device, pools, transfers, storage and controller, and closes them in reverse order."""
 
 from __future__ import annotations
 
@@ -59,17 +56,17 @@ _log = logging.getLogger(__name__)
 
 
 class RequestTracer(Tracer, Protocol):
-    """A tracer that also makes the requests, so that it can put their calls beneath a span."""
+    """A tracer that also makes the requests, so that it can put their calls under a span."""
 
     def request(
         self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
     ) -> Request:
-        """A request whose spans are beneath the one that `traceparent` (W3C) names."""
+        """Make a request whose spans are children of `traceparent` (W3C)."""
         ...
 
 
 class HybridCache:
-    """Keeps what a hybrid model computed in device memory, host memory and storage.
+    """Caches the pages and states of a hybrid model in device memory, host memory and storage.
 
     Made by `open`; confined to the loop that opened it.
     """
@@ -92,18 +89,18 @@ class HybridCache:
         port: Port | None = None,
         device: Device | None = None,
     ) -> AsyncIterator[HybridCache]:
-        """A cache for the duration of an `async with`.
+        """Open a cache for the duration of an `async with`.
 
         Args:
             spec: the model's pools.
             config: options; the defaults if None.
-            storage: an open backend to use instead of the configured one; it stays the caller's.
+            storage: an open backend to use instead of the configured one; the caller closes it.
             port: clock and threads; the real ones if None.
-            device: an open device to use instead of the configured one; it stays the caller's.
+            device: an open device to use instead of the configured one; the caller closes it.
 
         Raises:
             ConfigError: options contradict each other or the model.
-            CapacityError: the pools need more memory than there is.
+            CapacityError: the pools need more memory than is available.
             StorageError: the storage location cannot be used.
         """
         config = CacheConfig() if config is None else config
@@ -117,7 +114,7 @@ class HybridCache:
             stack.push_async_callback(cache._close)
             yield cache
         finally:
-            # Whoever is cancelled meanwhile leaves no lock, thread or task behind.
+            # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
 
     async def _close(self) -> None:
@@ -140,17 +137,17 @@ class HybridCache:
         stream: Stream | None = None,
         traceparent: str | None = None,
     ) -> Request:
-        """One prompt to serve, as an async context manager.
+        """Make a request for one prompt, an async context manager.
 
         Args:
             tokens: token ids of the prompt; images and the like replaced by content ids.
-            namespace: LoRA id, tenant or any other name; prefixes of different ones never meet.
+            namespace: LoRA id, tenant or any other name; different namespaces share no prefixes.
             salt: the caller's cache salt; likewise.
-            stream: where its forwards run, if they are enqueued and not waited for (`Request.run_on`).
-            traceparent: the W3C header of the span that the request belongs to, for a tracer.
+            stream: the stream of its forwards, if they are enqueued and not awaited (`Request.run_on`).
+            traceparent: the W3C header of the parent span, for a tracer.
 
         Raises:
-            InvalidTokensError: no tokens, or ids that are no integers of 0 to 2**63 - 1.
+            InvalidTokensError: no tokens, or an id is not an integer from 0 to 2**63 - 1.
             ClosedError: the cache is closed.
         """
         self._controller.executor.check_open()
@@ -163,7 +160,7 @@ class HybridCache:
         return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: RequestTracer | None) -> None:
-        """Tell a tracer (`integrations.otel`) what takes time from now on; None for nobody, at no cost."""
+        """Report timed work to a tracer (`integrations.otel`) from now on; None: no tracing, no cost."""
         self._tracer = tracer
         self._controller.trace(tracer)
 
@@ -185,23 +182,26 @@ class HybridCache:
 
     @property
     def device(self) -> Device:
-        """The device, whose streams a compute engine may be ordered with."""
+        """The device; compute engines can order their work with its streams."""
         return self._parts.device
 
     async def drain(self) -> None:
-        """Until every copy and every storage call has ended that is in flight now, and what follows from
-        them: a page that was published before the call is on the host and was written to storage, or was
-        shed. What others begin meanwhile is not waited for.
+        """Wait until the copies and storage calls now in flight, and the work that follows, have ended.
+
+        Pages published before the call are then on the host and in storage, or were shed. Work that begins
+        later is not waited for.
 
         Raises:
             ClosedError: the cache is closed before that.
         """
-        await asyncio.sleep(0)  # a cancellation point, also where there is nothing to wait for
+        await asyncio.sleep(0)  # a cancellation point even if there is nothing to wait for
         await self._controller.executor.settled()
 
     async def flush(self) -> None:
-        """Forget everything in device and host memory that no request holds, once what is in flight now has
-        ended; storage is left alone."""
+        """Wait for the work now in flight, then evict all device and host memory that no request holds.
+
+        Storage is not changed.
+        """
         await self._controller.executor.checkpoint()
         await self._controller.executor.settled()
         self._controller.planner.flush()
@@ -209,23 +209,23 @@ class HybridCache:
     async def attach_storage(
         self, storage: StorageBackend | str, options: Mapping[str, object] | None = None
     ) -> None:
-        """Have storage from now on; requests that are being served go on.
+        """Attach storage; running requests continue.
 
-        What is in memory goes to storage as it is met again, or asked for with `Request.durable`.
+        Pages in memory are written when they are matched again, or by `Request.durable`.
 
         Args:
-            storage: an open backend, which stays the caller's, or the name of one.
-            options: of a named backend; an open one has its own.
+            storage: an open backend, which the caller closes, or the name of one.
+            options: options of a named backend; not allowed with an open one.
 
         Raises:
-            ConfigError: no backend of that name, options that are none or not its, or the cache has no
+            ConfigError: the backend name is unknown, its options are invalid, or the cache has no
                 `weight_version`.
             StorageError: the storage location cannot be used.
-            UsageError: the cache has storage already, or it is being detached.
+            UsageError: the cache has storage already, or storage is being detached.
             ClosedError: the cache is closed.
         """
         await self._controller.executor.checkpoint()
-        self._controller.storage_writer.check_none()  # before a store is opened that could be the same folder
+        self._controller.storage_writer.check_none()  # before opening a store that could be the same folder
         given = None if isinstance(storage, str) else storage
         config = self.config
         if not isinstance(options or {}, Mapping) or (options and given is not None):
@@ -233,7 +233,7 @@ class HybridCache:
         if isinstance(storage, str):
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
         rooms = self._parts
-        with self._controller.executor.busy():  # closing waits
+        with self._controller.executor.busy():  # closing the cache waits for this
             attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
             try:
                 self._controller.executor.check_open()
@@ -243,29 +243,31 @@ class HybridCache:
                 raise
 
     async def detach_storage(self) -> bool:
-        """Have no storage from now on; False if there was none.
+        """Detach storage; False if there was none.
 
-        Requests go on, and miss what was there. Calls that are under way are waited for, with the
-        `closing` limit of `storage_limits`, and `durable` answers False.
+        Requests continue, and miss its pages. Waits for calls in flight, up to the `closing` limit of
+        `storage_limits`. `durable` returns False.
         """
         return await shielded(self._controller.storage_writer.detach())
 
     async def clear_storage(self) -> int:
-        """Forget every page that storage has of this model, with these weights and this salt, and no
-        other; how many there were.
+        """Remove all pages of this model, with these weights and this salt, from storage.
+
+        Returns:
+            The number of pages removed.
 
         Raises:
             StorageError: storage failed.
-            ClosedError: the cache was closed, or storage detached, before it answered.
+            ClosedError: the cache was closed, or storage detached, before storage answered.
         """
         await self._controller.executor.checkpoint()
         return await self._controller.storage_writer.clear()
 
     def events(self, *, limit: int = 10_000) -> EventSubscription:
-        """What becomes of pages from now on, as an async iterator; it costs nothing while nobody listens.
+        """Subscribe to changes of pages, as an async iterator. Events cost nothing without subscribers.
 
         Args:
-            limit: events that may wait; beyond it the oldest are dropped, counted and reported.
+            limit: the most waiting events; beyond it the oldest are dropped, counted and reported.
 
         Raises:
             ConfigError: the limit is below 1.
@@ -275,22 +277,22 @@ class HybridCache:
         return self._controller.events.subscribe(limit)
 
     async def snapshot(self) -> list[PagesStored]:
-        """What is in each tier now, for those who begin to listen: parents come before their children.
+        """The pages in each tier now, parents before children, as a start for a subscriber.
 
-        Subscribe first: events that were told meanwhile may repeat what the snapshot says, and following
-        them leads to the same end. Pages that are in storage only are not in it. Linear in the tree; the
-        digests that it needs are computed in turns with other tasks.
+        Subscribe first: events may then repeat pages of the snapshot, which does no harm. Pages that are only
+        in storage are not included. Linear in the tree; missing digests are computed in turns with other
+        tasks.
         """
         await self._controller.executor.checkpoint()
         return await self._controller.events.snapshot()
 
     def verify(self, *, idle: bool = False) -> list[str]:
-        """Broken invariants in words, with nodes and slots; empty when all is well.
+        """Describe broken invariants, with nodes and slots; empty if there are none.
 
-        Linear in the slots, changes nothing, and never raises: for production as well, at any time.
+        Linear in the slots, changes nothing, and never raises; safe in production at any time.
 
         Args:
-            idle: nobody uses the cache, so report whatever is held, under way, or lost to quarantine too.
+            idle: the cache is not in use, so report everything held, in flight or quarantined too.
         """
         return self._controller.verify(idle=idle)
 
@@ -304,7 +306,7 @@ class HybridCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheParts:
-    """Everything that a cache consists of, opened."""
+    """The opened parts of a cache."""
 
     device: Device
     memories: Mapping[str, PoolMemory]
@@ -327,7 +329,7 @@ async def _open_parts(
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
         stack.push_async_callback(port.aclose)
     kept = stack.enter_context(ExitStack())
-    # An emulated device of the caller's is to run the same way each time, whatever the machine does.
+    # An emulated device of the caller must run the same way each time, so nothing is measured.
     measure = not config.inline if device is None else device.name != "cpu"
     owned = device is None
     if device is None:
@@ -336,11 +338,11 @@ async def _open_parts(
     slots = plan_slots(spec, config, _memory(device))
     for pool in find_undersized_pools(spec, slots, config.pages_per_state):
         _log.warning("%s", pool)
-    # To its end, also if this is cancelled: memory that a thread still pins could not be unpinned.
+    # Shielded from cancellation: memory that a thread still pins could not be unpinned.
     memories = await shielded(
         port.run_blocking(partial(allocate_memories, spec, slots, device.name, config.host_layout, kept))
     )
-    if owned:  # before the memory: what a failed device was given may still be on its way
+    if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
     planner = _planner(spec, slots, config)
     stack.callback(planner.abandon)
@@ -382,11 +384,11 @@ def _planner(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], config: Cach
 
 
 def open_device(config: CacheConfig) -> Device:
-    """The device that a configuration names.
+    """Open the device that a configuration names.
 
     Raises:
-        ConfigError: no such kind of device.
-        DeviceError: it is not there.
+        ConfigError: the kind of device is unknown.
+        DeviceError: the device does not exist.
     """
     try:
         kind = torch.device(config.device)
@@ -413,8 +415,8 @@ async def _attachment(
     storage: StorageBackend | None,
     port: Port,
 ) -> AttachedStorage:
-    """The configured storage, or the one given, which stays the caller's, with every pool that has host
-    slots for its pages to arrive in."""
+    """Open the configured storage, or use the given one, which the caller closes; with all pools that have
+    host slots."""
     config.check_storage()
     bindings = [
         SlotBinding(memory.host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
@@ -423,7 +425,7 @@ async def _attachment(
     ]
     others = [pool.name for pool in spec.pools if pool.replicated and config.rank]
     owned = storage is None
-    if storage is None:  # last: whatever could fail before would leave it open
+    if storage is None:  # last, so that no earlier failure leaves it open
         storage = open_backend(config.storage or "", config.storage_options, port)
     return await AttachedStorage.open(
         storage, bindings, port, config.storage_limits, owned=owned, read_only=others
@@ -431,7 +433,7 @@ async def _attachment(
 
 
 def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, str]:
-    """Fingerprint and shard of a pool's pages; of a replicated pool one copy serves all ranks."""
+    """Fingerprint and shard of a pool's pages; a replicated pool has one copy for all ranks."""
     pool = spec.pool(name)
     shard = "" if pool.replicated or config.ranks == 1 else f"{config.rank}/{config.ranks}"
     fingerprint = pool_fingerprint(

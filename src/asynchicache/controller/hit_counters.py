@@ -28,8 +28,8 @@ class HitCounters:
         reasons: requests by the reason why the hit was not longer.
         hit_slots: by pool and the tier they came from, the pages and states of hits. `STORAGE` counts those
             that the request's own prefetch brought.
-        missed_tokens: prompt tokens that were not hits, by the pool that limited the hit (the first pool if no
-            other did) and the reason. Reason `NONE`: the tokens after the last page that can be restored.
+        missed_tokens: prompt tokens that were not hits, by the pool that limited the hit (the first pool
+            if no other did) and the reason. Reason `NONE`: the tokens after the last restorable page.
         namespaces: by name, for the first ones seen; the others are counted as `other`.
     """
 

@@ -1,4 +1,4 @@
-"""Prefetch: presence to storage and reads to the host, shared by all who want the same pages."""
+"""Prefetch: presence queries and reads from storage to the host, shared by requests for the same pages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from asynchicache.types import MissReason, Outcome, PrefetchPolicy
 _log = logging.getLogger(__name__)
 
 _JOINS = 2
-"""Times that a request waits for reads of others that then do not bring what it wants, before it reads by
-itself what they read."""
+"""Times that a request waits in vain for reads of other requests before it reads those pages itself."""
 
 
 _REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
@@ -38,7 +37,7 @@ class _Prefetch:
 
     Attributes:
         sequence: the request.
-        done: why there was no more, when all that could be read has been.
+        done: set when all reads have ended; the reason why they brought no more.
         awaited: whether the request still waits.
     """
 
@@ -48,16 +47,16 @@ class _Prefetch:
 
     @property
     def settled(self) -> bool:
-        """Whether the request went on without waiting for the end, and its prefix stays what it is."""
+        """Whether the request no longer waits, so its prefix must not change."""
         return not self.awaited or self.sequence.closed or self.sequence.loaded
 
 
 class Prefetcher:
-    """Runs the reads of one cache; each belongs to the cache, not to the request that asked.
+    """Runs the storage reads of one cache. A read belongs to the cache, not to the request that asked.
 
     Attributes:
-        pages_read: pages and states that came.
-        waits: how long requests waited for storage.
+        pages_read: pages and states that arrived.
+        waits: durations of waits for storage.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class Prefetcher:
     ) -> None:
         """
         Args:
-            planner: decides what is read.
+            planner: decides what to read.
             executor: runs reads and copies.
-            stored: where it comes from.
-            presence: asks storage what it has.
-            storage_writer: writes anew what storage has lost.
+            stored: the storage.
+            presence: asks storage which pages it has.
+            storage_writer: rewrites pages that storage has lost.
             options: how long requests wait.
         """
         self._planner = planner
@@ -87,20 +86,20 @@ class Prefetcher:
         self._storage_writer = storage_writer
         self._commits: dict[StorageRead, asyncio.Future[ReadResult]] = {}
         self._readers: dict[StorageRead, _Prefetch] = {}
-        self._late: set[StorageRead] = set()  # an engine may still write to slots of theirs
+        self._late: set[StorageRead] = set()  # reads to whose slots an engine may still write
         self.pages_read = 0
         self.waits = Histogram()
 
     async def prefetch(self, sequence: RequestState) -> None:
-        """Bring what storage has of a request's prefix to the host, for as long as the policy waits.
+        """Read a request's prefix from storage to the host, and wait as long as the policy says.
 
-        When the request gives up, by its deadline or because it is cancelled, the read goes on for
-        those who come later.
+        If the request stops waiting, at its deadline or on cancellation, the read continues for later
+        requests.
         """
         if not self._storage or self._executor.failure is not None:
             return
         lacks = self._fetches.missing_pages(sequence.tokens, sequence.seed)
-        if not lacks:  # by now: others may have published it since the request matched
+        if not lacks:  # another request may have published it since the match
             self._planner.rematch(sequence, fetched=False)
             return
         prefetch = _Prefetch(sequence, asyncio.get_running_loop().create_future())
@@ -114,13 +113,13 @@ class Prefetcher:
         finally:
             prefetch.awaited = False
         if sequence.closed or sequence.loaded:
-            return  # it went on without us, and its prefix is settled
-        # What others publish meanwhile may change these: the match says them.
+            return  # it went on meanwhile; its prefix must not change
+        # Other requests may have published meanwhile, so these reasons follow from the new match.
         sequence.reason = MissReason.NONE if reason in _REASONS_OF_THE_MATCH else reason
         self._planner.rematch(sequence)
 
     async def _wait(self, done: asyncio.Future[MissReason], seconds: float) -> MissReason:
-        """Why a read brought no more, or that it took too long."""
+        """Wait for `done`: why the reads brought no more, or `DEADLINE`."""
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
@@ -143,10 +142,10 @@ class Prefetcher:
                 prefetch.done.set_result(reason)
 
     async def _read_all(self, prefetch: _Prefetch) -> MissReason:
-        """Read what storage has; why it was not more.
+        """Read what storage has; returns why it was not more.
 
-        What other reads bring meanwhile is waited for. Where that fails the request looks again, first for
-        whoever else reads it by then, and then reads all by itself: nobody gives up what storage has.
+        Pages that other reads are bringing are waited for. If those reads fail, the request joins other
+        reads again, a few times, and then reads all pages itself.
         """
         tokens, seed = prefetch.sequence.tokens, prefetch.sequence.seed
         digests = await self._digests(tokens, seed)
@@ -164,7 +163,7 @@ class Prefetcher:
             best = max(best, gained.pages)
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
-        """Of all pages that could be restored."""
+        """Digests of all pages that could be restored."""
         size = self._planner.state.page_size
         known = self._fetches.known_digests(tokens, seed)
         with memoryview(tokens) as view:
@@ -180,7 +179,7 @@ class Prefetcher:
         *,
         join: bool,
     ) -> tuple[ReadResult | None, MissReason]:
-        """Choose, read and commit: what that brought, None if there was nothing to read, and why no more."""
+        """Choose, read and commit; returns the result, None if there was nothing to read, and the reason."""
         read: StorageRead | None = None
         try:
             choice = self._fetches.choose(query, present, join=join)
@@ -200,8 +199,8 @@ class Prefetcher:
     async def _present(
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes]
     ) -> MissReason:
-        """Ask which pages storage has that are not here: the full one's first, then what goes with them, as
-        far as they reach. What was answered before is not asked again."""
+        """Ask which missing pages storage has: full pages first, then the other components as far as full
+        pages reach. Pages answered before are not asked again."""
         query = self._fetches.ask(tokens, seed, digests)
         if query is None:
             return MissReason.NONE
@@ -231,11 +230,11 @@ class Prefetcher:
         return answer.reason
 
     async def _fill(self, prefetch: _Prefetch, read: StorageRead) -> ReadResult:
-        """Have storage read pages into their slots, and wait until they are in the tree."""
+        """Read pages from storage into their slots, and wait until they are in the tree."""
         commit = self._commits[read] = asyncio.get_running_loop().create_future()
         self._readers[read] = prefetch
         late: list[BatchResult] = []
-        # Until storage says otherwise its threads may write to the slots.
+        # Until storage has answered, its threads may write to the slots.
         outcomes: Outcomes = {
             component_id: [Outcome.TIMEOUT] * len(slots) for component_id, slots in read.slots.items()
         }
@@ -250,7 +249,7 @@ class Prefetcher:
         return await asyncio.shield(commit)
 
     def _committed(self, gained: ReadResult) -> None:
-        """What a read brought is in the tree: the request keeps it at once, before it can be evicted."""
+        """A read is in the tree: rematch its request now, before the pages can be evicted."""
         self.pages_read += gained.arrived
         self._executor.run(gained.backups)
         prefetch = self._readers.pop(gained.read)
@@ -273,10 +272,10 @@ class Prefetcher:
 
 
 class _KnownPresence:
-    """What storage has answered for one sequence.
+    """Storage's answers for one sequence.
 
     Attributes:
-        flags: by component, a byte for each page from the first one of the sequence, 1 if it is there.
+        flags: by component, a byte per page from the first of the sequence, 1 if storage has it.
     """
 
     def __init__(self, names: Sized) -> None:
@@ -284,13 +283,13 @@ class _KnownPresence:
         self._first = [0] * len(names)
 
     def unknown(self, component_id: int, pages: range) -> range:
-        """Those of `pages` that were not asked for yet."""
+        """The part of `pages` without an answer yet."""
         if not self.flags[component_id] or pages.start < self._first[component_id]:
             return pages
         return range(max(pages.start, len(self.flags[component_id])), pages.stop)
 
     def learn(self, component_id: int, pages: range, flags: bytes) -> None:
-        """Storage has answered for `pages`."""
+        """Record the answer for `pages`."""
         before = self.flags[component_id]
         if not before or pages.start < self._first[component_id]:
             self._first[component_id] = pages.start
@@ -299,6 +298,6 @@ class _KnownPresence:
         )
 
     def reach(self, here: int) -> int:
-        """How far full pages reach that are in storage or, the first `here`, in memory."""
+        """How far full pages reach; the first `here` are in memory, later ones in storage."""
         gap = self.flags[FULL].find(0, here)
         return max(gap if gap >= 0 else len(self.flags[FULL]), here)

@@ -1,4 +1,4 @@
-"""Questions to storage which pages it has: one that is in flight serves everyone who asks it."""
+"""Presence queries: which pages storage has. All requests that need a page share one query in flight."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from asynchicache.hashing import common_pages
 from asynchicache.types import MissReason
 
 _MOST_CALLS = 3
-"""Calls of one kind at once; what is asked meanwhile goes with the next one."""
+"""Concurrent calls of one kind; queries made meanwhile go with the next call."""
 
 _TURNS_TO_GATHER = 3
-"""Turns of the loop, some microseconds each, for which a question waits for others to go along."""
+"""Loop iterations, some microseconds each, that a query waits so that others can join its call."""
 
 
 @dataclass(slots=True, eq=False)
 class _PresenceQuery:
-    """Which pages of a path storage has of one component.
+    """A query for which pages of a path, of one component, storage has.
 
     Attributes:
         component_id: the component.
         digests: of all pages of the path, from its first.
-        pages: numbers of the pages that are asked for.
-        fresh: nothing that was remembered may answer it.
-        answer: done when storage has answered; None if whoever asked was cancelled first.
+        pages: numbers of the pages to ask for.
+        fresh: cached answers must not be used.
+        answer: set when storage has answered; None if the asking task was cancelled first.
     """
 
     component_id: int
@@ -40,7 +40,7 @@ class _PresenceQuery:
 
 
 class PresenceQueries:
-    """The questions of one cache that are in flight."""
+    """The presence queries of one cache that are in flight."""
 
     def __init__(self, stored: StoragePools) -> None:
         self._storage = stored
@@ -51,16 +51,16 @@ class PresenceQueries:
     async def ask(
         self, component_id: int, digests: Sequence[bytes], pages: range, *, fresh: bool = False
     ) -> Presence:
-        """Which of some pages storage has.
+        """Ask which of some pages storage has.
 
-        What others are asking already is not asked again: their answer is waited for. Paths that begin
-        alike share the digests of their common pages, so the common part of two paths is one question.
+        Pages in a query in flight are not asked for again; its answer is awaited. Paths with a common
+        prefix share the digests of that prefix, so it is asked for once.
 
         Args:
             component_id: the component.
             digests: of all pages of the path, from its first.
             pages: numbers of the pages to ask for, ascending and without gaps.
-            fresh: ask also for what was seen in storage a moment ago.
+            fresh: do not use cached answers.
         """
         parts = list(self._parts(component_id, digests, pages, fresh))
         await asyncio.gather(*(self._put(question) for question, _, mine in parts if mine))
@@ -77,7 +77,7 @@ class PresenceQueries:
     def _parts(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> Iterator[tuple[_PresenceQuery, range, bool]]:
-        """Questions that cover `pages` in order, which of them each one answers, and whether it is new."""
+        """Queries that cover `pages` in order, each with the span it answers and whether it is new."""
         at = pages.start
         for span, question in self._shared(component_id, digests, pages, fresh):
             if span.stop <= at:
@@ -92,7 +92,7 @@ class PresenceQueries:
     def _shared(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> list[tuple[range, _PresenceQuery]]:
-        """What questions in flight answer of `pages`, in the order of the pages."""
+        """Queries in flight that answer part of `pages`, in page order."""
         found = []
         for question in self._in_flight:
             if question.component_id == component_id and (question.fresh or not fresh):
@@ -110,9 +110,9 @@ class PresenceQueries:
         return question, pages, True
 
     async def _put(self, question: _PresenceQuery) -> None:
-        """Ask storage, together with all that is waiting to be asked of the same component.
+        """Ask storage, together with all waiting queries of the same kind.
 
-        Whoever is first asks for the others: an engine takes many keys a call, but few calls at once.
+        The first waiting query asks for all: an engine takes many keys per call, but few concurrent calls.
         """
         kind = (question.component_id, question.fresh)
         waiting = self._waiting.setdefault(kind, [])
@@ -132,7 +132,7 @@ class PresenceQueries:
 
     @staticmethod
     async def _gather(waiting: Sequence[_PresenceQuery]) -> None:
-        """Let requests that came at the same time ask along: they have as many steps before this one."""
+        """Let requests that arrived at the same time join: they reach this point a few iterations later."""
         before = 0
         while len(waiting) > before:
             before = len(waiting)
@@ -140,14 +140,14 @@ class PresenceQueries:
                 await asyncio.sleep(0)
 
     async def _answer(self, kind: tuple[int, bool], batch: Sequence[_PresenceQuery]) -> Presence:
-        """What storage says of the pages of all presence, one after the other."""
+        """Storage's answer for the pages of all queries in `batch`, concatenated."""
         component_id, fresh = kind
         digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
         every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
         return await self._storage.exists(component_id, every, fresh=fresh)
 
     def _end(self, batch: Sequence[_PresenceQuery], answer: Presence | None) -> None:
-        """Let everyone know who waits for an answer; None: whoever asked was cancelled."""
+        """Set the answers of a batch; None: the asking task was cancelled."""
         begin = 0
         for question in batch:
             end = begin + len(question.pages)

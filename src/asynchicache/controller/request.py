@@ -1,4 +1,4 @@
-"""A request: what an engine holds while it serves one prompt."""
+"""A request: the object that an engine uses to serve one prompt."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from asynchicache.types import MissReason, Tier, as_count, token_array
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a request need not compute.
+    """The prefix that a request need not compute.
 
     Attributes:
-        tokens: length of the restored prefix, whole pages, at least one token less than the prompt.
-        by_tier: the same tokens, counted at the farthest tier that any pool of the prefix came from.
-        reason: why it was not more; NONE if the whole prompt but its last page was there.
+        tokens: length of the restored prefix, in whole pages; at least one token less than the prompt.
+        by_tier: the same tokens, under the farthest tier that any pool of the prefix came from.
+        reason: why the hit is not longer; NONE if it covers the whole prompt but its last page.
         full_tokens: how far attention pages alone would have reached.
-        held_back_by: the pool that kept it from reaching that far, or empty.
-        advice: what would have helped, in words for people; empty if nothing was held back.
+        held_back_by: the pool that kept the hit shorter than that, or empty.
+        advice: a human-readable hint what would have helped; empty if no pool held the hit back.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ class Request:
     """One prompt and what is generated for it; an async context manager, used once.
 
     Order: enter (match and pin), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
-    `checkpoint` as often as there are forwards. Leaving gives back every slot that was not published.
+    `checkpoint` for each forward. Leaving frees every slot that was not published.
     """
 
     def __init__(self, controller: HybridCacheController, tokens: array[int], seed: bytes) -> None:
@@ -82,20 +82,20 @@ class Request:
         self.close()
 
     def run_on(self, stream: Stream) -> Self:
-        """Name the stream that the request's forwards run on, before it is entered.
+        """Set the stream of the request's forwards; call it before entering the request.
 
-        It is the default of `after` from then on, and leaving the request waits behind it in any case.
+        It becomes the default of `after`. Leaving the request frees its slots only after the work enqueued
+        on this stream.
         """
         self._stream = stream
         return self
 
     def close(self, after: Stream | None = None) -> None:
-        """Give everything back; twice is harmless, and leaving `async with` does it, whatever the reason.
+        """Free all slots; idempotent. Leaving `async with` calls it in every case.
 
-        Slots are given back once every stream that the request was told of has done what is enqueued there
-        now: the stream that it runs on, those that waited for a fence of one of its tickets, and those that
-        were given as `after`. A forward that was launched, and then cancelled before it was published, writes
-        to slots that nobody else has by then.
+        Slots are freed once every known stream has done the work enqueued now: the stream of `run_on`,
+        streams that waited for a fence of the request's tickets, and streams given as `after`. A launched
+        forward that is cancelled before publication therefore never writes to slots of another request.
 
         Args:
             after: one more stream that may still read or write the request's slots.
@@ -142,7 +142,7 @@ class Request:
             raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
         return sequence, count
 
-    # What it knows
+    # Properties
 
     @property
     def tokens(self) -> array[int]:
@@ -156,7 +156,7 @@ class Request:
 
     @property
     def hit(self) -> Hit:
-        """What is restorable: before `load` an estimate, after it the truth."""
+        """The hit: an estimate before `load`, exact after it."""
         sequence = self._open()
         size = self._planner.state.page_size
         pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
@@ -168,24 +168,23 @@ class Request:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Lengths at which a prefill of the prompt should stop, so that others can resume there.
+        """Lengths at which a prefill of the prompt should stop, so that other requests can resume there.
 
-        As the option `checkpoints` says: the branch point, where other prompts left this one's path
-        (`mamba_branching_seqlen`), the end of the prompt in whole pages, and multiples of a spacing.
-        Models with windows and no states need the branch point only, others none: empty where every
-        page can be resumed at.
+        The option `checkpoints` selects them: the branch point, where other prompts left this one's path
+        (`mamba_branching_seqlen`), the end of the prompt in whole pages, and multiples of a spacing. Models
+        with windows and no states need only the branch point. Empty if every page can be resumed at.
         """
         return self._planner.cuts(self._open())
 
     @property
     def keeps_output(self) -> bool:
-        """Whether the end of what is generated is worth a state, as the option `checkpoints` says."""
+        """Whether to keep a state at the end of the output, as the option `checkpoints` says."""
         return self._planner.checkpoints.output
 
     def pages(self, pool: str) -> list[int]:
         """Device slots of the request's pages of a pool, in order: the restored ones first.
 
-        Of a sliding window only the last pages are kept, from page number `first_page(pool)` on.
+        A sliding window keeps only the last pages, from page number `first_page(pool)` on.
 
         Raises:
             RequestStateError: before `load`.
@@ -196,7 +195,7 @@ class Request:
         return list(sequence.pages if component_id == FULL else sequence.windows[component_id].slots)
 
     def first_page(self, pool: str) -> int:
-        """Number of the page that `pages(pool)` begins with: 0, or where a sliding window does now.
+        """Number of the first page in `pages(pool)`: 0, or the current start of a sliding window.
 
         Raises:
             RequestStateError, KeyError: as `pages`.
@@ -234,12 +233,12 @@ class Request:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
         return sequence.states[component_id]
 
-    # What it does
+    # Operations
 
     async def prefetch(self) -> Hit:
-        """Bring what storage has of the prefix to the host, for as long as the policy waits.
+        """Read the prefix from storage to the host, and wait as long as the policy says.
 
-        Always a cancellation point; the read goes on for others when this waiter leaves.
+        Always a cancellation point. If this waiter is cancelled, the read continues for other requests.
         """
         sequence = self._unloaded("prefetch")
         await self._executor.checkpoint()
@@ -247,9 +246,9 @@ class Request:
         return self.hit
 
     def rest(self) -> None:
-        """Keep nothing while waiting for something else, a turn on the model say.
+        """Release the match while waiting for something else, such as a turn on the model.
 
-        What matched may be evicted meanwhile. Call `rematch` before `load`.
+        The matched pages may be evicted meanwhile. Call `rematch` before `load`.
 
         Raises:
             RequestStateError: after `load`.
@@ -258,7 +257,7 @@ class Request:
         self._executor.notify()
 
     def rematch(self) -> Hit:
-        """Match again, and keep that: others may have published more of the prompt meanwhile.
+        """Match again and pin the result: other requests may have published more of the prompt.
 
         Raises:
             RequestStateError: after `load`.
@@ -273,15 +272,15 @@ class Request:
         return sequence
 
     async def admit(self) -> Hit:
-        """Wait until `load` can have what it takes of the device, so that no hit is lost to room.
+        """Wait until the device has room for `load`, so that no hit is lost for lack of room.
 
-        Without it, `load` makes do with what is free or evictable at once. Call `load` next, with nothing
-        awaited in between.
+        Without it, `load` uses what is free or evictable at once. Call `load` next, without an `await` in
+        between.
 
         Raises:
-            CapacityError: nothing is under way that could free enough.
+            CapacityError: nothing in flight could free enough.
             RequestStateError: after `load`, or the request was closed meanwhile.
-            ClosedError: the cache was.
+            ClosedError: the cache was closed.
         """
         sequence = self._unloaded("admit")
         await self._executor.checkpoint()
@@ -291,11 +290,11 @@ class Request:
     def load(self, *, counted: bool = True) -> Ticket:
         """Enqueue the copies that put the prefix and its states on the device.
 
-        Falls back to a shorter prefix if there is no room; `hit` says what it became.
+        Falls back to a shorter prefix if there is no room; see `hit`.
 
         Args:
-            counted: whether the statistics count the request as served; False for one that only
-                publishes what was computed for a request that they have counted.
+            counted: whether statistics count the request as served. Use False for a request that only
+                publishes pages computed for another request, which is counted already.
         """
         sequence = self._in_use()
         if sequence.loaded:
@@ -314,27 +313,27 @@ class Request:
         return ticket
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
-        """Room for `tokens` more tokens behind what is restored or extended; evicts if need be.
+        """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
 
-        A pool of a sliding window gives a slot for each new page as well, so a long prompt goes in
-        chunks, with `advance` or `checkpoint` between them, where that pool is smaller than the prompt.
+        A sliding-window pool also needs a slot for each new page. If that pool is smaller than the prompt,
+        prefill in chunks, with `advance` or `checkpoint` between them.
 
         Returns:
-            By pool, the new device slots: one a page that was begun.
+            By pool, the new device slots: one per new page.
 
         Raises:
-            CapacityError: there is not enough that may be evicted; `reserve` waits instead.
+            CapacityError: not enough can be evicted; `reserve` waits instead.
         """
         return self._controller.admission.extend(*self._growing("extend", tokens))
 
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
-        """As `extend`, but waits while others hold the pages.
+        """As `extend`, but waits while other requests hold the pages.
 
         Raises:
-            CapacityError: nothing is under way that could free any; also if all who hold pages wait
-                for room as well.
+            CapacityError: nothing in flight could free any; also if all requests that hold pages wait for
+                room too.
             RequestStateError: the request was closed meanwhile.
-            ClosedError: the cache was.
+            ClosedError: the cache was closed.
         """
         sequence, count = self._growing("reserve", tokens)
         await self._executor.checkpoint()
@@ -349,18 +348,18 @@ class Request:
         sequence, added = self._open(), token_array(tokens)
         try:
             self._tokens.extend(added)
-        except BufferError:  # somebody looks at them through numpy, say, and keeps what was there
+        except BufferError:  # a view exists (numpy, say): copy, the view keeps the old ids
             sequence.tokens = self._tokens = self._tokens + added
 
     def advance(self, length: int, *, after: Stream | None = None) -> None:
-        """The first `length` tokens are computed: give back the pages that lie before every window.
+        """Report that the first `length` tokens are computed: frees pages before the sliding windows.
 
-        What `length` tokens' last page boundary needs stays, so that it can be published. `checkpoint`
-        does this too. Nothing happens to pools that need every page.
+        The pages that the last page boundary in `length` needs stay, so that it can be published.
+        `checkpoint` does this too. Pools that need every page are not changed.
 
         Args:
-            length: where a forward ended; not beyond what was extended.
-            after: the stream that the forward runs on: the pages are given back when it has got there.
+            length: where a forward ended; at most the extended length.
+            after: the stream of the forward: pages are freed after the work enqueued on it.
 
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
@@ -374,7 +373,7 @@ class Request:
         self._retire(sequence, length, after)
 
     def _retire(self, sequence: RequestState, length: int, after: Stream | None) -> None:
-        """Let go of what lies before the windows, once `after` has got there."""
+        """Free the pages before the windows, after the work enqueued on `after`."""
         retired = self._planner.windows.retire(sequence, length)
         if retired is None:
             return
@@ -385,9 +384,9 @@ class Request:
         self._executor.when_reached(after, partial(self._planner.windows.finish, retired))
 
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
-        """Keep a copy of the working states, which are those after `length` tokens; replaces the last one.
+        """Copy the working states, which must be at `length` tokens; replaces the previous snapshot.
 
-        For a decode loop that does not know yet where it will end: take one at each page boundary,
+        For a decode loop that does not know where it will end: take a snapshot at each page boundary, and
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
         sequence, length = self._checked("snapshot", length)
@@ -397,15 +396,15 @@ class Request:
     def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
-        The state is that of the snapshot taken at `length`; without one, the working state, if `length`
-        is a whole number of pages. Nothing is published after the device failed.
+        The state is the snapshot taken at `length`; else the working state, if `length` is a whole number
+        of pages. Nothing is published after a device failure.
 
         Args:
-            length: where a forward ended; not beyond what was extended and appended.
-            after: the stream that the forward runs on; copies run behind what is enqueued there. Other
-                requests meet the pages at once, so their forwards must run on it too, or wait for it.
-            final: the request computes nothing more. Its working state is handed over as it is: no copy,
-                and no second state slot that might not be free.
+            length: where a forward ended; at most the extended and appended length.
+            after: the stream of the forward; copies run after the work enqueued on it. Other requests match
+                the pages at once, so their forwards must run on this stream too, or wait for it.
+            final: the request computes nothing more. Its working state is handed over, without a copy and
+                without a second state slot, which might not be free.
 
         Returns:
             The ticket of the state's copy. The next forward overwrites the working state, so it must
@@ -432,18 +431,18 @@ class Request:
             self._executor.order_after(stream)
 
     def _copy_states(self, sequence: RequestState, copies: list[Copy]) -> Ticket:
-        """Carry out a publication; the ticket of its states' copy, done if it has none."""
+        """Run the copies; returns the ticket of the states' copy, a done one if there is none."""
         ticket = self._executor.run(copies, sequence.runs_on)
         if ticket is None or copies[-1].direction is not Direction.FORK:
             return Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
         return ticket
 
     async def durable(self) -> bool:
-        """Wait until what was published is in storage, and a clear that might remove it has ended.
+        """Wait until all published pages are in storage, and any clear that might remove them has ended.
 
         Returns:
-            False if there is no storage, if it refuses, or if a checkpoint could not be published because
-            the device had failed.
+            False if there is no storage, if it refuses, or if a checkpoint could not be published after a
+            device failure.
         """
         sequence = self._in_use()
         await self._executor.checkpoint()

@@ -1,4 +1,4 @@
-"""What a cache did, and what it holds, as one value."""
+"""Statistics of a cache as one value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asynchicache.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Slots of one pool in one tier; `closed`: their memory is not pinned yet."""
+    """Slots of one pool in one tier. `closed`: not usable yet, because their memory is not pinned."""
 
     capacity: int
     held: int
@@ -30,18 +30,18 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What a cache did since it was opened, and what it holds now.
+    """Counters since a cache was opened, and its current occupancy.
 
     Attributes:
         served: requests, prompt tokens, and hit tokens by tier and reason.
         occupancy: by pool, of device and host.
-        evicted: by pool, pages or states that made room, on the device and on the host.
+        evicted: by pool, evicted pages or states, on device and host.
         planner, traffic, transfers: decisions, writes, copies.
         storage: by pool, calls and outcomes.
-        storing_bytes: bytes of writes to storage that are under way.
-        pages_read: pages and states that came from storage.
-        prefetch_waits: how long requests waited for storage.
-        room_waits: how long `admit` and `reserve` took: waits for others to give back slots.
+        storing_bytes: bytes of storage writes in flight.
+        pages_read: pages and states read from storage.
+        prefetch_waits: durations of waits for storage.
+        room_waits: durations of `admit` and `reserve`, which wait for other requests to free slots.
     """
 
     served: HitCounters
@@ -60,7 +60,7 @@ class CacheStatistics:
 def collect_statistics(
     controller: HybridCacheController, engine: TransferEngine, stored: StoragePools
 ) -> CacheStatistics:
-    """Copies of all counters as they are now."""
+    """Copy all counters as they are now."""
     state = controller.planner.state
     return CacheStatistics(
         served=controller.hits.copy(),

@@ -23,8 +23,8 @@ from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
-"""Of outcomes of pools that share a slot, the first of these counts. A pool that timed out may still
-write to its part of the slot, whatever became of the others."""
+"""If pools that share a slot have different outcomes, the first of these counts. `TIMEOUT` is first: that
+pool may still write to its part of the slot."""
 
 
 _REASONS = {
@@ -35,11 +35,11 @@ _REASONS = {
 
 
 SLICE_PAGES = 4096
-"""Pages of one call of a guarded engine: making their keys takes the loop some milliseconds."""
+"""Pages per call of a guarded engine: making their keys blocks the loop for some milliseconds."""
 
 
 class Presence(NamedTuple):
-    """One byte a page that was asked for, 1 if it is there; `reason` tells why that may be too few."""
+    """A byte per page asked for, 1 if it is there; `reason`: why the answer may be incomplete."""
 
     flags: bytes
     reason: MissReason
@@ -49,9 +49,9 @@ class StoredPool(NamedTuple):
     """One pool in storage.
 
     Attributes:
-        guard: its engine, made safe to call.
-        binding: names its keys.
-        writes: False if another rank writes its pages: they are the same on every rank.
+        guard: its guarded engine.
+        binding: makes its keys.
+        writes: False if another rank writes its pages, which are the same on every rank.
     """
 
     guard: GuardedPool
@@ -80,15 +80,15 @@ class AttachedStorage:
     ) -> Self:
         """
         Args:
-            backend: where the pages are.
-            bindings: the pools that have host slots for pages to arrive in.
+            backend: the storage backend.
+            bindings: the pools that have host slots.
             port: clock and threads.
-            limits: patience with the backend.
-            owned: the backend is closed with the attachment.
+            limits: timeouts and limits of the backend.
+            owned: whether closing the attachment closes the backend.
             read_only: pools that other ranks write.
 
         Raises:
-            ConfigError: `backend` is none.
+            ConfigError: `backend` is not a `StorageBackend`.
             StorageError: the backend cannot be used; nothing stays open.
         """
         if not isinstance(backend, StorageBackend):
@@ -105,17 +105,17 @@ class AttachedStorage:
         return attachment
 
     async def _close_pools(self) -> None:
-        """Side by side: each may hang for as long as its limits allow."""
+        """Close concurrently: each may take as long as its limits allow."""
         await asyncio.gather(*(pool.guard.aclose() for pool in self.pools.values()))
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit, and close everything; twice is harmless, and waits too."""
+        """Wait for running calls, up to a limit, and close everything. A second call waits too."""
         async with self._closing:
             await self._stack.aclose()
 
 
 class StoragePools:
-    """The pools of a cache in storage; empty, and false, without storage, which may come and go."""
+    """The pools of a cache in storage; falsy without storage. Storage can be attached and detached."""
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
@@ -130,17 +130,17 @@ class StoragePools:
         return self._attachment.pools if self._attachment is not None else {}
 
     def attach(self, attachment: AttachedStorage) -> None:
-        """Have storage, where there is none."""
+        """Attach storage; there must be none."""
         self._attachment = attachment
 
     def detach(self) -> AttachedStorage | None:
-        """From now on there is no storage; what was attached, for the caller to close."""
+        """Detach storage; returns it, for the caller to close, or None."""
         attachment, self._attachment = self._attachment, None
         self._detached = attachment or self._detached
         return attachment
 
     async def aclose(self) -> None:
-        """Close what is attached, or wait until what was detached is closed: it uses the host's memory."""
+        """Close attached storage, or wait until detached storage is closed: it uses host memory."""
         self.detach()
         if self._detached is not None:
             await self._detached.aclose()
@@ -149,15 +149,15 @@ class StoragePools:
         return {name: pool.guard.statistics() for name, pool in self._pools.items()}
 
     def page_sizes(self, work: StorageWrite) -> list[int]:
-        """Bytes that a write moves for each page, by pool; none where another rank writes them."""
+        """Bytes written per page, by pool; 0 where another rank writes the pages."""
         pools = [self._pools.get(name) for name in work.pages]
         return [pool.binding.slot_bytes if pool is not None and pool.writes else 0 for pool in pools]
 
     async def clear(self) -> int:
-        """Forget every page of every pool; how many there were. One that fails does not keep the others'.
+        """Remove every page of every pool; returns their number. A failing pool does not stop the others.
 
         Raises:
-            StorageError: an engine failed; the first that did.
+            StorageError: an engine failed; the first such error.
         """
         gone, failures = 0, []
         for pool in [pool for pool in self._pools.values() if pool.writes]:
@@ -170,12 +170,12 @@ class StoragePools:
         return gone
 
     async def exists(self, component_id: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
-        """Which pages are there, in every pool that shares the component's slots.
+        """Which pages are present in every pool that shares the component's slots.
 
         Args:
             component_id: the component.
             digests: of the pages.
-            fresh: the engine is asked whatever is remembered of it.
+            fresh: do not use cached answers.
         """
         flags, reason = b"", MissReason.NONE
         for start in range(0, len(digests), SLICE_PAGES):
@@ -200,11 +200,11 @@ class StoragePools:
 
     @property
     def touchable(self) -> bool:
-        """Whether an engine wants to be told of uses."""
+        """Whether any engine accepts touches."""
         return any(pool.guard.touchable for pool in self._pools.values())
 
     async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
-        """Tell engines of pages that were used in memory, by component, the last one most recently."""
+        """Report pages used in memory to the engines, by component, the most recently used last."""
         calls = [
             (name, digests)
             for component_id, digests in uses.items()
@@ -226,7 +226,7 @@ class StoragePools:
         return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
     async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
-        """What became of each page, and the batches that may still write to their slots."""
+        """Read pages; returns the outcome of each, and the batches that may still write to their slots."""
         pools = [
             (component_id, name) for component_id in read.slots for name in self._state.sharing(component_id)
         ]
@@ -246,17 +246,16 @@ class StoragePools:
     async def _move(
         self, name: str, digests: Sequence[bytes], slots: Sequence[int], *, put: bool
     ) -> BatchResult:
-        """Put or get the pages of one pool: in one call, or in some one after the other, with turns of the
-        loop between them.
+        """Put or get the pages of one pool, in slices with loop iterations in between.
 
-        Not side by side: a part that waits for its turn behind the others would be taken for late.
+        Slices run one after another: a slice queued behind others would count as late.
         """
         pool = self._pools.get(name)
         refused = Outcome.REJECTED if put else Outcome.FAILED
         if pool is None:
             return BatchResult([refused] * len(slots))
         if put and not pool.writes:
-            return BatchResult([Outcome.EXISTS] * len(slots))  # or will: it is another rank's to write
+            return BatchResult([Outcome.EXISTS] * len(slots))  # or will: another rank writes it
         call = pool.guard.put if put else pool.guard.get
         batches: list[BatchResult] = []
         try:
@@ -285,7 +284,7 @@ def _as_one(batches: Sequence[BatchResult]) -> BatchResult:
 async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
     """
     Raises:
-        CancelledError: it will never be known of one when it ends.
+        CancelledError: a call was cancelled, so its end will never be known.
     """
     await asyncio.wait(calls)
     if any(call.cancelled() for call in calls):
@@ -293,7 +292,7 @@ async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
 
 
 def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """Pools that share slots are there together or not at all."""
+    """The worst outcome per page: pools that share a slot are usable only together."""
     if len(results) == 1:
         return list(results[0])
     return [
@@ -303,10 +302,10 @@ def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:
 
 
 async def linger(batches: Iterable[BatchResult]) -> bool:
-    """Wait for calls that outlived their deadline: until they end they use their slots.
+    """Wait for calls past their deadline: they use their slots until they end.
 
     Returns:
-        False if storage was closed before they ended: nobody will ever know when they do.
+        False if storage was closed before they ended, so their end will never be known.
     """
     late = [batch.lingering for batch in batches if batch.lingering is not None]
     if late:

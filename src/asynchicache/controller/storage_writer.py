@@ -1,4 +1,4 @@
-"""Writes to storage: bounded in bytes, shed beyond that, counted by why; and storage that comes and goes."""
+"""Writes to storage: bounded in bytes, shed beyond that. Also attaches, detaches and clears storage."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _SHED = {
 }
 
 _LEAST_PAUSE = 1.0
-"""Seconds between two times that storage is told of uses, besides before each write."""
+"""The least seconds between two touches of storage; each write also sends one first."""
 
 _USES_A_SECOND = 20_000
-"""Pages whose uses storage is told of: a percent of a processor's time."""
+"""The most pages touched per second: costs about one percent of a CPU."""
 
 _COUNTED = (Outcome.STORED, Outcome.EXISTS, *_SHED)
 
 
 @dataclass(slots=True, eq=True)
 class WriteCounters:
-    """What was carried out since the start, in pages and states unless said otherwise.
+    """Writes since the start, in pages and states unless noted otherwise.
 
     Attributes:
-        stored: in storage now, or there already.
-        shed: what did not get there, by why.
+        stored: pages written, or already in storage.
+        shed: pages not written, by reason.
         copies_failed: copies between device and host that failed.
     """
 
@@ -59,9 +59,9 @@ class StorageWriter:
     """Writes what is on the host to storage.
 
     Attributes:
-        traffic: what became of it.
-        clearing: clears that are under way: what is stored now may be gone when they end.
-        tracer: told of writes, if there is one.
+        traffic: write counters.
+        clearing: clears in flight. Pages stored meanwhile may be gone when they end.
+        tracer: receives writes, if set.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class StorageWriter:
     ) -> None:
         """
         Args:
-            planner: decides what is written.
-            executor: runs writes, and what they wait for.
-            stored: where it goes.
-            presence: asks storage what it has.
-            limit_bytes: under way at once; what would go beyond is shed, unless nothing else is under way.
+            planner: decides what to write.
+            executor: runs writes and backups.
+            stored: the storage.
+            presence: asks storage which pages it has.
+            limit_bytes: the most bytes in flight; writes beyond it are shed. A single write may exceed it.
         """
         self.traffic = WriteCounters()
         self.tracer: Tracer | None = None
@@ -92,13 +92,13 @@ class StorageWriter:
         self._budget = WriteBudget(limit_bytes)
         self.clearing = 0
         self._detaching = False
-        self._used: dict[Node, None] = {}  # ends of paths, the one that was used last comes last
+        self._used: dict[Node, None] = {}  # ends of paths, the most recently used last
         self._timer: asyncio.TimerHandle | None = None
         self._pause = _LEAST_PAUSE
         executor.on_backed_up = lambda node, period: self.store(node, period=period)
 
     def use(self, node: Node) -> None:
-        """The path to `node` was used in memory: storage is told soon, and before it must make room."""
+        """Record a use of the path to `node`: storage gets a touch soon, and before the next write."""
         if node.parent is None or not self._storage.touchable:
             return
         self._used.pop(node, None)
@@ -111,7 +111,7 @@ class StorageWriter:
         self._executor.call(self.flush_touches())
 
     async def flush_touches(self) -> None:
-        """Tell storage which paths were used since it was told last."""
+        """Touch in storage the paths used since the last touch."""
         if not self._used:
             return
         used, self._used = self._used, {}
@@ -120,23 +120,23 @@ class StorageWriter:
         await self._storage.touch(uses)
 
     def stop(self) -> None:
-        """Tell nobody any more."""
+        """Stop touching storage."""
         self._used.clear()
         if self._timer is not None:
             self._timer.cancel()
 
     @property
     def storing_bytes(self) -> int:
-        """Bytes of writes that are in flight."""
+        """Bytes of writes in flight."""
         return self._budget.used
 
     def store(self, node: Node, *, period: int | None = None, wait: bool = False) -> None:
         """Write what the path to `node` has on the host and not in storage, or shed it.
 
         Args:
-            node: where the path ends.
-            period: of the work that this follows from (`Activity`). Default: the current one.
-            wait: somebody waits for it: where too much is in flight, it is written later and not shed.
+            node: the end of the path.
+            period: the `Activity` period of the work that this follows from. Default: the current period.
+            wait: a caller waits for the write: over the byte limit it is delayed, not shed.
         """
         if not self._storage:
             return
@@ -157,7 +157,7 @@ class StorageWriter:
         self._executor.call(self._write(work, size, sizes, begun=begun), period)
 
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
-        """Write a long path whose digests nobody has computed yet: that takes many turns of the loop."""
+        """Write a long path whose digests must be computed first, over many loop iterations."""
         kept: Pins = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
         self._state.pin(kept)
         self._backups.preparing.append(node)
@@ -181,7 +181,7 @@ class StorageWriter:
             await self.flush_touches()
             batches = await self._storage.put(work)
             stored = self._count(batches)
-            self.use(work.marks[-1].node)  # what these pages stand on is to stay longer than they
+            self.use(work.marks[-1].node)  # storage should keep the ancestors longer than these pages
             late = any(batch.lingering is not None for batch in batches)
             left = _late_bytes(batches, page_sizes)
         finally:
@@ -199,20 +199,20 @@ class StorageWriter:
             safe = await linger(batches)
         finally:
             self._budget.end_late(size)
-            if safe:  # else its pages stay where they are: what came in their place would be stored as theirs
+            if safe:  # else the slots stay pinned: a late read would store new content under these keys
                 self._backups.finish(work)
 
     async def confirm(self, node: Node) -> bool | None:
-        """Whether storage has what is marked as stored of the path to `node`; None if it did not say.
+        """Whether storage has everything marked stored on the path to `node`; None without an answer.
 
-        Marks of what it has lost are taken back, so that it is written anew.
+        Clears the marks of lost pages, so that they are written again.
         """
         forgotten = self._backups.forgotten
         digests, claims = self._backups.pages_marked_stored(node)
         with self._backups.noting_writes() as written:
             found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
         if self._backups.forgotten != forgotten:
-            return False  # all marks were taken back meanwhile
+            return False  # all marks were cleared meanwhile
         there = True
         for (component_id, pages), (flags, reason) in zip(claims.items(), found, strict=True):
             if reason is not MissReason.NONE:
@@ -229,7 +229,7 @@ class StorageWriter:
         return await self._storage.exists(component_id, [digests[page] for page in pages], fresh=True)
 
     def write_lost(self, node: Node) -> None:
-        """Write anew what storage has lost of the path to `node`, though it is marked as stored."""
+        """Rewrite what storage has lost of the path to `node`, though it is marked stored."""
         self._executor.call(self._write_lost(node))
 
     async def _write_lost(self, node: Node) -> None:
@@ -240,17 +240,17 @@ class StorageWriter:
     async def durable(self, sequence: RequestState) -> bool:
         """Wait until everything that a request published is in storage.
 
-        It waits for what is in flight for the request's own path. Storage is asked before the answer is True;
-        what it has lost, or what was not written for want of room, is written once more.
+        Waits only for work in flight on the request's own path. Storage is asked before returning True.
+        Pages that it has lost, or that were not written for lack of room, are written once more.
 
         Returns:
-            False if it cannot get there, or if a checkpoint of it could not even be published.
+            False if some pages cannot be stored, or a checkpoint could not be published.
         """
         ends = self._planner.published_ends(sequence)
         return all([await self._path_durable(sequence, node) for node in ends])
 
     async def _path_durable(self, sequence: RequestState, node: Node) -> bool:
-        """Wait until the path to `node` is in storage, with what a prefix that ends there needs."""
+        """Wait until the path to `node` is in storage, with the window and state that its end needs."""
         tried, lost = False, False
         while self._storage and not (sequence.unpublished or self._executor.stopped):
             if self.clearing or self._backups.in_flight(node):
@@ -273,7 +273,7 @@ class StorageWriter:
         return False
 
     async def _back_up_first(self, node: Node) -> None:
-        """Give a path the next host slots that are given back, until something of it is in flight."""
+        """Reserve the next freed host slots for a path, until part of it is in flight."""
         self._backups.urgent.append(node)
         try:
             self._executor.run(self._backups.backup(node))
@@ -283,7 +283,7 @@ class StorageWriter:
             self._backups.urgent.remove(node)
 
     def _count(self, batches: Sequence[BatchResult]) -> bool:
-        """Add up what became of a write; whether all of it is there."""
+        """Count the outcomes of a write; returns whether all of it is in storage."""
         # list.count compares identities in C; an Enum's hash, which a Counter needs, is Python code.
         counts = {one: sum(batch.outcomes.count(one) for batch in batches) for one in _COUNTED}
         self.traffic.stored += counts[Outcome.STORED] + counts[Outcome.EXISTS]
@@ -294,7 +294,7 @@ class StorageWriter:
     def check_none(self) -> None:
         """
         Raises:
-            UsageError: there is storage already, or it is being detached.
+            UsageError: there is storage already, or storage is being detached.
         """
         if self._detaching:
             raise UsageError("storage is being detached; wait for that")
@@ -302,16 +302,16 @@ class StorageWriter:
             raise UsageError("the cache has storage already; detach_storage() comes first")
 
     def attach(self, attachment: AttachedStorage) -> None:
-        """Have storage from now on.
+        """Attach storage.
 
         Raises:
-            UsageError: there is some already, or it is being detached.
+            UsageError: as `check_none`.
         """
         self.check_none()
         self._storage.attach(attachment)
 
     async def detach(self) -> bool:
-        """Have none from now on; requests go on, with misses for what was in it. False if there was none."""
+        """Detach storage; requests continue, and miss its pages. False if there was none."""
         await self.flush_touches()
         attachment = self._storage.detach()
         if attachment is None:
@@ -329,7 +329,7 @@ class StorageWriter:
         return True
 
     async def clear(self) -> int:
-        """Forget what storage has of this model, of these weights; how many pages that was.
+        """Remove what storage has of this model with these weights; returns the number of pages.
 
         Raises:
             StorageError: an engine failed.
@@ -339,12 +339,12 @@ class StorageWriter:
             return await self._storage.clear()
         finally:
             self.clearing -= 1
-            self._backups.forget_stored()  # also after a failure: nobody knows how far it got
+            self._backups.forget_stored()  # also after a failure: it may have removed some pages
             self._executor.notify()
 
 
 def _late_bytes(batches: Sequence[BatchResult], page_sizes: Sequence[int]) -> int:
-    """Bytes of the pages that engines may still read; those that hang do not count for the others."""
+    """Bytes of the pages that engines may still read, from batches with lingering calls only."""
     return sum(
         batch.outcomes.count(Outcome.TIMEOUT) * each
         for batch, each in zip(batches, page_sizes, strict=True)

@@ -1,4 +1,4 @@
-"""A task group that ends when its owner says so, and work that a cancelled caller does not cut short."""
+"""A task group that its owner closes, and work shielded from cancellation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class OwnedTasks:
     """Runs an `asyncio.TaskGroup` in a task of its own.
 
-    A group entered by `HybridCache.open` itself would wrap whatever the caller's body raises in an
-    exception group, and cancel the caller when a child fails. A child that fails does so alone.
+    A group entered by `HybridCache.open` itself would wrap every exception of the caller's body in an
+    exception group, and cancel the caller when a child fails. Here a failed child affects no other task.
 
     Attributes:
         running: tasks that have not ended.
@@ -40,17 +40,17 @@ class OwnedTasks:
         task = self._group.create_task(_contained(work))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
-        task.add_done_callback(lambda _: work.close())  # a task that is cancelled before it begins leaves it
+        task.add_done_callback(lambda _: work.close())  # a task cancelled before it begins does not close it
         return task
 
     async def aclose(self) -> None:
-        """Cancel what still runs and wait for its end."""
+        """Cancel all running tasks and wait for their end."""
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
 
 
 async def _contained(work: Coroutine[object, object, None]) -> None:
-    """In a group, one child's exception would cancel all others, and keep new ones out."""
+    """Log exceptions: in a task group, one would cancel all other tasks and refuse new ones."""
     try:
         await work
     except Exception:
@@ -58,15 +58,15 @@ async def _contained(work: Coroutine[object, object, None]) -> None:
 
 
 async def shielded(work: Coroutine[object, object, T]) -> T:
-    """Run to the end even if the caller is cancelled meanwhile, however often, then be cancelled.
+    """Run `work` to its end, even if the caller is cancelled (repeatedly); then raise the cancellation.
 
     Raises:
-        RuntimeError: no loop runs, because the caller is collected after its loop has ended.
+        RuntimeError: no loop runs, because the caller is garbage-collected after its loop has ended.
     """
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        work.close()  # `ensure_future` would make a loop for it that nobody ever runs or closes
+        work.close()  # `ensure_future` would make a loop that never runs and is never closed
         raise
     task = loop.create_task(work)
     cancelled: asyncio.CancelledError | None = None

@@ -1,4 +1,4 @@
-"""Whether what is under way agrees with the books: copies, writes to storage, tasks. A report in words."""
+"""Checks that work in flight (copies, storage writes, tasks) agrees with the state. A report in words."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from asynchicache.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class InFlightWork:
-    """What a controller has going.
+    """The work in flight of a controller.
 
     Attributes:
         copies: between device and host, and on the device.
         calls: tasks that read from storage or write to it.
-        left: tasks that a closed cache has still.
-        active: how many things the controller counts, whose end some wait for.
+        left: tasks that still run in a closed cache.
+        active: the work in flight that the executor counts, and that waiters wait for.
     """
 
     copies: Collection[CacheOperation]
@@ -31,12 +31,12 @@ class InFlightWork:
 
 
 def problems(planner: Planner, under_way: InFlightWork, *, idle: bool) -> list[str]:
-    """Every broken invariant, empty when all is well; linear in the slots.
+    """Describe every broken invariant; empty if there are none. Linear in the slots.
 
     Args:
-        planner: what was decided.
-        under_way: what is being carried out.
-        idle: nobody uses the cache; whatever is held, under way or lost is listed too.
+        planner: the planner with its state.
+        under_way: the work in flight.
+        idle: the cache is not in use, so list everything held, in flight or lost too.
     """
     state = planner.state
     found = state.verify()
@@ -48,9 +48,9 @@ def problems(planner: Planner, under_way: InFlightWork, *, idle: bool) -> list[s
 
 
 def _copies(state: CacheState, copies: Iterable[CacheOperation]) -> Iterator[str]:
-    """Copies that use slots that are nobody's, or write a slot that another one writes.
+    """Copies that use a free slot, or write a slot that another copy writes.
 
-    Copies within the device may write a request's own slot again: they run one after the other.
+    Copies within the device may write the same slot of a request twice: they run one after another.
     """
     numbers = {
         pool: component_id for component_id in range(len(state.names)) for pool in state.sharing(component_id)
@@ -72,21 +72,21 @@ def _copies(state: CacheState, copies: Iterable[CacheOperation]) -> Iterator[str
 
 
 def _writes(writing: Iterable[tuple[Node, int]]) -> Iterator[str]:
-    """Nodes and components that are written to storage, and have no bytes yet."""
+    """Storage writes of nodes and components whose bytes are not on the host yet."""
     for node, component_id in writing:
         if node.residency[place_of(component_id, Tier.HOST)] in (LOADING, SAVING):
             yield f"{node!r}: component {component_id} goes to storage before it is on the host"
 
 
 def _counts(state: CacheState, under_way: InFlightWork) -> Iterator[str]:
-    """More under way than is counted: who waits for its end would not."""
+    """More work in flight than is counted: waiters would return too early."""
     copies, calls = len(state.tier_copies), sum(not task.done() for task in under_way.calls)
     if under_way.active < copies + calls:
         yield f"{copies} copies and {calls} storage calls are under way, {under_way.active} are counted"
 
 
 def _leftovers(state: CacheState, under_way: InFlightWork) -> Iterator[str]:
-    """What a cache that nobody uses should not have."""
+    """Requests, work, pins and quarantined slots that an idle cache should not have."""
     for sequence in state.sequences:
         status = "closed, and its slots are still in use" if sequence.closed else "open"
         yield f"a request of {len(sequence.tokens)} tokens is {status}: pages {sequence.own_pages()}"

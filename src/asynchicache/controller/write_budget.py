@@ -1,4 +1,4 @@
-"""Bytes of writes to storage that may be in flight at once."""
+"""A limit on the bytes of storage writes in flight."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import deque
 
 
 class WriteBudget:
-    """A bound on bytes in flight, with a queue for writes that somebody waits for.
+    """A bound on bytes in flight, with a queue for writes that a caller waits for.
 
-    A write that nobody waits for is begun at once or not at all, and never before one that is waited for.
-    A single write may be larger than the bound.
+    Other writes begin at once or not at all, and never before a queued one. A single write may be larger than
+    the bound.
 
     Attributes:
-        used: bytes that are in flight, those included that an engine still reads after its deadline.
+        used: bytes in flight, including those that an engine still reads after its deadline.
     """
 
     def __init__(self, limit: int) -> None:
@@ -32,7 +32,7 @@ class WriteBudget:
     async def wait(self, size: int) -> None:
         """Begin a write of `size` bytes as soon as there is room, in the order of the calls.
 
-        Bytes that an engine reads after its deadline are not waited for: it may read them for ever.
+        Does not wait for bytes that an engine reads after its deadline: it may read them forever.
         """
         if not self._waiting and self._fits(size):
             self._begin(size)
@@ -50,13 +50,13 @@ class WriteBudget:
             raise
 
     def end(self, size: int, *, late: int = 0) -> None:
-        """A write has been answered; the engine may still read `late` bytes of it."""
+        """End a write; the engine may still read `late` bytes of it."""
         self._writes -= 1
         self.used -= size - late
         self._next()
 
     def end_late(self, size: int) -> None:
-        """The engine has let go of bytes of a write that was answered before."""
+        """Free the late bytes of an ended write, which the engine no longer reads."""
         self.used -= size
         self._next()
 
