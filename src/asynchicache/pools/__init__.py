@@ -1,1 +1,1 @@
-"""Memory of device and host: sizes, pinning, and who has which slot."""
+"""Device and host memory: sizes, pinning, and slot allocation."""

@@ -10,15 +10,15 @@ _FREE, _HELD, _QUARANTINED = 0, 1, 2
 
 
 class SlotAllocator:
-    """Hands out slot numbers `0 .. capacity - 1`, ascending runs first, so that copies coalesce.
+    """Allocates slot numbers `0 .. capacity - 1`, in ascending runs if possible, so that copies coalesce.
 
-    Pure and loop-confined. Releasing a slot that is not held is refused: a slot with two owners would
-    let one request read another's bytes.
+    Pure and loop-confined. Releasing a slot that is not held is an error: a slot with two owners would let
+    one request read another's bytes.
 
     Attributes:
-        name: for messages.
+        name: used in messages.
         on_release: called with slots that were freed or quarantined.
-        quarantined: how many will never be handed out again.
+        quarantined: the number of slots that are never allocated again.
     """
 
     __slots__ = ("_condemned", "_free", "_opened", "_state", "name", "on_release", "quarantined")
@@ -30,7 +30,7 @@ class SlotAllocator:
         self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
         self._state = bytearray(capacity)
         self._opened = capacity
-        self._condemned: set[int] = set()  # held, and to be quarantined when they are given back
+        self._condemned: set[int] = set()  # held slots to quarantine on release
 
     @property
     def capacity(self) -> int:
@@ -46,26 +46,26 @@ class SlotAllocator:
 
     @property
     def closed(self) -> int:
-        """Slots that are not handed out yet; see `open_only`."""
+        """Slots that are not usable yet; see `open_only`."""
         return len(self._state) - self._opened
 
     def open_only(self, count: int) -> None:
-        """Hand out the first `count` slots only, until this is called with a larger number: the memory
-        of the others is not ready.
+        """Allocate only the first `count` slots, until this is called with a larger number: the memory of the
+        others is not ready.
 
         Raises:
-            InternalError: a slot beyond them is in use, or `count` exceeds the capacity.
+            InternalError: a later slot is in use, or `count` exceeds the capacity.
         """
         if not 0 <= count <= len(self._state) or any(self._state[count:]):
             raise InternalError(f"{self.name}: {count} slots cannot be all that is open")
         if count < self._opened:
             self._free = [slot for slot in self._free if slot < count]
         else:
-            self._free[:0] = range(count - 1, self._opened - 1, -1)  # behind all others, ascending
+            self._free[:0] = range(count - 1, self._opened - 1, -1)  # allocated after all others, ascending
         self._opened = count
 
     def allocate(self, count: int) -> list[int]:
-        """`count` slots, all or none.
+        """Allocate `count` slots, all or nothing.
 
         Raises:
             CapacityError: fewer are free.
@@ -84,7 +84,7 @@ class SlotAllocator:
         return slots
 
     def release(self, slots: Sequence[int]) -> None:
-        """Take slots back; those that are condemned are quarantined.
+        """Free slots; condemned ones are quarantined.
 
         Raises:
             InternalError: a slot is not held; nothing is changed then.
@@ -111,7 +111,7 @@ class SlotAllocator:
         self._condemned.update(slot for slot in slots if state[slot] == _HELD)
 
     def quarantine(self, slots: Sequence[int]) -> None:
-        """Never allocate these slots again: a device that failed may still write to them.
+        """Never allocate these slots again: a failed device may still write to them.
 
         Raises:
             InternalError: a slot is not held; nothing is changed then.
@@ -136,7 +136,7 @@ class SlotAllocator:
         return InternalError(f"{self.name}: slot {slot} {verb} while it is not held")
 
     def held_slots(self) -> set[int]:
-        """Every slot that has an owner; for `verify`, linear in the capacity."""
+        """All held slots; for `verify`. Linear in the capacity."""
         return {slot for slot, state in enumerate(self._state) if state == _HELD}
 
     def is_free(self, slot: int) -> bool:
@@ -144,7 +144,7 @@ class SlotAllocator:
         return self._state[slot] == _FREE
 
     def problems(self) -> list[str]:
-        """Broken invariants, in words; empty when all is well."""
+        """Describe broken invariants; empty if there are none."""
         found = []
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")

@@ -1,4 +1,4 @@
-"""Find pools that are too small for the others and so limit their hits."""
+"""Find pools that are too small relative to the others and so limit hits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from asynchicache.pools.sizing import PAGES_PER_STATE, weight
 from asynchicache.specs import ModelSpec
 
 UNDERSIZED_SHARE = 0.5
-"""A pool that serves less than this share of the tokens that attention pages serve gets a warning."""
+"""A pool gets a warning if it can serve less than this share of the tokens that attention pages serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class UndersizedPool:
-    """A pool that is too small for the others: pages they hold beyond it can never be a hit.
+    """A pool that is too small: pages that other pools hold beyond it can never be a hit.
 
     Attributes:
         pool: its name.
-        tokens: how many tokens of prefixes it can serve.
-        against: the pool that it is measured against, and `against_tokens` that one can serve.
-        slots: slots it has, in the tier where it has more.
-        wanted: slots with which it would serve as many tokens as the other.
-        option: what to raise: the slots of the tier where the other has more.
+        tokens: tokens of prefixes that it can serve.
+        against, against_tokens: the pool that it is compared with, and the tokens that one can serve.
+        slots: its slots, in the tier where it has more.
+        wanted: the slots with which it would serve as many tokens as `against`.
+        option: the option to raise: the slots of the tier where `against` has more.
     """
 
     pool: str
@@ -45,21 +45,20 @@ class UndersizedPool:
 def find_undersized_pools(
     spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages_per_state: int = PAGES_PER_STATE
 ) -> list[UndersizedPool]:
-    """The pools that hold the others' hits back, if prefixes are resumed every `pages_per_state` pages.
+    """The pools that limit the hits of others, if prefixes are resumed every `pages_per_state` pages.
 
-    A prefix is a hit where every pool has what it needs, so the pool that can serve the fewest tokens
-    decides. What a pool can serve is counted in the tier where it has more slots: the host has copies
-    of what the device has.
+    A hit needs every pool, so the pool that can serve the fewest tokens decides. A pool's capacity is that
+    of the tier where it has more slots, because the host has copies of what the device has.
 
     Args:
         spec: the model's pools.
-        slots: of device and host, by pool, as `plan_slots` gives them.
-        pages_per_state: pages from one place where a prefix can be resumed to the next.
+        slots: by pool, device and host slots, as from `plan_slots`.
+        pages_per_state: pages between two places where a prefix can be resumed.
     """
     full, *others = (pool.name for pool in spec.owners)
     scale = _Scale(spec, slots, pages_per_state)
     small = [name for name in others if scale.turns(name) < UNDERSIZED_SHARE * scale.turns(full)]
-    useless = [name for name in others if scale.most(name) > scale.most(full)]  # no page to stand on
+    useless = [name for name in others if scale.most(name) > scale.most(full)]  # more of them than pages
     return [scale.report(name, full, scale.turns(full) * scale.weights[name]) for name in small] + [
         scale.report(full, name, scale.most(name)) for name in useless
     ]

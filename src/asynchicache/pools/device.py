@@ -1,4 +1,4 @@
-"""Device memory of one pool, `layer_first`: what model code reads and writes."""
+"""Device memory of one pool, `layer_first`, which model code reads and writes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 
 
 class DevicePool:
-    """The slots of one pool on one device, a tensor of `[layers, slots, ...]` for each of its tensors.
+    """The slots of one pool on one device: one `[layers, slots, ...]` tensor for each tensor of the pool.
 
-    A pool that shares another's slots (`PoolSpec.slots_of`) has memory of its own all the same;
-    only the slot numbers are the owner's.
+    A pool that shares another's slots (`PoolSpec.slots_of`) shares only the slot numbers; it has its own
+    memory.
 
     Attributes:
         spec: the pool.
-        page_size: tokens of a slot; without meaning where a slot holds a state.
-        slots: how many there are.
-        device: where they are.
+        page_size: tokens per slot; not used if a slot holds a state.
+        slots: the number of slots.
+        device: the device of the memory.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class DevicePool:
         """
         Args:
             spec: the pool.
-            page_size: tokens of a slot.
-            slots: how many.
-            device: where.
+            page_size: tokens per slot.
+            slots: the number of slots.
+            device: the device of the memory.
             poison: fill with `POISON` instead of zeros. Default: False.
 
         Raises:
-            ConfigError: no slots, pages of no tokens, or no such kind of device.
-            CapacityError: the device is not there, or has no room for them.
+            ConfigError: no slots, a page size below 1, or an unknown kind of device.
+            CapacityError: the device does not exist, or has no room.
         """
         check_size(spec, page_size, slots)
         self.spec = spec
@@ -56,7 +56,7 @@ class DevicePool:
         self.slots = slots
         self.device = _torch_device(device)
         self._items = {name: self._allocate(name, shape, poison) for name, shape in self._shapes().items()}
-        if self.device.type == "cuda":  # copies on other streams are not ordered behind the filling
+        if self.device.type == "cuda":  # copies on other streams are not ordered after the filling
             torch.cuda.synchronize(self.device)
         self._tensors = {tensor.name: self._typed(tensor.name) for tensor in spec.tensors}
 
@@ -65,7 +65,7 @@ class DevicePool:
         return self.slots * self.spec.slot_bytes(self.page_size)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """`[layers, slots, page_size, *shape]` of a pool of pages, `[layers, slots, *shape]` of states.
+        """`[layers, slots, page_size, *shape]` for pages, `[layers, slots, *shape]` for states.
 
         Layers are local: index `i` is layer `spec.layers[i]` of the model.
         """
@@ -83,14 +83,14 @@ class DevicePool:
 
     def _allocate(self, name: str, shape: tuple[int, int, int], poison: bool) -> torch.Tensor:
         try:
-            if self.device.type == "cpu":  # zeros that the system makes as they are touched
+            if self.device.type == "cpu":  # the system provides zeroed pages on first touch
                 items = Slab(math.prod(shape)).tensor.view(shape)
             else:
                 items = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             return items.fill_(POISON) if poison else items
         except CapacityError as error:
             raise self._no_room(name, shape, error) from error
-        # OutOfMemoryError is a RuntimeError, and the CPU raises no better; a torch without CUDA asserts it.
+        # OutOfMemoryError is a RuntimeError, as is the CPU's; torch without CUDA raises AssertionError.
         except (RuntimeError, AssertionError) as error:
             raise self._no_room(name, shape, error) from error
 
@@ -110,7 +110,7 @@ class DevicePool:
 
 
 def _torch_device(device: torch.device | str) -> torch.device:
-    """The device; without a number it is the first GPU, as a pool's and its streams' must be the same."""
+    """Parse a device. `cuda` means the first GPU, so that a pool and its streams agree."""
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def _torch_device(device: torch.device | str) -> torch.device:
 def check_size(spec: PoolSpec, page_size: int, slots: int, *, least: int = 1) -> None:
     """
     Raises:
-        ConfigError: fewer than `least` slots, or pages of no tokens.
+        ConfigError: fewer than `least` slots, or a page size below 1.
     """
     check_number(f"pool {spec.name!r}: slots", slots)
     check_number(f"pool {spec.name!r}: page_size", page_size)

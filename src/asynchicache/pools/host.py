@@ -1,4 +1,4 @@
-"""Host memory of one pool, in one of three layouts, pinned step by step for a GPU."""
+"""Host memory of one pool, in one of three layouts, pinned in steps for a GPU."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from asynchicache.specs import PoolSpec
 
 
 class HostPool:
-    """The slots of one pool in host memory, and a header for each in a slab of their own.
+    """The slots of one pool in host memory, and a header for each slot in a separate slab.
 
-    Headers are apart so that pages of neighbouring slots follow one another, and so that storage
-    can write a header and a page as two runs of one vectored call.
+    Headers are separate so that pages of neighbouring slots are contiguous, and so that storage can write a
+    header and a page as two runs of one vectored call.
 
-    Pinning takes seconds for tens of GiB. The first step is pinned at once, and `grow` pins the next;
-    only the first `ready` slots may be used meanwhile.
+    Pinning takes seconds for tens of GiB. The first step is pinned at once, and `grow` pins the next. Only
+    the first `ready` slots may be used meanwhile.
 
     Attributes:
         spec: the pool.
-        page_size: tokens of a slot; without meaning where a slot holds a state.
-        slots: how many there are.
+        page_size: tokens per slot; not used if a slot holds a state.
+        slots: the number of slots.
         layout: the position of each tensor in a slot.
-        ready: how many of them may be used, the first ones.
-        step_slots: whole slots of one registration; slots 0, `step_slots`, ... begin one. All of them where
-            slots are in pieces, or not pinned. CUDA copies nothing that lies in two.
+        ready: the number of usable slots, the first ones.
+        step_slots: slots per registration; slots 0, `step_slots`, ... begin one. Equals `slots` if slots are
+            in pieces or not pinned. CUDA cannot copy a run that spans two registrations.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class HostPool:
         """
         Args:
             spec: the pool.
-            page_size: tokens of a slot.
-            slots: how many; 0 for a pool that stays on the device.
-            pin: whether a GPU will copy from and to them, or what pins memory for it.
+            page_size: tokens per slot.
+            slots: the number of slots; 0 for a pool that stays on the device.
+            pin: whether to pin for a GPU, or the pinner to use.
             layout: the order of layers, pages and tokens.
 
         Raises:
-            ConfigError: fewer than 0 slots, or pages of no tokens.
-            CapacityError: the system has no room for them.
+            ConfigError: fewer than 0 slots, or a page size below 1.
+            CapacityError: the system has no room.
         """
         check_size(spec, page_size, slots, least=0)
         self.spec = spec
@@ -74,7 +74,7 @@ class HostPool:
         if self._pinner is not None and slots:
             try:
                 self._begin(self._pinner)
-            except BaseException:  # no caller could unpin what was pinned so far
+            except BaseException:  # else nothing could unpin what was pinned so far
                 self.close()
                 raise
 
@@ -89,42 +89,42 @@ class HostPool:
 
     @property
     def growing(self) -> bool:
-        """Whether `grow` has something left to do."""
+        """Whether `grow` has steps left."""
         return self.ready < self.slots and self._pinner is not None
 
     def _begin(self, pinner: Pinner) -> None:
-        """Pin the first step, or all of it where no slot is whole before that."""
+        """Pin the first step; or everything, if the layout has slots in pieces."""
         self.ready = 0
         try:
             if self.layout.kind.whole_slots:
-                # Where the system's pages are larger than ours, two registrations must not share one.
+                # Two registrations must not share a page of the system, which may be larger than ours.
                 unit = lcm(self.layout.slot_bytes, mmap.PAGESIZE)
                 self._steps = pinner.steps(self._pages.nbytes, unit)
                 self.ready = self.step_slots = self._pin_next(pinner)
                 return
             for offset, nbytes in self.layout.layer_arrays(self.slots):
                 self._pages.pin(pinner, offset, nbytes)
-        except RuntimeError as error:  # a DeviceError, or torch's own, or no thread to be had
+        except RuntimeError as error:  # a DeviceError, one of torch, or no thread available
             self._pages.unpin()
             self._pinner = None
             warn_unpinned(f"host memory of pool {self.spec.name!r}", error)
         self.ready = self.slots
 
     def _pin_next(self, pinner: Pinner) -> int:
-        """Pin the next step; how many slots it holds."""
+        """Pin the next step; returns its number of slots."""
         offset, nbytes = next(self._steps)
         self._pages.pin(pinner, offset, nbytes)
         return nbytes // self.layout.slot_bytes
 
     def grow(self) -> int:
-        """Pin the next step; blocks for as long as that takes, so not on the loop.
+        """Pin the next step. Blocks, so do not call it on the loop.
 
-        Where the system refuses, the pool stays as large as it is, with a warning.
+        If the system refuses, the pool keeps its size, with a warning.
 
         Returns:
-            How many slots are ready now.
+            The number of slots that are ready now.
         """
-        with self._lock:  # `close` waits for a step under way
+        with self._lock:  # `close` waits for a running step
             if not self.growing or self._pinner is None:
                 return self.ready
             try:
@@ -136,14 +136,14 @@ class HostPool:
             return self.ready
 
     def page(self, slot: int) -> memoryview:
-        """The `slot_bytes` of a slot, writable; its neighbour's follow at once.
+        """The `slot_bytes` of a slot, writable; those of the next slot follow directly.
 
         Raises:
             UsageError: there is no such slot, or slots are not whole in this layout.
             ClosedError: the pool is closed.
         """
         if not 0 <= slot < self._whole_slots:
-            return self.pages(slot, 1)  # which says what is wrong
+            return self.pages(slot, 1)  # raises the error
         size = self._slot_bytes
         return self._pages.memory[slot * size : (slot + 1) * size]
 
@@ -163,7 +163,7 @@ class HostPool:
         return self._pages.memory[first * self._slot_bytes : (first + count) * self._slot_bytes]
 
     def header(self, slot: int) -> memoryview:
-        """The `HEADER_BYTES` of a slot's header, writable; its neighbour's follow at once.
+        """The `HEADER_BYTES` of a slot's header, writable; those of the next slot follow directly.
 
         Raises:
             UsageError: there is no such slot.
@@ -174,7 +174,7 @@ class HostPool:
         return self._headers.memory[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
 
     def regions(self) -> tuple[memoryview, memoryview]:
-        """All headers and all pages, each one run of memory, with slot 0 at its beginning.
+        """All headers and all pages, each as one run of memory that begins with slot 0.
 
         Raises:
             ClosedError: the pool is closed.
@@ -184,7 +184,7 @@ class HostPool:
     def items(self, name: str) -> torch.Tensor:
         """One tensor of every slot as bytes, uint8 `[layers, slots, units, unit_bytes]`, strided.
 
-        An item, one layer of one slot, is one unit, or one a token where layers lie between tokens.
+        An item, one layer of one slot, is one unit; with `page_first`, one unit per token.
 
         Raises:
             ClosedError: the pool is closed.
@@ -193,7 +193,7 @@ class HostPool:
         return self._pages.tensor.as_strided(strides.shape, strides.stride, strides.offset)
 
     def close(self) -> None:
-        """Unpin and let go of the memory; twice is harmless. No copy may be in flight."""
+        """Unpin and release the memory; idempotent. No copy may be in flight."""
         with self._lock:
             self._pinner = None
             self._pages.close()
@@ -210,6 +210,6 @@ class HostPool:
 
 
 async def grow_pool(port: Port, pool: HostPool, opened: Callable[[int], object]) -> None:
-    """Pin a pool to its end off the loop; `opened` is told after each step how many slots are ready."""
+    """Pin the rest of a pool off the loop; calls `opened` with the number of ready slots after each step."""
     while pool.growing:
         opened(await port.run_blocking(pool.grow))

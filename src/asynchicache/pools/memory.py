@@ -1,4 +1,4 @@
-"""How much memory this process may still use, by the machine and by its control groups."""
+"""Memory that this process may still use, by the machine and by its control groups."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 has no word for "no limit"; it shows the largest number of pages."""
+"""cgroup v1 has no value for "no limit"; it shows the largest number of pages."""
 
 
 class MemoryBudget(NamedTuple):
-    """What this process may use, in bytes.
+    """Memory that this process may use, in bytes.
 
     Attributes:
         limit: the tightest limit of its control groups, or None.
-        used: what counts against that limit already, without file cache that can be dropped.
-        available: what may still be taken: by the limits, and by what the machine has left.
+        used: memory counted against that limit, without droppable file cache.
+        available: memory that may still be allocated, by the limits and by the machine's free memory.
     """
 
     limit: int | None
@@ -26,14 +26,14 @@ class MemoryBudget(NamedTuple):
 
 
 class GroupMemory(NamedTuple):
-    """One control group that has a limit: the limit, and what is used of it, in bytes."""
+    """A control group with a limit: the limit and the memory used, in bytes."""
 
     limit: int
     used: int
 
 
 class _Interface(NamedTuple):
-    """How one version of cgroups names its memory files."""
+    """Names of the memory files in one version of cgroups."""
 
     mount: str
     limit: str
@@ -48,7 +48,7 @@ _INTERFACES = {
 
 
 def memory_budget(root: Path = Path("/")) -> MemoryBudget:
-    """What this process may use, by its cgroups (v1 and v2, ancestors too) and by MemAvailable.
+    """The memory that this process may use, by its cgroups (v1 and v2, with ancestors) and MemAvailable.
 
     Args:
         root: where `proc` and `sys` are mounted.
@@ -70,8 +70,8 @@ def tightest(available: int, groups: Iterable[GroupMemory]) -> MemoryBudget:
 def memory_groups(text: str) -> list[tuple[int, str]]:
     """The control groups that may limit memory, as (cgroup version, path), from `/proc/self/cgroup`.
 
-    Ancestors are named too: each of them limits what is below it. A path from outside a container
-    need not be visible inside; the root, which then is the container's own group, always is.
+    Ancestors are included: each limits the groups below it. A path from outside a container may not be
+    visible inside; the root, which is then the container's own group, always is.
     """
     groups = []
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def parse_limit(text: str) -> int | None:
 
 
 def parse_statistic(text: str, name: str) -> int:
-    """The number behind `name` in `memory.stat` (`name 123`) or meminfo (`name: 123 kB`); else 0."""
+    """The number after `name` in `memory.stat` (`name 123`) or meminfo (`name: 123 kB`); else 0."""
     for line in text.splitlines():
         words = line.replace(":", " ").split()
         if words and words[0] == name:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number; libc has no function for it
-_PREFERRED = 1  # MPOL_PREFERRED: of this node as long as it has room
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call; libc has no wrapper
+_PREFERRED = 1  # MPOL_PREFERRED: use this node while it has room
 _MASK_BITS = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def device_node(pci_address: str, root: Path = Path("/")) -> int | None:
-    """The node that a PCI device hangs on; None if there is only one node, or it is unknown.
+    """The node of a PCI device; None if there is only one node, or it is unknown.
 
     Args:
         pci_address: such as `0000:3b:00.0`.
@@ -32,9 +32,9 @@ def device_node(pci_address: str, root: Path = Path("/")) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Let pages of a range, not touched so far, come from `node`; whether the system agreed.
+    """Place the untouched pages of a range on `node`; returns whether the system agreed.
 
-    A refusal costs speed only, so it is logged and nothing more.
+    A refusal costs only speed, so it is only logged.
     """
     call = _MBIND.get(platform.machine())
     if call is None:

@@ -1,4 +1,4 @@
-"""Work out how many slots each pool gets in each tier: from counts, bytes, a ratio, or free memory."""
+"""Compute the slots of each pool in each tier, from counts, bytes, a ratio, or free memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HOST_SHARE = 0.8
 
 
 class SizeOptions(Options, frozen=True, kw_only=True):
-    """Sizes that the caller chose; those that are left out follow from the others.
+    """Sizes chosen by the caller; missing sizes follow from the others.
 
     Attributes:
         device_slots, host_slots: slots by pool name; 0 host slots keep a pool on the device.
         device_bytes, host_bytes: divided among the pools that `*_slots` do not name.
-        host_ratio: host slots for each device slot, where nothing else says. Default: 2.
-        pages_per_state: pages from one place where a prefix can be resumed to the next; the share of
-            states and windows follows from it. Conversations of many short turns want fewer, long
-            documents more. Default: 16, one state at the end of each turn.
+        host_ratio: host slots per device slot, if not set otherwise. Default: 2.
+        pages_per_state: pages between two places where a prefix can be resumed; determines the share of
+            states and windows. Use less for conversations of many short turns, more for long documents.
+            Default: 16, one state at the end of each turn.
     """
 
     device_slots: Mapping[str, Positive] = {}
@@ -41,7 +41,7 @@ class SizeOptions(Options, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Bytes that may be taken on the device and on the host; one memory if the device is a CPU."""
+    """Bytes available on the device and on the host; `shared` if the device is a CPU."""
 
     device: int
     host: int
@@ -52,8 +52,8 @@ def plan_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> dic
     """Device and host slots of every pool that owns slots.
 
     Raises:
-        ConfigError: a name that is no pool, a negative number, no device slots for a pool.
-        CapacityError: more memory than there is; says how much is needed.
+        ConfigError: an unknown pool name, a negative number, or no device slots for a pool.
+        CapacityError: not enough memory; says how much is needed.
     """
     _check(spec, options)
     device = _device_slots(spec, options, memory)
@@ -111,36 +111,36 @@ def _host_slots(
 
 
 def _host_wish(pool: PoolSpec, device: int, ratio: float) -> int:
-    """Host slots by the ratio; for one window at least, if there are to be any."""
+    """Host slots by the ratio; at least one window, unless the ratio is 0."""
     return max(math.ceil(device * ratio), _window(pool)) if ratio else 0
 
 
 def _whole_windows(pool: PoolSpec, count: int) -> int:
-    """Fewer slots than one window takes serve nothing: then it stays on the device."""
+    """`count`, or 0 if it is less than one window and so useless: the pool then stays on the device."""
     return count if count >= _window(pool) else 0
 
 
 def weight(pool: PoolSpec, pages_per_state: int) -> int:
-    """Slots of a pool that belong to `pages_per_state` pages with one place to resume at, at their end."""
+    """Slots of a pool for `pages_per_state` pages that can be resumed only at their end."""
     if not pool.per_token:
         return 1
     return min(_window(pool) or pages_per_state, pages_per_state)
 
 
 def _window(pool: PoolSpec) -> int:
-    """Pages of the pool's window, 0 for a pool that has none."""
+    """Pages of the pool's window; 0 without a window."""
     return pool.coverage.pages or 0 if pool.per_token else 0
 
 
 def _least(pool: PoolSpec) -> int:
-    """What one request takes of a pool: a slot, or a window and the page that is being written."""
+    """Slots that one request needs: one slot, or a window and the page being written."""
     return _window(pool) + 1
 
 
 def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, pages_per_state: int) -> dict[str, int]:
-    """As many units of `pages_per_state` pages, their state and their window as fit into `budget` bytes.
+    """Fill `budget` bytes with units of `pages_per_state` pages, their state and their window.
 
-    A pool whose share is less than one request takes gets that, and the others divide the rest.
+    A pool whose share is less than one request needs gets that minimum; the others divide the rest.
     """
     least = {pool.name: _least(pool) for pool in pools}
     need = _total(spec, least, host=False)
@@ -162,13 +162,13 @@ def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, pages_per_state
 
 
 def _no_more_than_pages(spec: ModelSpec, slots: Mapping[str, int]) -> dict[str, int]:
-    """A state stands at the end of a page, and a window is pages: more of them would never be used."""
+    """Limit states and windows to the number of full pages: each belongs to one, so more is never used."""
     pages = slots[spec.owners[0].name]
     return {name: min(count, max(pages, _least(spec.pool(name)))) for name, count in slots.items()}
 
 
 def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:
-    """Bytes of these slots, including the pools that share them."""
+    """Bytes of these slots, including pools that share them."""
     return sum(
         slots[pool.slots_of or pool.name] * slot_cost(pool, spec.page_size, host=host)
         for pool in spec.pools
@@ -177,7 +177,7 @@ def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:
 
 
 def slot_cost(pool: PoolSpec, page_size: int, *, host: bool) -> int:
-    """Bytes that one slot takes; on the host with padding and its header."""
+    """Bytes per slot; on the host including padding and header."""
     return SlotLayout.of(pool, page_size).slot_bytes + ALIGNMENT if host else pool.slot_bytes(page_size)
 
 
