@@ -1,7 +1,7 @@
-"""Every error the library raises, by whose fault it is.
+"""All errors of the library, grouped by cause.
 
-A cache failure is a miss with a reason (`types.MissReason`), never an exception; what is raised is
-misuse by the caller, a full pool, or a storage or device that cannot be opened at all.
+A cache failure is a miss with a reason (`types.MissReason`), never an exception. Errors are raised for
+misuse by the caller, a full pool, or a storage or device that cannot be opened.
 """
 
 __all__ = [
@@ -28,18 +28,18 @@ __all__ = [
 
 
 class CacheError(Exception):
-    """The root of every error of this library."""
+    """Base class of all errors of this library."""
 
 
-# The caller's fault.
+# Misuse by the caller.
 
 
 class UsageError(CacheError):
-    """Raised when the library is asked for something that it cannot mean."""
+    """Raised when the library is used in a way that makes no sense."""
 
 
 class ConfigError(UsageError, ValueError):
-    """Raised when an option has a value outside its rule; names the option, the value, the rule."""
+    """Raised when an option has an invalid value; names the option, the value and the rule."""
 
 
 class InvalidTokensError(UsageError, ValueError):
@@ -47,7 +47,7 @@ class InvalidTokensError(UsageError, ValueError):
 
 
 class UnsupportedModelError(UsageError, ValueError):
-    """Raised when a model has a kind of layer or cache that no pool describes; names it."""
+    """Raised when a model has a kind of layer or cache that pools cannot describe; names it."""
 
 
 class RequestStateError(UsageError, RuntimeError):
@@ -58,38 +58,38 @@ class ClosedError(UsageError, RuntimeError):
     """Raised when a closed cache, engine or reactor is used."""
 
 
-# Nobody's fault, or the machine's.
+# Capacity, device and network.
 
 
 class CapacityError(CacheError, MemoryError):
-    """Raised when a pool cannot hold what is asked now; says how much is needed and what is free."""
+    """Raised when a pool lacks free slots or memory now; says how much is needed and what is free."""
 
 
 class BusyError(CapacityError):
-    """Raised when as many requests wait as may; the same request can be served later."""
+    """Raised when the queue of waiting requests is full; the same request can be served later."""
 
 
 class DeviceError(CacheError, RuntimeError):
-    """Raised when a device failed; it is sticky, and the pages it touched are quarantined."""
+    """Raised when a device failed. The failure is permanent; pages it touched are quarantined."""
 
 
 class TransferError(CacheError, RuntimeError):
-    """Raised to waiters of a transfer that failed or was given up."""
+    """Raised to waiters of a transfer that failed or was abandoned."""
 
 
 class DeadlockError(CacheError, RuntimeError):
-    """Raised when a run in virtual time can never go on, or never ends; lists the tasks that wait."""
+    """Raised when a run in virtual time is stuck or never ends; lists the waiting tasks."""
 
 
 class AuditError(TransferError):
-    """Told of a transfer that brought other bytes to the device than had left it."""
+    """Reported for a transfer that brought other bytes to the device than had left it."""
 
 
 class WireFormatError(CacheError, ValueError):
-    """Raised when bytes that came over a network are not what their format allows; says where."""
+    """Raised when bytes from a network violate their format; says where."""
 
 
-# The storage's fault.
+# Storage.
 
 
 class StorageError(CacheError, OSError):
@@ -97,18 +97,18 @@ class StorageError(CacheError, OSError):
 
 
 class StorageFormatError(StorageError, ValueError):
-    """Raised when a storage location holds something foreign, or data of a newer format."""
+    """Raised when a storage location holds foreign data, or data of a newer format."""
 
 
 class StorageLockedError(StorageError, BlockingIOError):
     """Raised when another writer holds the storage location."""
 
 
-# Ours.
+# Bugs of the library.
 
 
 class InternalError(CacheError, AssertionError):
-    """Raised when an invariant of the library is broken: a bug to report, never the caller's fault."""
+    """Raised when an invariant of the library is broken: a bug to report, never a mistake of the caller."""
 
 
 class LeaseWarning(ResourceWarning):

@@ -1,6 +1,6 @@
-"""What became of pages, as typed events, in the order in which the cache decided it.
+"""Typed events for changes of pages, in the order of the cache's decisions.
 
-`HybridCache.events` tells of changes, `HybridCache.snapshot` of what is there now. Digests are those of
+`HybridCache.events` reports changes, `HybridCache.snapshot` the current pages. Digests are those of
 `asynchicache.hashing`.
 """
 
@@ -15,17 +15,17 @@ from asynchicache.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages of one pool that may be read in a tier from now on; of a pool of states, the state behind a page.
+    """Pages of one pool that became readable in a tier; for a pool of states, the state after a page.
 
-    An event may repeat what was told before: to be told twice changes nothing.
+    Events may repeat; handling one twice must be harmless.
 
     Attributes:
-        pool: which; pools that share its slots go where it goes.
-        tier: where.
+        pool: the pool; pools that share its slots move with it.
+        tier: the tier.
         digests: of the pages, 32 bytes each, in order.
-        parent: digest of the page before the first of them; None if that is the first of its sequence.
-        tokens: their token ids, `page_size` for each.
-        page_size: tokens of a page.
+        parent: digest of the page before the first of them; None if the first begins its sequence.
+        tokens: their token ids, `page_size` per page.
+        page_size: tokens per page.
         namespace, salt: as given to `HybridCache.request`.
     """
 
@@ -41,7 +41,7 @@ class PagesStored:
 
 @dataclass(frozen=True, slots=True)
 class PagesRemoved:
-    """Pages of one pool that a tier has no more. What storage loses by itself is not told."""
+    """Pages of one pool that left a tier. Losses inside storage are not reported."""
 
     pool: str
     tier: Tier
@@ -50,16 +50,16 @@ class PagesRemoved:
 
 @dataclass(frozen=True, slots=True)
 class TiersCleared:
-    """Nothing is in these tiers any more, but for what the events that follow say."""
+    """These tiers are empty, except for pages that later events report."""
 
     tiers: tuple[Tier, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EventsDropped:
-    """The listener was too slow for its queue: so many events before the next one are lost to it.
+    """The subscriber was too slow for its queue: `count` events before the next one were dropped.
 
-    What it knows may be wrong from here on; a snapshot makes it right again.
+    Its picture of the cache may be wrong from here on; take a snapshot to correct it.
     """
 
     count: int

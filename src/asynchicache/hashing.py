@@ -1,6 +1,6 @@
 """Page digests and object keys.
 
-Digests are SGLang HiCache's SHA-256 chain, byte for byte, so that tools for one read the other's
+Digests are byte for byte those of SGLang HiCache's SHA-256 chain, so tools work with both
 (`get_hash_str` and `storage_namespace_seed` in sglang 0.5.23).
 """
 
@@ -16,17 +16,17 @@ from asynchicache.errors import ConfigError
 DIGEST_BYTES = 32
 _NARROW = 0xFFFFFFFF
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
-_SHARD_TEXT = str.maketrans("/-", "-_")  # a shard has no `_`, so two shards never become one text
+_SHARD_TEXT = str.maketrans("/-", "-_")  # shards contain no `_`, so the text is unique
 
 
 class ObjectKey(NamedTuple):
-    """The name of one page of one pool in storage; built here and never by a backend.
+    """The name of one page of one pool in storage. Backends never build keys.
 
     Attributes:
-        fingerprint: 32 bytes, `pool_fingerprint`: what must be equal for bytes to be usable.
-        digest: 32 bytes, the page digest: which tokens came before and in the page.
+        fingerprint: 32 bytes, `pool_fingerprint`: pages are interchangeable only if it is equal.
+        digest: 32 bytes, the page digest: identifies the tokens of the page and all before it.
         pool: the pool's name.
-        shard: which part of the page, e.g. `0/2` for rank 0 of 2; empty where all ranks share one.
+        shard: the part of the page, e.g. `0/2` for rank 0 of 2; empty if all ranks share one.
     """
 
     fingerprint: bytes
@@ -39,7 +39,7 @@ class ObjectKey(NamedTuple):
         return self._family() + self.digest.hex()
 
     def pattern(self) -> str:
-        """A glob that `text` of every page of this pool, fingerprint and shard matches, and of no other."""
+        """A glob that matches `text` of exactly the pages of this pool, fingerprint and shard."""
         return self._family() + "?" * len(self.digest.hex())
 
     def _family(self) -> str:
@@ -48,19 +48,19 @@ class ObjectKey(NamedTuple):
 
 
 def shard_text(shard: str) -> str:
-    """A shard as a part of a file name or object name; no other shard has the same."""
+    """A shard as part of a file or object name; unique for each shard."""
     return shard.translate(_SHARD_TEXT)
 
 
 def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
-    """The digest before page 0: empty without a namespace, so that plain prefixes agree everywhere.
+    """The digest before page 0; empty without a namespace, so that plain prefixes are the same everywhere.
 
     Args:
         extra_key: LoRA id, tenant or any other name that isolates prefixes.
         salt: the request's cache salt.
 
     Raises:
-        ConfigError: one of them is neither a string nor None, or has half a surrogate pair.
+        ConfigError: one of them is neither a string nor None, or has an unpaired surrogate.
     """
     if extra_key is None and salt is None:
         return b""
@@ -87,13 +87,13 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
     """Chained digests of the whole pages in `tokens`.
 
     Args:
-        tokens: int64 token ids; a tail shorter than a page is left out.
-        page_size: tokens of a page.
-        prior: digest of the page before, the namespace's seed, or empty.
+        tokens: int64 token ids; a tail shorter than a page is ignored.
+        page_size: tokens per page.
+        prior: the digest of the page before, the namespace's seed, or empty.
 
     Returns:
-        32 bytes a page: SHA-256 of the prior digest and the page's ids as little-endian uint32;
-        a page with an id above 2**32 - 1 is marked by 0xFF and hashed as uint64.
+        32 bytes per page: SHA-256 of the prior digest and the page's ids as little-endian uint32. A page
+        with an id above 2**32 - 1 is hashed as 0xFF followed by the ids as uint64.
     """
     import numpy as np  # here: commands that move no pages start without it
 
@@ -117,10 +117,10 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
 
 
 def common_pages(ours: Sequence[bytes], theirs: Sequence[bytes]) -> int:
-    """How many pages two sequences have in common, by the digests of all their pages from the first.
+    """The number of leading pages that two sequences share, by the digests of all their pages.
 
-    A digest covers every page before it, so that two sequences agree up to one page and nowhere behind it:
-    that page is found by bisection.
+    A digest covers every page before it, so two sequences agree up to one page and never after it. The page
+    is found by bisection.
     """
     low, high = 0, min(len(ours), len(theirs))
     while low < high:
@@ -143,12 +143,12 @@ def pool_fingerprint(
     sharding: str,
     salt: str = "",
 ) -> bytes:
-    """32 bytes that differ whenever a page of this pool could not be used in place of another's.
+    """32 bytes, equal only if pages of two pools are interchangeable.
 
     `layout` is `SlotLayout.signature()`, which names dtypes and shapes.
 
     Raises:
-        ConfigError: one of them has half a surrogate pair.
+        ConfigError: an argument has an unpaired surrogate.
     """
     digest = sha256(b"asynchicache-pool-v1")
     for part in (model, weight_version, identity, pool, layout, str(page_size), sharding, salt):

@@ -1,4 +1,4 @@
-"""Durations counted in fixed buckets, cheap enough for every call: one bisection and two additions."""
+"""Histograms of durations with fixed buckets; one observation costs a bisection and two additions."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SECONDS = (
     10.0,
     30.0,
 )
-"""Upper bounds of the buckets: from a copy within memory to storage that hangs."""
+"""Upper bounds of the buckets: from a copy in memory to hanging storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a histogram has seen.
+    """A snapshot of a histogram.
 
     Attributes:
-        counts: by bucket, observations above the bound before and up to `SECONDS[i]`; the last one has
+        counts: by bucket, observations above the previous bound and up to `SECONDS[i]`; the last bucket has
             those above all bounds.
-        total: their sum, in seconds.
+        total: the sum of all observations, in seconds.
     """
 
     counts: tuple[int, ...] = (0,) * (len(SECONDS) + 1)
@@ -42,7 +42,7 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of observations."""
         return sum(self.counts)
 
 

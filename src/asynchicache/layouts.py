@@ -1,7 +1,7 @@
-"""Where the bytes of a slot lie, as integers only.
+"""The position of the bytes of a slot, as integers only.
 
 Device pools are `layer_first`: per tensor an array `[layers, slots, item]`, the form that model code
-reads. Host pools have one of the layouts of `HostLayout`, after SGLang's host pools
+reads. Host pools use one of the layouts of `HostLayout`, modelled on SGLang's host pools
 (https://github.com/sgl-project/sglang/pull/10031, https://github.com/sgl-project/sglang/pull/11615).
 """
 
@@ -15,52 +15,52 @@ from asynchicache.errors import ConfigError
 from asynchicache.specs import PoolSpec, TensorSpec
 
 ALIGNMENT = 4096
-"""Host slots start on, and are padded to, this many bytes: what O_DIRECT asks of memory and files."""
+"""Host slots start at, and are padded to, a multiple of these bytes, as O_DIRECT requires."""
 
 HEADER_BYTES = ALIGNMENT
 """Bytes of a page's header in host memory and in storage: one aligned block, which O_DIRECT can move."""
 
 POISON = 0xDD
-"""The byte that poisoned memory is filled with: bytes that were never written show it."""
+"""The fill byte of poisoned memory: it reveals bytes that were never written."""
 
 
 class HostLayout(Enum):
-    """In which order host memory holds layers, pages and tokens.
+    """The order of layers, pages and tokens in host memory.
 
-    A slot that holds a state has no tokens, so to it the two page-first layouts are the same.
+    A slot that holds a state has no tokens, so the two page-first layouts are the same for it.
     """
 
     PAGE_FIRST_DIRECT = "page_first_direct"
     """`[slots, layers, page_size, token]`: a slot is one run of bytes, which storage reads and writes
-    with no further copy, and so is each layer of it, which a copy engine moves at the bus's speed."""
+    without another copy. Each of its layers is one run too, which a copy engine moves at bus speed."""
     PAGE_FIRST = "page_first"
-    """`[slots, page_size, layers, token]`: a slot is one run, but a layer of it is one run a token."""
+    """`[slots, page_size, layers, token]`: a slot is one run, but each of its layers is one run per token."""
     LAYER_FIRST = "layer_first"
-    """`[layers, slots, page_size, token]`, as on the device: neighbouring slots of a layer are one run,
-    but a slot is one piece per layer, so storage cannot use it."""
+    """`[layers, slots, page_size, token]`, as on the device: neighbouring slots of a layer are one run, but
+    a slot is one piece per layer, so storage cannot use this layout."""
 
     @property
     def whole_slots(self) -> bool:
-        """Whether a slot is one run of bytes, as storage needs it."""
+        """Whether a slot is one run of bytes, as storage requires."""
         return self is not HostLayout.LAYER_FIRST
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `size`."""
+    """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class ItemStrides:
-    """Where the items of one tensor lie in a tier, in bytes.
+    """Positions of the items of one tensor in a tier, in bytes.
 
-    An item, one layer of one slot, is `units` runs of `unit_bytes`: one run, or one for each token.
+    An item, one layer of one slot, is `units` runs of `unit_bytes`: one run, or one per token.
 
     Attributes:
         offset: from the start of the memory to the first item.
-        layers, slots, units: how many there are of each.
-        unit_bytes: bytes that follow one another.
-        layer, slot, unit: from one to the next.
+        layers, slots, units: the number of each.
+        unit_bytes: contiguous bytes of a unit.
+        layer, slot, unit: strides from one to the next.
     """
 
     offset: int
@@ -74,28 +74,28 @@ class ItemStrides:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of a view of all items as bytes."""
+        """Shape of a view of all items as bytes."""
         return (self.layers, self.slots, self.units, self.unit_bytes)
 
     @property
     def stride(self) -> tuple[int, int, int, int]:
-        """Of the same view."""
+        """Strides of the same view."""
         return (self.layer, self.slot, self.unit, 1)
 
     def address(self, layer: int, slot: int, unit: int = 0) -> int:
-        """Bytes from the start of the memory to a unit; `layer` is local, its index in `spec.layers`."""
+        """Bytes from the start of the memory to a unit; `layer` is local: an index into `spec.layers`."""
         return self.offset + layer * self.layer + slot * self.slot + unit * self.unit
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Where one tensor lies among those of its pool.
+    """The position of one tensor in the slots of its pool.
 
     Attributes:
         spec: the tensor.
-        offset: bytes of one slot that belong to the tensors before it.
+        offset: bytes of the tensors before it in one slot.
         item_bytes: bytes of one layer of one slot.
-        units: runs that an item consists of in this layout.
+        units: runs per item in this layout.
     """
 
     spec: TensorSpec
@@ -110,13 +110,13 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Where everything of one pool lies in host memory.
+    """The layout of one pool in host memory.
 
     Attributes:
         pool: the pool.
         kind: the order of layers, pages and tokens.
         page_bytes: bytes of one slot's content.
-        slot_bytes: `page_bytes` padded to `ALIGNMENT`; where slots are whole, the stride between them.
+        slot_bytes: `page_bytes` padded to `ALIGNMENT`; if slots are whole, the stride between them.
         tensors: by tensor name, in the order of the spec.
     """
 
@@ -132,7 +132,7 @@ class SlotLayout:
     ) -> SlotLayout:
         """
         Raises:
-            ConfigError: pages of no tokens, or no such layout.
+            ConfigError: a page size below 1, or an unknown layout.
         """
         if not isinstance(kind, HostLayout):
             raise ConfigError(f"pool {pool.name!r}: layout {kind!r} must be a HostLayout")
@@ -154,7 +154,7 @@ class SlotLayout:
         return sum(size for _, size in self.layer_arrays(slots))
 
     def layer_arrays(self, slots: int) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of every layer of every tensor, where layers come first; each is aligned."""
+        """(offset, bytes) of every layer of every tensor in `LAYER_FIRST`; each is aligned."""
         offset = 0
         for tensor in self.tensors.values():
             size = round_up(tensor.item_bytes * slots, ALIGNMENT)
@@ -182,7 +182,7 @@ class SlotLayout:
         return names[: names.index(name)]
 
     def signature(self) -> str:
-        """What two processes must agree on to read each other's pages; part of the fingerprint."""
+        """The layout as text: two processes must have the same to share pages. Part of the fingerprint."""
         parts = [f"{self.kind.value}:{self.page_bytes}"]
         for tensor in self.tensors.values():
             spec = tensor.spec

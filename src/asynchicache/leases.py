@@ -1,4 +1,4 @@
-"""Leases: hold pages until closed. Closing twice is harmless; a lost lease warns and releases."""
+"""Leases: hold pages until closed. `close` is idempotent; a lease dropped unclosed warns and releases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from asynchicache.errors import LeaseWarning
 class Lease:
     """Holds a resource until `close`, then releases it exactly once.
 
-    A lease is confined to the thread of the loop that made it; the transfer or the request that
-    needs the pages owns the lease, not the coroutine that waits for them.
+    A lease is confined to the thread of the loop that made it. The transfer or request that needs the pages
+    owns the lease, not the coroutine that waits for them.
     """
 
     __slots__ = ("__weakref__", "_release")

@@ -1,4 +1,4 @@
-"""Clock, threads and randomness behind one port, so that the whole cache can run in virtual time."""
+"""Clock, threads and randomness behind one interface, so that the whole cache can run in virtual time."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """Runs calls off the loop, one after another, in the order in which they were given."""
+    """Runs calls off the loop, one after another, in order of submission."""
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Run `call` later. What it raises would end the worker, so it must not."""
+        """Run `call` later. It must not raise: an exception would end the worker."""
         ...
 
     def close(self) -> None:
-        """Wait until everything submitted has run; it may block, so not on the loop. Twice is harmless."""
+        """Wait until all submitted calls have run. Idempotent; may block, so do not call it on the loop."""
         ...
 
     def abandon(self) -> None:
-        """Run nothing more than what runs now, and do not wait for that."""
+        """Drop calls that have not begun; do not wait for the running one."""
         ...
 
 
 class Port(Protocol):
-    """What the library may ask of the world outside its coroutines."""
+    """All that the library uses outside its coroutines."""
 
     @property
     def random(self) -> random.Random:
@@ -38,7 +38,7 @@ class Port(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back; only differences mean something."""
+        """Seconds on a monotonic clock; only differences are meaningful."""
         ...
 
     async def run_blocking(self, call: Callable[[], T]) -> T:
@@ -46,20 +46,20 @@ class Port(Protocol):
         ...
 
     def worker(self, name: str) -> Worker:
-        """A worker of its own, for calls that need an order."""
+        """Make a worker, for calls that must run in order."""
         ...
 
     def post(self, call: Callable[[], object]) -> None:
-        """Run `call` on the loop soon; from any thread. Dropped once the loop is closed."""
+        """Run `call` on the loop soon; callable from any thread. Dropped once the loop is closed."""
         ...
 
     async def aclose(self) -> None:
-        """Join the threads; blocking calls that still run are waited for."""
+        """Join the threads, after running blocking calls have ended."""
         ...
 
 
 class ThreadWorker:
-    """A daemon thread, started with the first call. `submit` is for one thread at a time."""
+    """A daemon thread, started by the first call. Only one thread at a time may call `submit`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -70,14 +70,14 @@ class ThreadWorker:
     def submit(self, call: Callable[[], object]) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            thread.start()  # a system without threads to spare raises here, and may have one next time
+            thread.start()  # raises if no thread is available; a later call may succeed
             self._thread = thread
         self._inbox.put(call)
 
     def _serve(self) -> None:
         while (call := self._inbox.get()) is not None and not self._abandoned:
             call()
-            del call  # an idle thread must not keep alive what its last call held, tensors say
+            del call  # an idle thread must not keep objects of its last call alive, such as tensors
 
     def close(self) -> None:
         thread, self._thread = self._thread, None
@@ -91,9 +91,9 @@ class ThreadWorker:
 
 
 class AsyncioPort:
-    """The real world: the running loop's clock, a thread pool of our own.
+    """The real port: the running loop's clock and a thread pool of its own.
 
-    The pool is not asyncio's default one, whose threads others may hold for minutes.
+    It does not use asyncio's default pool, whose threads other code may hold for minutes.
     """
 
     def __init__(self, *, threads: int = 8, seed: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Types that every floor uses: tiers, residency, outcomes, reasons, tokens."""
+"""Types used by every layer: tiers, residency, outcomes, reasons, tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN_BYTES = 8
 
 
 class Tier(IntEnum):
-    """Where bytes are, nearest the model first."""
+    """The place of bytes, nearest to the model first."""
 
     DEVICE = 0
     HOST = 1
@@ -26,8 +26,8 @@ class Tier(IntEnum):
 class Residency(IntEnum):
     """State of one component of a node in one tier.
 
-    LOADING: slots are taken and bytes are on their way up (host to device); usable behind a fence.
-    SAVING: slots are taken and bytes are on their way down (device to host); not yet visible.
+    LOADING: slots are allocated and a copy up (host to device) is in flight; usable after a fence.
+    SAVING: slots are allocated and a copy down (device to host) is in flight; not visible yet.
     """
 
     ABSENT = 0
@@ -37,11 +37,11 @@ class Residency(IntEnum):
 
 
 class Direction(Enum):
-    """From which tier to which."""
+    """Source and destination tier of a copy."""
 
     LOAD = "load"  # host to device
     BACKUP = "backup"  # device to host
-    FORK = "fork"  # device to device: a copy of a state, so that one can be kept and one continued from
+    FORK = "fork"  # device to device: copies a state, to keep one and continue from the other
 
     @property
     def source(self) -> Tier:
@@ -53,62 +53,62 @@ class Direction(Enum):
 
 
 class Outcome(Enum):
-    """What became of one key in one storage call."""
+    """The result of one key in one storage call."""
 
-    HIT = "hit"  # get: the page is in its slot, checked
-    MISS = "miss"  # get, exists: not there
+    HIT = "hit"  # get: the page is in its slot and verified
+    MISS = "miss"  # get, exists: not in storage
     STORED = "stored"  # put: as durable as the engine's capabilities promise
-    EXISTS = "exists"  # put: already there, nothing written
-    CORRUPT = "corrupt"  # get: there, but not what was sealed; quarantined
-    FAILED = "failed"  # the engine could not do it
+    EXISTS = "exists"  # put: already in storage, nothing written
+    CORRUPT = "corrupt"  # get: the bytes differ from those written; quarantined
+    FAILED = "failed"  # the engine failed
     REJECTED = "rejected"  # put: refused (full, read-only, shed)
     TIMEOUT = "timeout"  # no answer by the deadline; the slot may still be written
 
 
 class MissReason(Enum):
-    """Why a request was served less than it could have been."""
+    """Why a request got a shorter hit than possible."""
 
     NONE = "none"  # nothing was missed
     COLD = "cold"  # this prefix was never computed
     STATE = "state"  # attention pages reach further than any recurrent state
     WINDOW = "window"  # attention pages reach further than the sliding window's pages
-    HOST_CAPACITY = "host_capacity"  # no host pages for what storage holds
-    DEVICE_CAPACITY = "device_capacity"  # no device pages for what the host holds
+    HOST_CAPACITY = "host_capacity"  # no host slots for pages in storage
+    DEVICE_CAPACITY = "device_capacity"  # no device slots for pages on the host
     DEADLINE = "deadline"  # storage did not deliver in time
-    STORAGE_FAILED = "storage_failed"  # storage failed, or refused
-    CORRUPT = "corrupt"  # storage delivered other bytes than were sealed
+    STORAGE_FAILED = "storage_failed"  # storage failed or refused
+    CORRUPT = "corrupt"  # storage returned other bytes than were written
     TRANSFER_FAILED = "transfer_failed"  # a copy between device and host failed
     CLOSED = "closed"  # the cache was closing
 
 
 class ShedReason(Enum):
-    """Why pages did not get to storage."""
+    """Why pages were not written to storage."""
 
-    BUDGET = "budget"  # more bytes than `store_bytes` were under way
+    BUDGET = "budget"  # more than `store_bytes` bytes were in flight
     REJECTED = "rejected"  # storage is full, read-only or detached, or its breaker is open
-    FAILED = "failed"  # storage could not do it
-    TIMEOUT = "timeout"  # storage did not answer in time; they may be there
+    FAILED = "failed"  # the write failed
+    TIMEOUT = "timeout"  # storage did not answer in time; the pages may be there
 
 
 class WritePolicy(Enum):
-    """When computed pages go down to host memory and storage."""
+    """When computed pages are copied to host memory and storage."""
 
     WRITE_THROUGH = "write_through"  # at the first publication
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # at the second request that meets them
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # at the second request that matches them
     WRITE_BACK = "write_back"  # ahead of their eviction
 
 
 class PrefetchPolicy(Enum):
     """How long a request waits for storage."""
 
-    BEST_EFFORT = "best_effort"  # not at all: the read goes on for those who come later
+    BEST_EFFORT = "best_effort"  # not at all: the read continues for later requests
     WAIT_COMPLETE = "wait_complete"  # until every read has an outcome
-    TIMEOUT = "timeout"  # until a deadline that grows with what is asked
+    TIMEOUT = "timeout"  # until a deadline that grows with the tokens requested
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a prefix needs of a pool: every page, or the last `pages` before its end."""
+    """The pages of a pool that a prefix needs: all (None), or the last `pages` before its end."""
 
     pages: int | None
 
@@ -126,7 +126,7 @@ def trailing_pages(pages: int) -> Coverage:
 
 
 class PoolTransfer(NamedTuple):
-    """What one pool wants moved: `sources[i]` to `destinations[i]`, slots of the two tiers."""
+    """A copy of slots in one pool: `sources[i]` to `destinations[i]`, in their tiers."""
 
     pool: str
     sources: Sequence[int]
@@ -136,10 +136,10 @@ class PoolTransfer(NamedTuple):
 def token_array(tokens: Iterable[int] | array[int]) -> array[int]:
     """Checked token ids as `array('q')`, without a copy if they already are one.
 
-    Takes any iterable of integers, numpy arrays and torch tensors (through their buffer) included.
+    Accepts any iterable of integers, including numpy arrays and torch tensors.
 
     Raises:
-        InvalidTokensError: no tokens, a negative id, an id that is no integer or above 2**63 - 1.
+        InvalidTokensError: no tokens, or an id is negative, not an integer, or above 2**63 - 1.
     """
     import numpy as np  # here: commands that move no pages start without it
 
@@ -153,7 +153,7 @@ def token_array(tokens: Iterable[int] | array[int]) -> array[int]:
 
 
 def _convert(tokens: Iterable[int]) -> array[int]:
-    if isinstance(tokens, bytes | bytearray):  # an array would take their bits for 64-bit numbers
+    if isinstance(tokens, bytes | bytearray):  # `array` would read the bytes as 64-bit numbers
         raise InvalidTokensError("tokens are bytes; pass the token ids that a tokenizer gives")
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
@@ -165,20 +165,20 @@ def _convert(tokens: Iterable[int]) -> array[int]:
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuse what is not a whole number; `True` is none.
+    """Check that a value is an integer, and not a bool.
 
     Raises:
-        ConfigError: gives `name` and the value.
+        ConfigError: it is not; names `name` and the value.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} {value!r} must be a whole number")
 
 
 def as_count(what: str, value: SupportsIndex) -> int:
-    """A number of tokens as an `int`; numpy's integers, and torch's, are whole as well.
+    """A number of tokens as an `int`; accepts integers of numpy and torch.
 
     Raises:
-        RequestStateError: it is no whole number; `what` was to be done with it.
+        RequestStateError: it is not an integer; names `what`, the operation.
     """
     try:
         return index(value)

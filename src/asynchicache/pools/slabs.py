@@ -1,4 +1,4 @@
-"""Page-aligned slabs of host memory, and pinning them in steps, so that a GPU can copy from and to them."""
+"""Page-aligned slabs of host memory, pinned in steps for copies from and to a GPU."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.numa import device_node, prefer_node
 
 STEP_BYTES = 1 << 30
-"""Bytes pinned by one call. One call for hundreds of GiB holds the driver's lock for minutes, and fails
-outright above 512 GiB (https://github.com/vllm-project/vllm/pull/51080)."""
+"""Bytes pinned per call. One call for hundreds of GiB holds the driver's lock for minutes, and fails above
+512 GiB (https://github.com/vllm-project/vllm/pull/51080)."""
 
 TOUCH_THREADS = 4
-"""Threads that have the system find pages: 16 GB take one thread 8 s and four 1.6 s
+"""Threads that touch fresh memory: 16 GB take 8 s with one thread, 1.6 s with four
 (https://github.com/rapidsai/cudf/pull/23457)."""
 
 _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every context; cudaHostRegisterMapped, for kernels
@@ -38,21 +38,21 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PinningWarning(RuntimeWarning):
-    """Warned when host memory could not be pinned; names the slower path that copies take then."""
+    """Warned when host memory could not be pinned; names the slower copy path that is used instead."""
 
 
 class Slab:
-    """A run of page-aligned host memory, zero until written; pages are taken as they are touched.
+    """A run of page-aligned host memory, zero until written; the system allocates pages on first touch.
 
-    The memory lives as long as any view of it: `close` gives up the slab's own views and the
-    pinning, so a view that someone still holds never points at memory that is gone.
+    The memory lives as long as any view of it. `close` drops only the slab's own views and the pinning, so
+    a remaining view never points at freed memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         """
         Raises:
             ConfigError: `nbytes` is not above 0.
-            CapacityError: the system has no room for it.
+            CapacityError: the system has no room.
         """
         if nbytes < 1:
             raise ConfigError(f"a slab of {nbytes} bytes; it must have 1 at least")
@@ -60,13 +60,13 @@ class Slab:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise CapacityError(f"no room for a slab of {nbytes} bytes: {error}") from error
-        # Pages of 2 MiB: O_DIRECT pins them in half the time, and a checksum reads a third faster.
+        # Huge pages (2 MiB): O_DIRECT pins them in half the time, and a checksum reads a third faster.
         with suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self._memory: memoryview | None = memoryview(mapping)
-        # Torch holds the mapping itself, not a buffer export: closing the mapping by hand would
-        # succeed and leave tensors dangling. It is left to its last reference.
+        # Torch holds the mapping without a buffer export, so closing it explicitly would succeed and leave
+        # tensors dangling. The last reference closes it.
         self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)
         self._registration: HostRegistration | None = None
 
@@ -94,14 +94,14 @@ class Slab:
 
     @property
     def pinned(self) -> bool:
-        """Whether some of it is pinned."""
+        """Whether any part is pinned."""
         return self._registration is not None
 
     def pin(self, pinner: Pinner, offset: int, nbytes: int) -> None:
-        """Have the system find pages for a part of the slab, and pin it.
+        """Touch and pin a part of the slab.
 
         Raises:
-            DeviceError: CUDA refused; what was pinned before stays so.
+            DeviceError: CUDA refused; parts pinned before stay pinned.
             CapacityError: the system has no pages left.
             ClosedError: the slab is closed.
         """
@@ -112,19 +112,19 @@ class Slab:
         self._registration = registration
 
     def close(self) -> None:
-        """Unpin and let go; twice is harmless. No copy may be in flight."""
+        """Unpin and drop the memory; idempotent. No copy may be in flight."""
         self.unpin()
         self._memory = self._tensor = None
 
     def unpin(self) -> None:
-        """Unpin what is pinned; twice is harmless. No copy may be in flight."""
+        """Unpin all parts; idempotent. No copy may be in flight."""
         registration, self._registration = self._registration, None
         if registration is not None:
             registration.close()
 
 
 class CudaRuntime(Protocol):
-    """What is used of `torch.cuda.cudart()`; its calls return the error code and never raise."""
+    """The used part of `torch.cuda.cudart()`; calls return the error code and never raise."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> SupportsInt: ...  # noqa: N802
 
@@ -132,13 +132,13 @@ class CudaRuntime(Protocol):
 
 
 class HostRegistration:
-    """Runs of host memory that are pinned until `close`."""
+    """Runs of host memory, pinned until `close`."""
 
     def __init__(self, runtime: CudaRuntime, index: int = -1) -> None:
         """
         Args:
             runtime: `torch.cuda.cudart()`.
-            index: of the GPU whose context the calls are made in; -1 is the thread's current one.
+            index: the GPU whose context the calls use; -1 is the thread's current one.
         """
         self._runtime = runtime
         self._index = index
@@ -159,7 +159,7 @@ class HostRegistration:
         self._runs.append((address, nbytes))
 
     def close(self) -> None:
-        """Unpin; twice is harmless. What the system refuses to unpin is logged, and stays pinned."""
+        """Unpin; idempotent. A run that CUDA refuses to unpin is logged and stays pinned."""
         with torch.cuda.device(self._index), relaxed_capture_mode():
             while self._runs:
                 address, nbytes = self._runs.pop()
@@ -172,7 +172,7 @@ class HostRegistration:
 
 
 def _forget_cuda_error() -> None:
-    """A call that was refused is reported again by the next kernel launch; let it be this one."""
+    """Clear the error of a refused call: CUDA reports it again at the next kernel launch, made here."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
@@ -183,8 +183,8 @@ class Pinner:
 
     Attributes:
         runtime: `torch.cuda.cudart()`.
-        index: of the GPU; -1 is the thread's current one.
-        step_bytes: most bytes of one call, as far as what is copied as a whole allows.
+        index: the GPU; -1 is the thread's current one.
+        step_bytes: the most bytes per call, unless one unit of copying is larger.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class Pinner:
         """
         Args:
             runtime: `torch.cuda.cudart()`.
-            index: see above.
-            node: the NUMA node that memory shall lie on; None lets the system decide.
-            step_bytes: see above.
-            threads: how many have the system find pages at once.
+            index: as the attribute.
+            node: the NUMA node for the memory; None lets the system decide.
+            step_bytes: as the attribute.
+            threads: the number of threads that touch memory.
         """
         self.runtime = runtime
         self.index = index
@@ -212,10 +212,10 @@ class Pinner:
 
     @classmethod
     def of(cls, device: str = "cuda:0") -> Pinner | None:
-        """For a GPU, on the node that it hangs on; None if this process can use no CUDA.
+        """Make a pinner for a GPU and its NUMA node; None if this process cannot use CUDA.
 
         Args:
-            device: as torch names it; a CPU needs nothing pinned, so it has None too.
+            device: a torch device name. Also None for a CPU, which needs no pinning.
         """
         index = torch.device(device).index or 0
         if not device.startswith("cuda") or not torch.cuda.is_available():
@@ -224,10 +224,10 @@ class Pinner:
         return cls(runtime, index=index, node=device_node(pci_address(index)))
 
     def touch(self, memory: torch.Tensor) -> None:
-        """Have the system find pages for fresh memory, on the node, in several threads.
+        """Make the system allocate pages for fresh memory, on the node, in several threads.
 
         Raises:
-            CapacityError: it has none left.
+            CapacityError: the system has no pages left.
         """
         start, nbytes = memory.data_ptr(), memory.numel()
         if self._node is not None:
@@ -238,48 +238,48 @@ class Pinner:
             list(threads.map(_populate, parts))
 
     def steps(self, nbytes: int, unit: int) -> Iterator[tuple[int, int]]:
-        """(offset, size) of steps that hold whole units, as many as fit into `step_bytes`."""
+        """(offset, size) of steps, each with as many whole units as fit into `step_bytes`, at least one."""
         step = max(unit, self.step_bytes // unit * unit)
         for offset in range(0, nbytes, step):
             yield offset, min(step, nbytes - offset)
 
 
 def _populate(memory: torch.Tensor) -> None:
-    """Without the GIL, as touching is what takes long."""
+    """Touch memory without holding the GIL, because it takes long."""
     if _libc.madvise(memory.data_ptr(), memory.numel(), _POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
     if code not in _UNKNOWN_ADVICE:
         name = errno.errorcode.get(code, str(code))
         raise CapacityError(f"no pages for {memory.numel()} bytes of host memory: {name}")
-    memory[::ALIGNMENT].zero_()  # it is fresh, so nothing is lost
+    memory[::ALIGNMENT].zero_()  # the memory is fresh, so no data is lost
 
 
 def _advise_forks(address: int, nbytes: int, advice: int) -> None:
-    """A fork would copy pinned pages at once, all of them, and a child can use neither them nor CUDA; what
-    is not pinned a child may read."""
-    _libc.madvise(address, nbytes, advice)  # a refusal costs speed only
+    """Exclude pinned pages from forks, or include unpinned ones again. A fork would copy all pinned pages at
+    once, and the child can use neither them nor CUDA."""
+    _libc.madvise(address, nbytes, advice)  # a refusal costs only speed
 
 
 def pci_address(index: int) -> str:
-    """Of GPU `index`, as `/sys/bus/pci/devices` names it; empty if torch does not tell."""
+    """The PCI address of GPU `index` as in `/sys/bus/pci/devices`; empty if torch does not report it."""
     properties = torch.cuda.get_device_properties(index)
     numbers = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
     return "" if min(numbers) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def warn_unpinned(what: str, error: Exception) -> None:
-    """Name the slower path."""
+    """Warn that memory is not pinned; names the slower copy path."""
     text = f"{what} is not pinned ({error}): copies take path 'plain', through the driver's own buffers"
     warnings.warn(text, PinningWarning, stacklevel=3)
 
 
 def allocate_slab(nbytes: int, pin: bool) -> Slab:
-    """A slab of `nbytes`, pinned if `pin` and this process can use CUDA; else with a warning.
+    """Allocate a slab, pinned if `pin` and CUDA is usable; warns if pinning fails.
 
     Raises:
         ConfigError: `nbytes` is not above 0.
-        CapacityError: the system has no room for it.
+        CapacityError: the system has no room.
     """
     slab = Slab(nbytes)
     pinner = Pinner.of() if pin else None
