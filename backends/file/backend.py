@@ -1,4 +1,4 @@
-"""A folder of pools: its options, its lock, its engines."""
+"""The file backend: options of a folder of pools, its lock and its engines."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class FileOptions(BackendOptions, frozen=True):
     """Options of the file backend.
 
     Attributes:
-        path: the folder; made if it is missing. `~` at its beginning is the user's home.
-        capacity_bytes: most bytes of the folder's files, or of the files of single pools, by their names;
-            a pool that is not named then has no limit. Default: as many as the disk has. A full store
-            evicts what was not used for longest.
-        read_only: serve what is there, write nothing; several readers may share a folder. Default: false.
-        direct: go around the kernel's cache where the file system allows it. Default: true.
+        path: the folder; created if it is missing. A leading `~` is the user's home.
+        capacity_bytes: most bytes of all files in the folder, or a table of limits by pool name; a pool
+            that is not in the table has no limit. A full store evicts the least recently used pages.
+            Default: no limit but the disk.
+        read_only: serve existing pages and write nothing; several readers may share a folder. Default: false.
+        direct: bypass the page cache (O_DIRECT) if the file system allows it. Default: true.
     """
 
     backend: ClassVar[str] = "file"
@@ -54,14 +54,14 @@ class FileOptions(BackendOptions, frozen=True):
 
 
 class FileBackend:
-    """The pools of one folder, which is locked until `aclose`.
+    """The pools of one folder, which stays locked until `aclose`.
 
     Args:
-        options: where, and how much.
+        options: the folder and its limits.
         port: threads.
 
     Raises:
-        StorageError: the folder cannot be used; says what to do.
+        StorageError: the folder cannot be used; the message says what to do.
     """
 
     name = "file"
@@ -80,12 +80,12 @@ class FileBackend:
         self._closing: asyncio.Future[None] | None = None
 
     async def open_pool(self, binding: PoolBinding) -> FileEngine:
-        """Open the pool's files and find its pages.
+        """Open the pool's files and load the index of its pages.
 
         Raises:
-            StorageFormatError: the files hold something else.
-            StorageError: the pool is open with another binding, its files cannot be used, or its bound has no
-                room for a page.
+            StorageFormatError: the files do not hold this pool.
+            StorageError: the pool is open with another binding, its files cannot be used, or its limit has
+                no room for a page.
             ClosedError: the backend is closed.
             UsageError: this process was forked from the one that opened the backend.
         """
@@ -96,21 +96,23 @@ class FileBackend:
         return await self._engines.open(binding, partial(self._open, path, binding))
 
     async def clear(self) -> int:
-        """Forget every page of the pools that are open here; other pools of the folder are left alone.
+        """Delete every page of the pools that are open here; other pools of the folder keep theirs.
 
         Returns:
-            How many pages there were.
+            The number of deleted pages.
 
         Raises:
-            UsageError: the store is read-only, or its parent process's.
-            OSError: the disk refuses.
+            UsageError: the store is read-only, or was opened by the parent of this forked process.
+            OSError: the disk reported an error.
         """
         self._folder.check_process()
         return sum([await engine.clear() for engine in self._engines.usable()])
 
     async def aclose(self) -> None:
-        """Twice is harmless. The folder stays locked until the last write has ended, also if the caller, who
-        may have had a deadline, is gone by then."""
+        """Close all engines and unlock the folder; closing twice is harmless.
+
+        The folder stays locked until the last write has ended, even if the caller is cancelled first.
+        """
         self._closed = True
         if self._folder.forked:
             for engine in self._engines.usable():
@@ -132,7 +134,7 @@ class FileBackend:
         return FileEngine(binding, self._port, self._folder, store, self._write_limits)
 
     def _check_room(self, manifest: Manifest) -> None:
-        """A pool that can never store a page is a mistake, and not a full store."""
+        """Reject a limit too small for one page: that is a configuration error, not a full store."""
         options = self._options
         least = SegmentShape.of(manifest.slot_bytes).pool_bytes(1)
         limit = options.limit_of(manifest.pool)
@@ -172,8 +174,8 @@ def open_backend(options: Mapping[str, object], port: Port) -> FileBackend:
 
     Raises:
         ConfigError: an option is missing, unknown, or breaks its rule.
-        StorageLockedError: the folder is open already.
-        StorageFormatError: the folder holds something else, or a store of a newer version.
-        StorageError: the folder cannot be read, or written.
+        StorageLockedError: the folder is already open.
+        StorageFormatError: the folder holds other files, or a store of another format version.
+        StorageError: the folder cannot be read or written.
     """
     return FileBackend(FileOptions.of(options), port)

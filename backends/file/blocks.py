@@ -1,6 +1,6 @@
-"""A file that is moved in whole blocks, around the kernel's cache where the file system allows it.
+"""A file that is read and written in whole blocks, with O_DIRECT if the file system allows it.
 
-What lies in it is cached in host memory already; the kernel's cache would be a second copy.
+Host memory already caches the pages of this file; the kernel's page cache would hold a second copy.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link would lead to a file of somebody else's
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead to a file outside the store
 
 Io = Callable[[int, Sequence[memoryview], int], int]
 
 
 class BlockFile:
-    """All methods block; reads and writes may run side by side.
+    """A file with direct I/O. All methods block; reads and writes may run concurrently.
 
     Args:
-        path: the file; made if it is missing. A reader finds an empty one instead.
-        read_only: nothing is written.
-        direct: use O_DIRECT. Offsets, lengths and memory are multiples of 4,096 then.
+        path: the file; created if it is missing. A reader sees a missing file as empty.
+        read_only: write nothing.
+        direct: use O_DIRECT; offsets, lengths and addresses must then be multiples of 4,096.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -50,29 +50,29 @@ class BlockFile:
         return os.fstat(self._fileno).st_size
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fill `views` from `offset` on; how many bytes there were, fewer only at the file's end."""
+        """Fill `views` from `offset` on; returns the bytes read, fewer only at the end of the file."""
         block = ALIGNMENT if self.direct else 1
         return read_fully(partial(self._direct_or_not, os.preadv), views, offset, lambda: self.size, block)
 
     def write(self, views: Sequence[memoryview], offset: int) -> int:
-        """Write `views` to `offset` and on; how many bytes were written. Durable after `sync`."""
+        """Write `views` from `offset` on; returns the bytes written. Durable after `sync`."""
         return self._direct_or_not(os.pwritev, views, offset)
 
     def sync(self) -> None:
-        """Make everything that was written until now durable."""
+        """Make all previous writes durable."""
         os.fdatasync(self._fileno)
 
     def open_again(self) -> int:
-        """A descriptor of the same file, which the caller closes, whatever its name is by now."""
+        """A new descriptor of the same file, even if it was renamed or removed; the caller closes it."""
         return os.open(f"/proc/self/fd/{self._fileno}", os.O_RDONLY | os.O_CLOEXEC)
 
     def expect_random_reads(self) -> None:
-        """Keep the kernel from reading ahead, into what others read and write around its cache."""
-        with suppress(OSError):  # only advice
+        """Disable the kernel's read-ahead, which would read parts that others access with O_DIRECT."""
+        with suppress(OSError):  # only a hint
             os.posix_fadvise(self._fileno, 0, 0, os.POSIX_FADV_RANDOM)
 
     def grow(self, size: int) -> bool:
-        """Preallocate up to `size` bytes; False, and as before, if the disk refuses."""
+        """Preallocate up to `size` bytes; if the disk refuses, return False and leave the size unchanged."""
         start = self.size
         try:
             os.posix_fallocate(self._fileno, start, size - start)
@@ -80,16 +80,16 @@ class BlockFile:
             if error.errno in _UNSUPPORTED:
                 return self._grow_sparse(size)
             logger.warning("%s cannot grow: %s", self.path, error.strerror)
-            self.truncate(start)  # gives back what a failed preallocation has left behind
+            self.truncate(start)  # frees the blocks of the failed preallocation
             return False
         return True
 
     def truncate(self, size: int) -> None:
-        """Cut the file, or let it grow with zeros."""
+        """Cut the file, or extend it with zeros."""
         os.ftruncate(self._fileno, size)
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the file; closing twice is harmless."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -117,8 +117,11 @@ class BlockFile:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 
     def _direct_or_not(self, io: Io, views: Sequence[memoryview], offset: int) -> int:
-        """Some file systems take O_DIRECT when a file is opened and refuse it when it is used."""
-        direct = self.direct  # another thread may be refused beside us, and turn it off first
+        """Run `io`; if it fails with EINVAL, turn O_DIRECT off and run it again.
+
+        Some file systems accept O_DIRECT in `open` and reject it in reads and writes.
+        """
+        direct = self.direct  # read it first: another thread may turn it off during `io`
         try:
             return io(self._fileno, views, offset)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""How many bytes the files of a folder may have in all, and what each pool has of them."""
+"""The byte limit of a folder, and how its pools share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynchicache.layouts import ALIGNMENT
 logger = logging.getLogger(__name__)
 
 FIXED_BYTES = 4 * ALIGNMENT
-"""Counted for what is small: FORMAT, and the pools' manifests."""
+"""Reserved for the small files: FORMAT and the pools' manifests."""
 
 
 class BudgetedPool(Protocol):
@@ -27,15 +27,15 @@ class BudgetedPool(Protocol):
         ...
 
     def shrink(self, nbytes: int) -> int:
-        """Forget pages and cut files by about so many bytes; how many it were, 0 if it is busy."""
+        """Evict pages and cut files by about `nbytes`; returns the bytes freed, 0 if the pool is busy."""
         ...
 
 
 class ClosedPool:
-    """A pool that is in the folder but not open: of other weights, most likely.
+    """A pool in the folder that is not open, usually one of another model.
 
     Args:
-        folder: the pool's.
+        folder: the pool's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class ClosedPool:
         return sum(_size(path) for path in self._folder.glob("*") if path.is_file())
 
     def shrink(self, nbytes: int) -> int:
-        """Removes whole files of pages, the last ones first: to cut them would take a look at each page."""
+        """Remove whole page files, the last ones first; cutting files would require reading their entries."""
         freed = 0
         for path in reversed(pages_files(self._folder)):
             if freed < nbytes:
@@ -56,7 +56,7 @@ class ClosedPool:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0 if it has gone: people remove the pools of old weights by hand."""
+    """Bytes of a file; 0 if it is missing: users remove the pools of old models by hand."""
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
@@ -65,33 +65,32 @@ def _size(path: Path) -> int:
 class Budget:
     """Shares a folder's bytes among its pools. Methods may be called from any thread.
 
-    A pool takes what is free, then what pools have that are not open. Where nothing is left, one that has
-    less than its equal share gets room from the one that has most: so the first pool to write does not
-    shut out the others for ever.
+    A pool takes free bytes first, then bytes of pools that are not open. If none are left, a pool below its
+    equal share takes bytes from the largest pool, so the first pool to write cannot starve the others.
 
     Args:
-        limit: most bytes; None for as many as the disk has.
+        limit: most bytes; None for no limit but the disk.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.lock = threading.Lock()
-        """Held by a pool that grows, from asking until it has grown."""
+        """Held by a growing pool, from `grant` until its files have grown."""
         self.freed = 0
-        """Bytes that pools have given back: where it has grown, a full disk may have room."""
+        """Total bytes that pools have freed; if it increased, a full disk may have room again."""
         self._limit = limit
         self._open: list[BudgetedPool] = []
         self._closed: dict[Path, ClosedPool] = {}
         self._opening: set[Path] = set()
-        self._undeletable: set[Path] = set()  # by the system, which does not let us remove their files
+        self._undeletable: set[Path] = set()  # the system refused to remove their files
 
     def add_closed(self, folder: Path) -> None:
-        """There is a pool that nobody has opened."""
+        """Add a pool that is in the folder but not open."""
         with self.lock:
             self._closed[folder] = ClosedPool(folder)
 
     @contextmanager
     def opening(self, folder: Path) -> Iterator[None]:
-        """While a pool is opened its files count, and stay: it will write to them."""
+        """Protect a pool's files while the pool is being opened: they count, and are not removed."""
         with self.lock:
             self._opening.add(folder)
         try:
@@ -101,45 +100,46 @@ class Budget:
                 self._opening.remove(folder)
 
     def shrink_to_limit(self, pool: BudgetedPool) -> None:
-        """Where there is more than the limit, as it was lowered: pools that are not open give way, then
-        `holder`, which is being opened.
+        """Free bytes if the files exceed the limit, e.g. because it was lowered.
+
+        Pools that are not open shrink first, then `pool`, which is being opened.
 
         Raises:
-            OSError: a file cannot be cut or looked at.
+            OSError: a file cannot be cut or inspected.
         """
         with self.lock:
             if self._limit is None:
                 return
             free = self._free(self._limit)
-            if free >= -FIXED_BYTES:  # what is small is there, and counted twice
+            if free >= -FIXED_BYTES:  # the small files exist already, so they are counted twice
                 return
             free += self._reclaim_from_closed(-free)
             if free < 0:
                 self.freed += pool.shrink(-free)
 
     def pool_opened(self, folder: Path, pool: BudgetedPool) -> None:
-        """A pool was opened."""
+        """Register an opened pool."""
         with self.lock:
             self._closed.pop(folder, None)
             self._open.append(pool)
 
     def pool_closed(self, folder: Path, pool: BudgetedPool) -> None:
-        """A pool was closed; twice is harmless."""
+        """Register a closed pool; calling twice is harmless."""
         with self.lock:
             if pool in self._open:
                 self._open.remove(pool)
                 self._closed[folder] = ClosedPool(folder)
 
     def grant(self, pool: BudgetedPool, wanted: int, least: int) -> int | None:
-        """How many bytes `holder`'s files may grow; None for no limit. `lock` is held.
+        """How many bytes the files of `pool` may grow; None for no limit. The caller holds `lock`.
 
         Args:
-            holder: who asks.
-            wanted: bytes that it would like to have.
-            least: bytes of its next page; with fewer it could do nothing, so nobody loses pages for it.
+            pool: the pool that wants to grow.
+            wanted: bytes that it asks for.
+            least: bytes of its next page; if fewer can be granted, no other open pool gives up pages.
 
         Raises:
-            OSError: a file cannot be cut or looked at.
+            OSError: a file cannot be cut or inspected.
         """
         if self._limit is None:
             return None
@@ -153,11 +153,11 @@ class Budget:
         return max(free, 0)
 
     def _free(self, limit: int) -> int:
-        """Bytes that no pool has; below 0 where they have too many."""
+        """Bytes that no pool uses; below 0 if the files exceed the limit."""
         return limit - FIXED_BYTES - sum(one.nbytes for one in [*self._open, *self._closed.values()])
 
     def _reclaim_from_closed(self, missing: int) -> int:
-        """How many bytes pools gave back that are not open."""
+        """Shrink pools that are not open; returns the bytes freed."""
         freed = 0
         for folder, closed in self._closed.items():
             if freed < missing and folder not in self._opening | self._undeletable:
@@ -165,7 +165,7 @@ class Budget:
         return freed
 
     def _shrink_closed(self, folder: Path, closed: ClosedPool, nbytes: int) -> int:
-        """About so many bytes of a pool that is not open; 0 if its files are another user's, say."""
+        """Free about `nbytes` of a pool that is not open; 0 if that fails, e.g. files of another user."""
         try:
             freed = closed.shrink(nbytes)
         except OSError as error:

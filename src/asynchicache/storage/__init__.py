@@ -1,1 +1,1 @@
-"""The protocol of storage engines, and what the core wraps around every one of them."""
+"""The storage engine protocol, and the guard that wraps every engine."""

@@ -1,7 +1,7 @@
-"""A pool's host slots as an engine sees them, and the header that a stored page carries.
+"""A pool's host slots as an engine sees them, and the header stored with each page.
 
-The header names what the page is and seals its bytes, so that storage may lose, tear, swap or
-damage pages, and the worst that follows is a miss.
+The header holds the page's key and a checksum of its bytes. If storage loses, tears, swaps or damages a
+page, the check fails and the result is a miss, never wrong data.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"AHC-PAGE"
 _VERSION = 1
-_XXH3_64 = 1  # the checksum's number; others may follow
+_XXH3_64 = 1  # id of the checksum algorithm
 _FIXED = Struct("<8sHH4xQ32s64s32s")  # magic, version, checksum, page bytes, fingerprint, pool, shard
 _SEALED = Struct(f"<{_FIXED.size}s32s8s")  # the fixed part, page digest, page checksum
 _SUM_BYTES = 8
-_USED_BYTES = _SEALED.size + _SUM_BYTES  # then the checksum of all before it
+_USED_BYTES = _SEALED.size + _SUM_BYTES  # the header ends with a checksum of itself
 
 _POOL = re.compile(r"[a-z0-9_]{1,64}")
 _SHARD = re.compile(r"[0-9a-z/-]{0,32}")
@@ -48,16 +48,16 @@ class SlotMemory(Protocol):
         ...
 
     def regions(self) -> tuple[memoryview, memoryview]:
-        """All headers and all pages, each one run of memory, with slot 0 at its beginning."""
+        """All headers and all pages, each as one contiguous view that starts at slot 0."""
         ...
 
 
 class PageHeader(NamedTuple):
-    """What a header says.
+    """The fields of a valid header.
 
     Attributes:
-        key: the page's name.
-        page_bytes: bytes of the page that are sealed, without padding.
+        key: the page's key.
+        page_bytes: bytes that the checksum covers, without padding.
         checksum: xxh3-64 of those bytes, 8 bytes big-endian.
     """
 
@@ -67,7 +67,7 @@ class PageHeader(NamedTuple):
 
 
 def read_header(data: bytes | bytearray | memoryview) -> PageHeader | None:
-    """What the header in `data` says, whichever pool it is of; None if it is damaged or no header."""
+    """Parse the header in `data`, of any pool; None if it is damaged or not a header."""
     if len(data) < _USED_BYTES:
         return None
     raw = bytes(data[:_USED_BYTES])
@@ -96,11 +96,11 @@ class SlotBinding:
     Args:
         memory: the slots.
         fingerprint: 32 bytes, `hashing.pool_fingerprint`.
-        shard: which part of a page this rank holds; empty where all ranks hold the same.
+        shard: the part of each page that this rank holds; empty if all ranks hold the same bytes.
         depends_on: the pool whose page of the same digest a page of this pool needs; None if it needs none.
 
     Raises:
-        ConfigError: the fingerprint, pool name or shard is not what a key may hold.
+        ConfigError: the fingerprint, pool name or shard is not valid in a key.
     """
 
     header_bytes = HEADER_BYTES
@@ -124,17 +124,17 @@ class SlotBinding:
         )
 
     def key(self, digest: bytes) -> ObjectKey:
-        """The name of this pool's page with that digest."""
+        """The key of this pool's page with that digest."""
         return ObjectKey(self.fingerprint, digest, self.pool, self.shard)
 
     def seal(self, slot: int, key: ObjectKey) -> bytes:
         """Write the header for the page now in `slot`.
 
         Returns:
-            The page's checksum, for an engine that stores that and no header.
+            The page's checksum, for an engine that stores the checksum instead of the header.
 
         Raises:
-            UsageError: `key` is of another pool, shard or fingerprint.
+            UsageError: `key` belongs to another pool, shard or fingerprint.
         """
         if not self._owns(key):
             raise UsageError(f"{key.text()} is no page of pool {self.pool!r}, shard {self.shard!r}")
@@ -143,7 +143,7 @@ class SlotBinding:
         return found
 
     def check(self, slot: int, key: ObjectKey) -> Outcome:
-        """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
+        """HIT if the header and page in `slot` match what `seal` wrote for `key`, else CORRUPT."""
         if self._owns(key):
             wanted = self._header_of(key, self._checksum_of(slot))
             if bytes(self.header(slot)[:_USED_BYTES]) == wanted:
@@ -152,8 +152,10 @@ class SlotBinding:
         return Outcome.CORRUPT
 
     def restore(self, slot: int, key: ObjectKey, checksum: bytes) -> Outcome:
-        """HIT if the page in `slot` has the checksum that `seal` returned for `key`; its header is written
-        then, as no engine has brought one. Else CORRUPT."""
+        """HIT if the page in `slot` has the checksum that `seal` returned for `key`, else CORRUPT.
+
+        A hit writes the header into the slot, because the engine did not store it.
+        """
         if self._owns(key) and self._checksum_of(slot) == checksum:
             self.header(slot)[:_USED_BYTES] = self._header_of(key, checksum)
             return Outcome.HIT
@@ -163,9 +165,9 @@ class SlotBinding:
     def identify(
         self, header: bytes | bytearray | memoryview, page: memoryview | None = None
     ) -> ObjectKey | None:
-        """The key that `header`, and `page` if it is given, were sealed for; None if they are damaged
-        or not of this pool."""
-        if header[: _FIXED.size] != self._fixed:  # nearly always a slot that was never written
+        """The key in `header`; None if the header is damaged or belongs to another pool, or if `page` is
+        given and does not match it."""
+        if header[: _FIXED.size] != self._fixed:  # usually a slot that was never written
             return None
         found = read_header(header)
         if found is None or (page is not None and page_checksum(page[: self.page_bytes]) != found.checksum):
@@ -181,7 +183,7 @@ class SlotBinding:
         )
 
     def _checksum_of(self, slot: int) -> bytes:
-        """Of the page now in `slot`; padding after it is left out."""
+        """Checksum of the page now in `slot`, without padding."""
         return page_checksum(self.page(slot)[: self.page_bytes])
 
     def _header_of(self, key: ObjectKey, checksum: bytes) -> bytes:

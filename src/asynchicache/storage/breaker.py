@@ -1,7 +1,7 @@
-"""A circuit breaker: after some failures in a row, an engine is left alone for a while.
+"""A circuit breaker: after several consecutive failures, stop calling an engine for a cooldown.
 
-Nygard, "Release It!", 2007: closed until it has failed too often, open for a while, then half-open,
-when one call may try.
+Nygard, "Release It!", 2007: the breaker is closed until too many calls fail, open for a cooldown, then
+half-open: one trial call decides whether it closes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from enum import Enum
 
 
 class BreakerState(Enum):
-    """Whether calls go through."""
+    """Which calls the breaker allows."""
 
-    CLOSED = "closed"  # all do
-    OPEN = "open"  # none does
-    HALF_OPEN = "half_open"  # one does, and its end decides
+    CLOSED = "closed"  # all
+    OPEN = "open"  # none
+    HALF_OPEN = "half_open"  # one trial call, whose result decides
 
 
 class CircuitBreaker:
-    """Counts failures in a row; pure, told the time by `now`.
+    """Counts consecutive failures. Pure: it reads the time only from `now`.
 
     Args:
-        failures: failures in a row that open it.
-        cooldown: seconds that it stays open, and after which a try that never ended is given up.
-        now: seconds on a clock that never goes back.
+        failures: consecutive failures that open the breaker.
+        cooldown: seconds that the breaker stays open, and that a trial call may run before another starts.
+        now: monotonic clock, in seconds.
     """
 
     __slots__ = ("_cooldown", "_count", "_now", "_since", "_threshold", "opened", "state")
@@ -37,10 +37,10 @@ class CircuitBreaker:
         self._since = 0.0
         self.state = BreakerState.CLOSED
         self.opened = 0
-        """How often it opened."""
+        """How often the breaker opened."""
 
     def allow(self) -> bool:
-        """Whether a call may start now; when half-open, the answer is yes once a cooldown."""
+        """Whether a call may start now. A half-open breaker allows one call per cooldown."""
         if self.state is BreakerState.CLOSED:
             return True
         now = self._now()
@@ -51,14 +51,14 @@ class CircuitBreaker:
         return True
 
     def succeeded(self, *, weak: bool = False) -> None:
-        """A call ended well.
+        """Record a successful call.
 
         Args:
-            weak: no bytes were moved. That ends a try, but forgets no failures: an engine that
-                keeps its index in memory knows what exists on a disk that is dead.
+            weak: the call moved no bytes. It closes a half-open breaker but does not reset the failure
+                count: an engine with an in-memory index answers `exists` even if its disk is dead.
         """
         if self.state is BreakerState.OPEN:
-            return  # a late answer of a call from before
+            return  # a late answer to a call that started before the breaker opened
         if not weak:
             self._count = 0
         elif self.state is BreakerState.HALF_OPEN:
@@ -66,7 +66,7 @@ class CircuitBreaker:
         self.state = BreakerState.CLOSED
 
     def failed(self) -> None:
-        """A call failed, or outlived its deadline."""
+        """Record a call that failed or missed its deadline."""
         if self.state is BreakerState.OPEN:
             return
         self._count += 1

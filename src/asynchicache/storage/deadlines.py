@@ -1,6 +1,4 @@
-"""How the core awaits what it has not written: for so long, whatever it does, and with one kind of error;
-and whose turn it is to call an engine.
-"""
+"""Call backend code with a deadline, turn its failures into `StorageError`, and limit its concurrency."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RAISED_AS_IS = (Exception, KeyboardInterrupt, SystemExit)
-"""What is raised on as it is: errors, and what ends the program, because a signal's handler may have raised
-it while a stranger's code ran."""
+"""Exceptions to re-raise unchanged: errors, and those that end the program, because a signal handler may
+raise one while backend code runs."""
 
 GRACE_SECONDS = 1.0
-"""How long a call that was cancelled may take to end, before nobody waits for it any more."""
+"""How long to wait for a cancelled call to end before abandoning it."""
 
 
 class Closable(Protocol):
@@ -37,25 +35,26 @@ async def with_deadline(
     *,
     on_unwanted: Callable[[T], Awaitable[None]] | None = None,
 ) -> T:
-    """What `call` returns, or raises.
+    """Await `call` for at most `seconds`, and return its result or raise its error.
 
-    `asyncio.timeout` would wait for ever for a call that does not end when it is cancelled.
+    `asyncio.timeout` would wait forever for a call that ignores its cancellation.
 
     Args:
-        call: code of others.
-        seconds: how long it may take; then it is cancelled, and left alone after a grace.
-        what: it does, for messages.
-        on_unwanted: gets what `call` returned when nobody waited for it any more, e.g. to close it.
+        call: backend code.
+        seconds: the deadline; the call is then cancelled, and abandoned after `GRACE_SECONDS`.
+        what: describes the call in messages.
+        on_unwanted: called with the result of an abandoned call, e.g. to close it.
 
     Raises:
-        StorageError: it took longer, cancelled itself, or raised what is no `Exception`.
+        StorageError: the call missed its deadline, cancelled itself, or raised something that is not an
+            `Exception`.
     """
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             raise StorageError(f"{what} took longer than {seconds:g} s")
-    except BaseException:  # also if we are cancelled, even when the call has just ended
+    except BaseException:  # also if this task is cancelled, even when the call has just ended
         task.cancel()
         end = asyncio.ensure_future(_drop_result(task, on_unwanted))
         await asyncio.wait([end], timeout=GRACE_SECONDS)
@@ -69,19 +68,19 @@ async def with_deadline(
 
 
 def failure(task: asyncio.Task[T]) -> BaseException | None:
-    """What a call that has ended raised, or None; that it was cancelled is a failure too.
+    """The exception of a finished call, or None; a cancellation counts as a failure.
 
-    Not only an `Exception`: a panic in Rust, for one, is a `BaseException` in Python (PyO3).
+    It may be any `BaseException`: PyO3, for example, raises a Rust panic as one.
     """
     return asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
 
 
 @contextmanager
 def as_storage_error(what: str) -> Iterator[None]:
-    """Let whatever code of others raises in the body say what failed; errors of ours stay what they are.
+    """Turn exceptions of backend code in the body into `StorageError`; a `CacheError` passes unchanged.
 
     Raises:
-        StorageError: it raised something else.
+        StorageError: the body raised any other `Exception`.
     """
     try:
         yield
@@ -92,19 +91,20 @@ def as_storage_error(what: str) -> Iterator[None]:
 
 
 async def close(closable: Closable, seconds: float, what: str) -> None:
-    """Close something within `seconds`; if that fails it is logged, and does not keep us open."""
+    """Close `closable` within `seconds`. A failure is logged, not raised, so that closing continues."""
     try:
         await with_deadline(closable.aclose(), seconds, f"closing {what}")
-    except Exception as error:  # noqa: BLE001 - the boundary to code of others
+    except Exception as error:  # noqa: BLE001 - the boundary to backend code
         logger.warning("%s could not be closed: %r", what, error)
 
 
 def run_immediate(call: Awaitable[T]) -> T:
-    """What `call` returns, or raises, without a turn of the loop.
+    """Run `call` to its end without yielding to the event loop, and return its result or raise its error.
 
     Raises:
-        StorageError: it suspended, though its engine says that calls are `immediate`; it was closed. Or it
-            raised what is no `Exception`; a cancellation is its own, because nothing was waited for.
+        StorageError: the call suspended although its engine is `immediate` (the call is then closed), or it
+            raised something that is not an `Exception`. A `CancelledError` is one of these: this function
+            never suspends, so only the call itself can have raised it.
     """
     steps = call.__await__()
     try:
@@ -122,22 +122,22 @@ def run_immediate(call: Awaitable[T]) -> T:
 
 
 async def _drop_result(task: asyncio.Task[T], on_unwanted: Callable[[T], Awaitable[None]] | None) -> None:
-    """What became of a call that was given up is no news; what it returns is to be let go of."""
+    """Wait for an abandoned call, ignore its error, and pass its result to `on_unwanted`."""
     await asyncio.wait([task])
     if not task.cancelled() and task.exception() is None and on_unwanted is not None:
         await on_unwanted(task.result())
 
 
-# Whose turn it is: so many calls at once, first come, first served.
+# Concurrency limit: first come, first served.
 
 
 class SlidingDeadline:
-    """How long the parts of one call wait for their turns: since it began, or since one was answered.
+    """The time that the batches of one call may wait for a permit, counted from the last answered batch.
 
-    So a call of many parts is not cut short by an engine that does one after the other.
+    It slides so that a call of many batches does not time out on an engine that serves them one by one.
 
     Args:
-        seconds: how long; None for as long as it takes.
+        seconds: how long to wait; None for no limit.
     """
 
     __slots__ = ("_loop", "_seconds", "_timeouts", "_until")
@@ -149,7 +149,7 @@ class SlidingDeadline:
         self.renew()
 
     def renew(self) -> None:
-        """A part was answered."""
+        """Restart the deadline: a batch was answered."""
         self._until = None if self._seconds is None else self._loop.time() + self._seconds
         for wait in self._timeouts:
             if not wait.expired():
@@ -157,9 +157,10 @@ class SlidingDeadline:
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """
+        """Run the body until the deadline, which may slide meanwhile.
+
         Raises:
-            TimeoutError: what is waited for in the body takes longer.
+            TimeoutError: the deadline passed first.
         """
         async with asyncio.timeout_at(self._until) as wait:
             self._timeouts.add(wait)
@@ -170,26 +171,26 @@ class SlidingDeadline:
 
 
 class ConcurrencyLimit:
-    """Most calls at once of one engine.
+    """Limits concurrent calls to one engine.
 
     Args:
-        concurrency: how many.
+        concurrency: most calls at once.
     """
 
     def __init__(self, concurrency: int) -> None:
         self._all = asyncio.Semaphore(concurrency)
-        # Nobody waits for puts, and there may be a GiB of them: they leave a turn to what is waited for.
+        # No request waits for puts, and a GiB of them may queue: they leave one permit to reads.
         self._puts = asyncio.Semaphore(max(1, concurrency - 1))
 
     async def acquire(self, deadline: SlidingDeadline, *, put: bool) -> ExitStack:
-        """Wait for a turn; it ends when what is returned is closed, which may happen twice.
+        """Wait for a permit; closing the returned stack releases it, and closing twice is harmless.
 
         Args:
-            deadline: how long.
-            put: nobody waits for the call, a put or a touch.
+            deadline: how long to wait.
+            put: whether the call is a put, which must leave one permit to other calls.
 
         Raises:
-            TimeoutError: patience has come to its end first.
+            TimeoutError: the deadline passed first.
         """
         with ExitStack() as acquired:
             for permits in (self._puts, self._all) if put else (self._all,):

@@ -1,5 +1,6 @@
-"""What the core wraps around every engine, so that none needs it: batches, turns, deadlines, a
-breaker, checks, counts. A slow, failing, hanging or lying engine costs a miss, never more.
+"""Batching, concurrency limits, deadlines, a circuit breaker, checks and counters around every engine.
+
+Engines need none of these themselves. An engine that is slow, fails, hangs or lies costs a miss, never more.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from asynchicache.types import Outcome
 logger = logging.getLogger(__name__)
 
 
-# The five kinds of call that an engine takes: how to ask, what may be answered.
+# The five kinds of engine call: how to make each one, and which outcomes are valid.
 
 Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[object]]
 
@@ -51,14 +52,14 @@ class EngineCall(NamedTuple):
 
     Attributes:
         name: the engine's method.
-        ask: calls it; the slots are ignored where it takes none.
-        read: makes outcomes of what it returned for so many pages.
-        answers: outcomes that mean something.
-        refused: the outcome of pages for which the engine was not asked.
-        moves_pages: whether pages move between slots and storage.
-        updates_presence: its outcomes say which pages are there.
-        repeatable: asking again after a failure can do no harm.
-        feeds_breaker: its failures open the breaker. Else it is only tried while the breaker is closed.
+        ask: calls that method; ignores the slots if the method takes none.
+        read: turns the return value, for the given number of pages, into outcomes.
+        answers: valid outcomes.
+        refused: the outcome of pages that the engine was not asked for.
+        moves_pages: whether the call moves pages between slots and storage.
+        updates_presence: whether the outcomes say which pages exist.
+        repeatable: whether a failed call can safely be retried.
+        feeds_breaker: whether failures open the breaker. If False, calls are made only while it is closed.
     """
 
     name: str
@@ -72,14 +73,15 @@ class EngineCall(NamedTuple):
     feeds_breaker: bool = True
 
     def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
-        """How many pages came to which outcome."""
+        """Count the pages by outcome."""
         # list.count compares identities in C; an Enum's hash, which a Counter needs, is Python code.
         return {outcome: outcomes.count(outcome) for outcome in self.answers}
 
     def check(self, outcomes: list[Outcome], pages: int) -> None:
-        """
+        """Check that there is one valid outcome per page.
+
         Raises:
-            StorageError: these are no answers, or not one a page.
+            StorageError: the number of outcomes is wrong, or one is not valid for this call.
         """
         if len(outcomes) != pages:
             raise StorageError(f"{len(outcomes)} outcomes for {pages} keys")
@@ -93,16 +95,17 @@ def _outcomes(answer: Iterable[Outcome], _: int) -> list[Outcome]:
 
 
 def _read_bits(answer: bytes | bytearray, _: int) -> list[Outcome]:
-    hit, miss = Outcome.HIT, Outcome.MISS  # to look a member up costs more than all else a key does here
+    hit, miss = Outcome.HIT, Outcome.MISS  # looking up an Enum member is the largest cost per key here
     return [hit if there else miss for there in _check_bits(answer)]
 
 
 def _check_bits(answers: bytes | bytearray) -> bytes | bytearray:
-    """
+    """Check that every byte is 0 or 1.
+
     Raises:
-        StorageError: one is neither 0 nor 1: outcomes, say, all of which are true.
+        StorageError: one is not, e.g. because the engine returned outcomes, which are all true.
     """
-    binary = isinstance(answers, bytes | bytearray)  # then it is looked at in C
+    binary = isinstance(answers, bytes | bytearray)  # checked in C
     strange = answers.translate(None, b"\0\1") if binary else [bit for bit in answers if bit not in (0, 1)]
     if strange:
         raise StorageError(f"{strange[0]!r} is no answer to exists, which is 0 or 1")
@@ -132,7 +135,7 @@ PUT = EngineCall(
     (Outcome.STORED, Outcome.EXISTS, Outcome.REJECTED, Outcome.FAILED),
     Outcome.REJECTED,
     moves_pages=True,
-    repeatable=False,  # half of it may have been written, and a full disk gets no emptier
+    repeatable=False,  # the failed put may be half written, and a full disk stays full
 )
 DELETE = EngineCall(
     "delete",
@@ -151,17 +154,17 @@ TOUCH = EngineCall(
     Outcome.FAILED,
     moves_pages=False,
     updates_presence=False,
-    repeatable=False,  # the next use says it again
-    feeds_breaker=False,  # an engine that cannot be told of uses can be read and written all the same
+    repeatable=False,  # the next use reports it again
+    feeds_breaker=False,  # an engine whose `touch` fails can still read and write
 )
 ENGINE_CALLS = (EXISTS, GET, PUT, DELETE, TOUCH)
 
 
 def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
-    """Numbers of the pages that failed; None is an engine that gave no answer."""
+    """Indices of the pages that failed: all of them if `outcomes` is None, i.e. the engine gave no answer."""
     if outcomes is None:
         return list(range(pages))
-    if Outcome.FAILED not in outcomes:  # in C; nearly always so
+    if Outcome.FAILED not in outcomes:  # checked in C; the usual case
         return []
     return [index for index, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]
 
@@ -169,7 +172,7 @@ def failed(outcomes: Sequence[Outcome] | None, pages: int) -> list[int]:
 def _merged(
     outcomes: list[Outcome] | None, asked: Sequence[int], fresh: list[Outcome], pages: int
 ) -> list[Outcome]:
-    """What is known of all pages after some were asked for, with their `fresh` outcomes."""
+    """The outcomes of all pages after a retry of the pages `asked` gave the outcomes `fresh`."""
     if len(asked) == pages:
         return fresh
     merged = outcomes or [Outcome.FAILED] * pages
@@ -178,7 +181,7 @@ def _merged(
     return merged
 
 
-# What of a read is checked by the core, and what an engine is believed.
+# Verification of reads: what the core checks, and what it trusts the engine with.
 
 
 class ReadVerifier:
@@ -186,8 +189,8 @@ class ReadVerifier:
 
     Args:
         binding: the pool's slots.
-        capabilities: `checks` and `shared` say what the engine does itself.
-        port: threads; a page is hashed in one.
+        capabilities: `checks` and `shared` decide which checks the core does.
+        port: threads; pages are hashed in one.
     """
 
     def __init__(self, binding: PoolBinding, capabilities: Capabilities, port: Port) -> None:
@@ -198,19 +201,19 @@ class ReadVerifier:
     async def verify(
         self, keys: Sequence[ObjectKey], slots: Sequence[int], outcomes: list[Outcome]
     ) -> list[Outcome]:
-        """The outcomes of a read; those of pages that are not what was sealed are CORRUPT."""
-        if Outcome.HIT not in outcomes:  # in C
+        """The outcomes of a read, with CORRUPT for hits that do not match what was sealed."""
+        if Outcome.HIT not in outcomes:  # checked in C
             return outcomes
         if not self._capabilities.checks:
             return await self._port.run_blocking(
                 partial(_check_each, self._binding.check, keys, slots, outcomes)
             )
-        if self._capabilities.shared:  # others write there too, under names and at places of their choice
+        if self._capabilities.shared:  # other writers may have stored a page under a wrong key
             return _check_each(self._check_header, keys, slots, outcomes)
         return outcomes
 
     def _check_header(self, slot: int, key: ObjectKey) -> Outcome:
-        """Whether the header in `slot` is that of `key`: some microseconds, whatever the size of the page."""
+        """HIT if the header in `slot` is that of `key`. Takes microseconds, whatever the page size."""
         found = self._binding.identify(self._binding.header(slot))
         return Outcome.HIT if found == key else Outcome.CORRUPT
 
@@ -234,13 +237,13 @@ _IDENTITY = attrgetter("fingerprint", "pool", "shard")
 
 @dataclass(slots=True, eq=False)
 class _RunningCall:
-    """One call of the engine that has not ended.
+    """An engine call in flight.
 
     Attributes:
-        permit: ends with the call, or when its deadline has passed; not with its caller, because the engine
-            is as busy as before.
-        answer: what its caller waits for; done before the call has ended if the deadline came first.
-        late: the deadline has passed; its end is no news.
+        permit: released when the call ends or its deadline passes. Cancelling the caller does not release
+            it, because the engine is still busy.
+        answer: what the caller awaits; done before the call ends if the deadline passes first.
+        late: the deadline has passed, so the result of the call is ignored.
     """
 
     kind: EngineCall
@@ -257,16 +260,16 @@ class _RunningCall:
 class GuardedPool:
     """One pool's engine, made safe to call.
 
-    A call is cut into calls of the engine, each of which waits for its turn, and then has its deadline
-    (`PoolLimits.deadline`). A cancelled caller, or one whose deadline has passed, leaves the engine's call
-    running: bytes may still move. `BatchResult.lingering` (after a cancellation: `lingering`) tells when they
+    A call is split into engine calls. Each waits for a permit and then has its own deadline
+    (`PoolLimits.deadline`). If the deadline passes or the caller is cancelled, the engine call keeps running
+    and bytes may still move. `BatchResult.lingering` (after a cancellation: `lingering`) is done when they
     no longer do.
 
     Args:
-        engine: what is guarded; closed by `aclose`.
+        engine: the engine to guard; `aclose` closes it.
         binding: the pool's slots, for checks that the engine does not do.
         port: clock and threads.
-        limits: patience; the defaults if None.
+        limits: deadlines and limits; the defaults if None.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class GuardedPool:
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
         self.touchable = isinstance(engine, TouchableEngine) and bool(getattr(engine, "evicts", True))
-        """Whether the engine wants to be told of uses."""
+        """Whether the engine wants `touch` calls."""
         self._verifier = ReadVerifier(binding, self._capabilities, port)
         self._identities = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
@@ -295,12 +298,12 @@ class GuardedPool:
     async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
-        What a shared engine was seen to have lately, it is not asked for again, unless the answer is to be
-        `fresh`; a page that was found damaged is a miss until it is written anew.
+        For a page of a shared engine that was seen recently the answer comes from memory, unless `fresh`. A
+        page that was found damaged is a miss until it is stored again.
 
         Raises:
-            UsageError: a key is of another pool.
-            ClosedError: the pool is closed; as all calls.
+            UsageError: a key belongs to another pool.
+            ClosedError: the pool is closed; every call may raise this.
         """
         if not self._presence:
             return await self._call(EXISTS, keys, ())
@@ -311,36 +314,36 @@ class GuardedPool:
         return BatchResult([next(answer) if outcome is None else outcome for outcome in known])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
-        """Read page `i` into `slots[i]`: HIT, checked; MISS, CORRUPT, FAILED or TIMEOUT.
+        """Read page `i` into `slots[i]`: HIT (verified), MISS, CORRUPT, FAILED or TIMEOUT.
 
         Raises:
-            UsageError: a key is of another pool, or there are not as many slots as keys.
+            UsageError: a key belongs to another pool, or the numbers of keys and slots differ.
         """
         return await self._call(GET, keys, self._check_lengths(keys, slots))
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
 
-        What was found damaged is deleted first: an engine may keep the page that it has.
+        Pages that were found damaged are deleted first: an engine may keep an existing page.
 
         Raises:
-            UsageError: a key is of another pool, or there are not as many slots as keys.
+            UsageError: a key belongs to another pool, or the numbers of keys and slots differ.
         """
         slots = self._check_lengths(keys, slots)
         damaged = self._presence.damaged(keys)
         if damaged and Outcome.TIMEOUT in (await self._call(DELETE, damaged, ())).outcomes:
-            return BatchResult([Outcome.REJECTED] * len(keys))  # it might delete what is stored after it
+            return BatchResult([Outcome.REJECTED] * len(keys))  # the late delete could remove the new pages
         batch = await self._call(PUT, keys, slots)
         for index, outcome in enumerate(batch.outcomes) if damaged else ():
             if outcome is Outcome.EXISTS and keys[index] in damaged:
-                batch.outcomes[index] = Outcome.REJECTED  # it could not be deleted: what is there is wrong
+                batch.outcomes[index] = Outcome.REJECTED  # the delete failed: the damaged page is still there
         return batch
 
     async def delete(self, keys: Sequence[ObjectKey]) -> BatchResult:
-        """Forget pages: HIT if it was there, MISS if not, REJECTED, FAILED or TIMEOUT.
+        """Delete pages: HIT if the page existed, MISS if not, REJECTED, FAILED or TIMEOUT.
 
         Raises:
-            UsageError: a key is of another pool.
+            UsageError: a key belongs to another pool.
         """
         batch = await self._call(DELETE, keys, ())
         self._presence.forget(keys)
@@ -349,11 +352,11 @@ class GuardedPool:
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Tell the engine that pages were used in memory, in this order, the last one most recently.
 
-        Nothing happens if the engine cannot be told, while the breaker is not closed, or while a call before
-        this one is late. Failures are counted and logged, and neither raised nor held against the engine.
+        Does nothing if the engine has no `touch`, while the breaker is not closed, or while an earlier touch
+        is late. Failures are counted and logged; they are not raised and do not open the breaker.
 
         Raises:
-            UsageError: a key is of another pool.
+            UsageError: a key belongs to another pool.
         """
         if self.touchable:
             await self._call(TOUCH, keys, ())
@@ -361,30 +364,30 @@ class GuardedPool:
             self._check_keys(keys)
 
     async def clear(self) -> int:
-        """Forget every page of this pool, of these weights and of this shard; how many there were.
+        """Delete every page of this pool, fingerprint and shard; returns how many there were.
 
         Raises:
-            StorageError: the engine failed, or did not answer in `clearing` seconds.
-            ClosedError: the pool was closed before it answered.
+            StorageError: the engine failed, or did not answer within `PoolLimits.clearing` seconds.
+            ClosedError: the pool was closed before the engine answered.
         """
         self._check_keys(())
         try:
             gone = await with_deadline(self._engine.clear(), self._limits.clearing, "clear")
         except Exception as error:
-            if self._closed:  # under the call, which nothing waits for: that is no fault of the engine's
+            if self._closed:  # during the call, which `aclose` does not wait for: not the engine's fault
                 raise ClosedError(f"storage of pool {self._binding.pool!r} was closed") from error
             raise StorageError(f"pool {self._binding.pool!r} could not be cleared: {error!r}") from error
         finally:
-            self._presence.invalidate()  # only now: calls that ran meanwhile learnt of pages that are gone
+            self._presence.invalidate()  # only now: concurrent calls may have learnt of pages that are gone
         if not isinstance(gone, int) or gone < 0:
             raise StorageError(f"pool {self._binding.pool!r}: {gone!r} is no answer to clear, but a count is")
         self._presence.clear()
         return gone
 
     def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
-        """Done once no call of the engine can touch `slots` any more; None if none can now.
+        """A future that is done when no engine call can touch `slots` any more; None if none can now.
 
-        Cancelled if the pool is closed before that: the slots are then never safe again.
+        It is cancelled if the pool is closed first: the slots are then never safe to reuse.
         """
         wanted = frozenset(slots)
         if not self._in_use(wanted):
@@ -410,10 +413,10 @@ class GuardedPool:
         )
 
     async def aclose(self) -> frozenset[int]:
-        """Wait for running calls, with a limit, then close the engine; twice is harmless.
+        """Wait for running calls, for a limited time, then close the engine; closing twice is harmless.
 
         Returns:
-            Slots that the engine may still touch, because a call did not end in time: usually none.
+            Slots that the engine may still touch because a call did not end in time; usually none.
         """
         self._closed = True
         await self._wait_for_calls()
@@ -421,8 +424,8 @@ class GuardedPool:
             call.task.cancel()
         await self._wait_for_calls()
         for call in [call for call in self._calls if call.task.done()]:
-            self._call_ended(call, call.task)  # it ended in this turn of the loop, which has not told us yet
-        self._abandoned_calls = True  # not before: what ends while `aclose` waits is safe like any other
+            self._call_ended(call, call.task)  # its done callback has not run yet
+        self._abandoned_calls = True  # only now: slots of calls that ended while `aclose` waited are safe
         for _, free in self._watchers:
             free.cancel()
         self._watchers.clear()
@@ -449,15 +452,15 @@ class GuardedPool:
         raise UsageError(f"{stranger.text()} is no page of pool {pool!r}, shard {shard!r}")
 
     async def _call(self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
-        """Calls of the engine, as many as it takes, and what became of all pages."""
+        """Call the engine in batches, and return the outcomes of all pages."""
         self._check_keys(keys)
         step = self._batch_size(kind)
         cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
         immediate = self._capabilities.immediate
-        # Nobody waits for puts, and what bounds them is the bytes that are under way.
+        # Puts have no deadline here: no request waits for them, and the bytes in flight bound them.
         deadline = SlidingDeadline(None if kind is PUT else self._limits.deadline)
         outcomes: list[Outcome] = []
-        if len(cuts) > 1 and not immediate and kind is not TOUCH:  # whose order is all that it says
+        if len(cuts) > 1 and not immediate and kind is not TOUCH:  # a touch reports an order
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._call_engine(kind, keys[c], slots[c], deadline)) for c in cuts
@@ -466,7 +469,7 @@ class GuardedPool:
         else:
             for cut in cuts:
                 if outcomes and immediate:
-                    await asyncio.sleep(0)  # other tasks' turn: the engine copies on the loop
+                    await asyncio.sleep(0)  # let other tasks run: the engine copies on the loop
                 outcomes += await self._call_engine(kind, keys[cut], slots[cut], deadline)
         batch = BatchResult(outcomes, self.lingering(slots))
         if kind.updates_presence:
@@ -474,7 +477,7 @@ class GuardedPool:
         return batch
 
     def _batch_size(self, kind: EngineCall) -> int:
-        """Most keys of one call of the engine."""
+        """Most keys of one engine call."""
         if not kind.moves_pages:
             return self._capabilities.batch_keys
         pages = self._limits.batch_bytes // self._binding.slot_bytes
@@ -483,16 +486,16 @@ class GuardedPool:
     async def _call_engine(
         self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int], deadline: SlidingDeadline
     ) -> list[Outcome]:
-        """One call of the engine: in its turn, in a task of its own, answered by its deadline."""
-        if self._capabilities.immediate:  # it never suspends: no turn, no task, no deadline
+        """Make one engine call: wait for a permit, run it in its own task, answer by the deadline."""
+        if self._capabilities.immediate:  # it never suspends: no permit, no task, no deadline
             if not self._may_call(kind):
                 return self._reject(kind, len(keys), kind.refused)
             started = self._port.now()
             return self._record(kind, len(keys), await self._attempt(kind, keys, slots), started)
         try:
-            # A touch does not wait with the puts: it is to come before them.
+            # A touch does not queue with the puts: it must reach the engine before them.
             acquired = await self._concurrency.acquire(deadline, put=kind is PUT)
-        except TimeoutError:  # others kept it busy: that is no failure of the engine's
+        except TimeoutError:  # other calls kept the engine busy: not its failure
             return self._reject(kind, len(keys), Outcome.TIMEOUT)
         with acquired as permit:
             if self._hangs() or not self._may_call(kind):
@@ -504,13 +507,16 @@ class GuardedPool:
         return outcomes
 
     def _hangs(self) -> bool:
-        """An engine that has as many late calls as it may have at once hangs in all of them."""
+        """Whether the engine is stuck: it has `concurrency` late calls, or the pool is closed."""
         late = sum(call.late for call in self._calls if call.kind.feeds_breaker)
         return self._closed or late >= self._capabilities.concurrency
 
     def _may_call(self, kind: EngineCall) -> bool:
-        """Whether the breaker lets a call through. One whose end tells it nothing is no try of a half-open
-        breaker, and not begun while one like it is late: it would take a turn from others."""
+        """Whether the breaker allows a call.
+
+        A call that does not feed the breaker cannot be the trial of a half-open one. It does not start while
+        another of its kind is late either, because it would take a permit from other calls.
+        """
         if kind.feeds_breaker:
             return self._breaker.allow()
         late = any(call.late for call in self._calls if call.kind is kind)
@@ -518,11 +524,11 @@ class GuardedPool:
 
     @property
     def _lingering(self) -> int:
-        """Calls that nobody waits for: late ones, and those whose caller was cancelled."""
+        """Number of running calls without a waiter: late ones, and those whose caller was cancelled."""
         return sum(call.answer.done() for call in self._calls)
 
     def _reject(self, kind: EngineCall, pages: int, outcome: Outcome) -> list[Outcome]:
-        """The outcome of pages for which the engine is not asked."""
+        """Count and return the outcomes of pages that the engine is not asked for."""
         self._counters[kind.name].count_refused({outcome: pages})
         return [outcome] * pages
 
@@ -539,7 +545,7 @@ class GuardedPool:
         return call
 
     def _deadline_passed(self, call: _RunningCall) -> None:
-        """The deadline has come: answer for the engine, and let its call run on."""
+        """Answer TIMEOUT to the caller, and let the engine call run on."""
         call.late = True
         if call.kind.feeds_breaker:
             self._breaker.failed()
@@ -552,11 +558,11 @@ class GuardedPool:
 
     def _call_ended(self, call: _RunningCall, task: asyncio.Task[list[Outcome] | None]) -> None:
         if call not in self._calls:
-            return  # `aclose` was quicker
+            return  # `aclose` has handled it
         if call.timer is not None:
             call.timer.cancel()
         call.permit.close()
-        if task.cancelled() and self._closed:  # given up by `aclose`; bytes may still move, so it stays
+        if task.cancelled() and self._closed:  # cancelled by `aclose`; bytes may still move, so it stays
             if not call.answer.done():
                 call.answer.set_result([Outcome.TIMEOUT] * call.pages)
             return
@@ -572,7 +578,7 @@ class GuardedPool:
         self._notify_watchers()
 
     def _notify_watchers(self) -> None:
-        """Tell those whose slots are free now."""
+        """Complete the futures whose slots no call touches any more."""
         waiting = []
         for wanted, free in self._watchers:
             if self._in_use(wanted):
@@ -587,8 +593,8 @@ class GuardedPool:
     async def _attempt(
         self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome] | None:
-        """The engine's answer, checked, with failures asked for again where that is safe; None if it raised,
-        or answered nonsense."""
+        """The engine's answer, verified; failed pages are retried if that is safe. None if the engine raised
+        or gave an invalid answer."""
         until = self._port.now() + self._limits.deadline
         outcomes: list[Outcome] | None = None
         asked: Sequence[int] = range(len(keys))
@@ -606,7 +612,7 @@ class GuardedPool:
                 kind.check(fresh, len(some))
                 if kind is GET:
                     fresh = await self._verifier.verify(some, places, fresh)
-            except Exception as error:  # noqa: BLE001 - the task boundary to a stranger's engine
+            except Exception as error:  # noqa: BLE001 - the task boundary to the backend's engine
                 self._count_error(kind, len(some), error)
                 if retry:
                     break
@@ -627,7 +633,7 @@ class GuardedPool:
     def _record(
         self, kind: EngineCall, pages: int, answer: list[Outcome] | None, started: float
     ) -> list[Outcome]:
-        """Tell breaker and counters how a call ended."""
+        """Report the result of a call to the breaker and the counters."""
         outcomes = answer if answer is not None else [Outcome.FAILED] * pages
         counts = kind.tally(outcomes)
         if kind.feeds_breaker and counts.get(Outcome.FAILED, 0) == pages:
@@ -650,16 +656,16 @@ class GuardedPool:
 async def open_guarded(
     backend: StorageBackend, binding: PoolBinding, port: Port, limits: PoolLimits
 ) -> GuardedPool:
-    """The backend's engine for a pool, made safe to call; one that nobody will use is closed.
+    """Open the backend's engine for a pool and guard it. If that fails, the engine is closed.
 
     Args:
-        backend: where the pages are.
+        backend: the storage backend.
         binding: the pool.
         port: clock and threads.
-        limits: patience with the backend; it has `opening` seconds.
+        limits: deadlines and limits; opening may take `opening` seconds.
 
     Raises:
-        StorageError: the backend cannot be used, took too long, raised, or gave no engine.
+        StorageError: the backend cannot be used, took too long, raised, or did not return an engine.
     """
     what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
     unused = f"an engine of pool {binding.pool!r} that nobody uses"

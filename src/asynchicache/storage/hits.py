@@ -1,8 +1,8 @@
-"""Hit-policy arithmetic: the prefix lengths at which every pool has what it needs.
+"""Hit-policy arithmetic: find the prefix lengths that every pool can restore.
 
 A set of prefix lengths, in pages, is an integer: bit p stands for the prefix of p pages. Length 0
-needs nothing, so bit 0 is always set. Sets of several pools, or ranks, are intersected before the
-longest is taken: the least of their maxima may be a length that one of them cannot restore.
+needs no page, so bit 0 is always set. Intersect the sets of several pools or ranks before taking the
+longest length: one pool may be unable to restore the minimum of their maxima.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import and_
 from asynchicache.types import Coverage
 
 NOTHING = 1
-"""The set with the empty prefix only."""
+"""The set that contains only the empty prefix."""
 
 _DIGITS = b"0" + b"1" * 255
 
@@ -25,17 +25,17 @@ def everything(pages: int) -> int:
 
 
 def bitmap(present: bytes | bytearray) -> int:
-    """Bit p set where byte p is not zero: what an engine's `exists` answers, as an integer."""
+    """Convert the bytes that an engine's `exists` returns: bit p is set if byte p is not zero."""
     return int(present.translate(_DIGITS)[::-1] or b"0", 2)
 
 
 def restorable(coverage: Coverage, present: int | bytes | bytearray, pages: int) -> int:
-    """The lengths up to `pages` at which a pool has what `coverage` asks.
+    """The lengths up to `pages` that a pool can restore under `coverage`.
 
     Args:
-        coverage: every page of the prefix, or the last n before its end (all, if it is shorter).
-        present: bit (or byte) p tells whether page p is there; further pages are ignored.
-        pages: the longest prefix in question.
+        coverage: every page of the prefix, or its last n pages (all pages, if the prefix is shorter).
+        present: bit (or byte) p says whether page p exists; pages from `pages` on are ignored.
+        pages: the longest prefix length to consider.
     """
     have = present if isinstance(present, int) else bitmap(present)
     if coverage.pages is None:
@@ -44,16 +44,16 @@ def restorable(coverage: Coverage, present: int | bytes | bytearray, pages: int)
 
 
 def _leading(have: int, pages: int) -> int:
-    """Lengths up to the first page that is missing."""
+    """Lengths up to the first missing page."""
     run = (~have & have + 1).bit_length() - 1  # the lowest zero bit
     return everything(min(run, pages))
 
 
 def _trailing(have: int, pages: int, window: int) -> int:
-    """Lengths p whose pages p - window .. p - 1 are all there; pages before 0 count as there.
+    """Lengths p whose pages p - window .. p - 1 all exist; pages before 0 count as existing.
 
-    Bit p survives where bits p .. p + window - 1 of `ones` are all set. The run that is known to be
-    set doubles with every shift, so the cost is log2(window) operations on integers of `pages` bits.
+    Bit p survives if bits p .. p + window - 1 of `ones` are all set. Each shift doubles the length of the
+    run known to be set, so the cost is log2(window) operations on integers of `pages` bits.
     """
     window = min(window, pages)
     ones = have << window | (1 << window) - 1
@@ -66,7 +66,7 @@ def _trailing(have: int, pages: int, window: int) -> int:
 
 
 def intersect(sets: Iterable[int]) -> int:
-    """The lengths that are in every set; `NOTHING` if there is no set."""
+    """The lengths in every set; `NOTHING` if `sets` is empty."""
     every = reduce(and_, sets, -1)  # -1 has every bit set
     return every if every >= 0 else NOTHING
 
@@ -77,10 +77,10 @@ def longest(lengths: int) -> int:
 
 
 def clamp(lengths: int, limit: int) -> int:
-    """The lengths of a set that are `limit` pages at most."""
+    """The lengths of a set up to `limit` pages."""
     return lengths & everything(limit)
 
 
 def members(lengths: int) -> list[int]:
-    """The lengths of a set, ascending; for people and tests, linear in the longest."""
+    """The lengths of a set, ascending. Linear in the longest; for debugging and tests."""
     return [length for length in range(lengths.bit_length()) if lengths >> length & 1]

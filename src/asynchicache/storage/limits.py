@@ -1,4 +1,4 @@
-"""How much patience the core has with an engine, and what it answers for one."""
+"""Timeouts and limits of one storage pool, and the result of one batch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from asynchicache.types import Outcome
 
 
 class PoolLimits(Options, frozen=True):
-    """How much patience the core has with an engine.
+    """Timeouts and limits of calls to one pool's engine.
 
     Attributes:
-        deadline: seconds for one call of the engine. Also for what comes before it: pages that wait for
-            their turn so long since they were asked for, or since another part of the same call was
-            answered, are TIMEOUT, and the engine is not asked for them. Puts wait as long as it takes.
-            Default: 10.
-        batch_bytes: bytes of pages that one call moves at most, besides `Capabilities.batch_pages`; with
-            `Capabilities.concurrency` calls at once it bounds what is under way. Default: 64 MiB.
-        retries: times that pages are asked for again whose call failed at once. Only calls that change
-            nothing are repeated, and none whose deadline has passed. Default: 1.
-        failures: failed or late calls in a row that open the breaker. Default: 5.
-        cooldown: seconds that the breaker stays open before one call may try. Default: 5.
-        closing: seconds that `aclose` waits for calls that still run, and for the engine. Default: 10.
+        deadline: seconds that one engine call may take. It also limits the wait for a permit, counted from
+            the start of the call or from its last answered batch: pages that wait longer are TIMEOUT, and
+            the engine is not asked for them. Puts wait without a limit. Default: 10.
+        batch_bytes: most bytes of pages in one call, in addition to `Capabilities.batch_pages`. Times
+            `Capabilities.concurrency`, it bounds the bytes in flight. Default: 64 MiB.
+        retries: times that failed pages are retried. Only calls that are safe to repeat are retried, and
+            only before their deadline. Default: 1.
+        failures: consecutive failed or late calls that open the breaker. Default: 5.
+        cooldown: seconds that the breaker stays open before it allows a trial call. Default: 5.
+        closing: seconds that `aclose` waits for running calls, and for the engine. Default: 10.
         clearing: seconds that a backend may take to clear one pool. Default: 300.
         opening: seconds that a backend may take to open one pool. Default: 60.
-        known_pages: pages of a shared engine that are remembered to be there, so that it need not be
-            asked again, and pages that were found damaged; 0 for none. Default: 65536.
-        known_seconds: how long a page is remembered to be there: others may delete it. Default: 30.
+        known_pages: most pages of a shared engine to remember as existing, which saves `exists` calls, and
+            most pages to remember as damaged; 0 for none. Default: 65536.
+        known_seconds: seconds to remember that a page exists: other processes may delete it. Default: 30.
     """
 
     subject: ClassVar[str] = "storage limit "
@@ -46,12 +45,13 @@ class PoolLimits(Options, frozen=True):
 
 
 class BatchResult(NamedTuple):
-    """What became of a call's pages.
+    """The result of one call.
 
     Attributes:
-        outcomes: one a key.
-        lingering: None if the slots are the caller's again. Else done as soon as the engine has let
-            go of them, or cancelled if the pool was closed first: then they are never safe again.
+        outcomes: one per key.
+        lingering: None if the caller may reuse the slots now. Otherwise a future that is done when the
+            engine no longer touches them, or cancelled if the pool was closed first: the slots are then
+            never safe to reuse.
     """
 
     outcomes: list[Outcome]
@@ -59,5 +59,5 @@ class BatchResult(NamedTuple):
 
     @property
     def present(self) -> bytes:
-        """One byte a key, 1 where the outcome is HIT: what `storage.hits` reads."""
+        """One byte per key, 1 if the outcome is HIT; input of `storage.hits`."""
         return bytes([outcome is Outcome.HIT for outcome in self.outcomes])

@@ -1,4 +1,4 @@
-"""Keys that were seen, for a while: what a far engine need not be asked again, and what it has damaged."""
+"""Remember which pages a shared engine has, to save `exists` calls, and which pages were found damaged."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asynchicache.types import Outcome
 
 
 class ExpiringKeys:
-    """A bounded set whose members are forgotten after some time, the oldest first.
+    """A bounded set of keys that expire; when it is full, the oldest goes first.
 
     Args:
-        most: members; 0 keeps none.
-        seconds: how long one is kept.
-        now: seconds on a clock that never goes back.
+        most: most members; 0 keeps none.
+        seconds: how long a member is kept.
+        now: monotonic clock, in seconds.
     """
 
     __slots__ = ("_most", "_now", "_seconds", "_until")
@@ -53,12 +53,12 @@ class ExpiringKeys:
 
 @dataclass(frozen=True, slots=True)
 class PresenceStatistics:
-    """What is known of an engine's pages.
+    """Counts of remembered pages.
 
     Attributes:
-        there: pages that are remembered to be there, stale ones included.
-        damaged: pages that were found damaged and not written anew.
-        recalled: keys that the engine was not asked for, since the start.
+        there: pages remembered as existing, including expired ones.
+        damaged: pages found damaged and not stored again since.
+        recalled: keys answered without asking the engine, since the start.
     """
 
     there: int
@@ -67,12 +67,12 @@ class PresenceStatistics:
 
 
 class PresenceCache:
-    """What is known of an engine's pages without asking it.
+    """Remembers which of an engine's pages exist and which are damaged.
 
     Args:
-        limits: how many pages, for how long.
-        shared: the engine is asked over a network, and others change what it has.
-        now: seconds on a clock that never goes back.
+        limits: how many pages to remember, and for how long.
+        shared: whether other processes use the same pages. Only then are existing pages remembered.
+        now: monotonic clock, in seconds.
     """
 
     def __init__(self, limits: PoolLimits, *, shared: bool, now: Callable[[], float]) -> None:
@@ -85,8 +85,14 @@ class PresenceCache:
         return bool(self._there or self._damaged)
 
     def recall(self, key: ObjectKey, *, damaged_only: bool = False) -> Outcome | None:
-        """HIT or MISS, or None if the engine must be asked; a damaged page is a miss until it is stored
-        again. `damaged_only`: that a page was there is no answer."""
+        """HIT or MISS from memory, or None if the engine must be asked.
+
+        A damaged page is a miss until it is stored again.
+
+        Args:
+            key: the page.
+            damaged_only: answer only for damaged pages, never HIT.
+        """
         if key in self._damaged:
             self._recalled += 1
             return Outcome.MISS
@@ -96,11 +102,11 @@ class PresenceCache:
         return None
 
     def damaged(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
-        """Those of `keys` that were found damaged."""
+        """The keys in `keys` that were found damaged."""
         return [key for key in keys if key in self._damaged] if self._damaged else []
 
     def learn(self, keys: Sequence[ObjectKey], batch: BatchResult) -> None:
-        """Which pages are there, which are not, and which are not what was sealed."""
+        """Record from a batch which pages exist, which do not, and which are damaged."""
         if Outcome.CORRUPT in batch.outcomes:
             self._damaged.add(_keys_with(keys, batch, Outcome.CORRUPT))
         if self._damaged:
@@ -110,15 +116,15 @@ class PresenceCache:
             self._there.add(_keys_with(keys, batch, Outcome.HIT, Outcome.STORED, Outcome.EXISTS))
 
     def forget(self, keys: Iterable[ObjectKey]) -> None:
-        """Pages that were deleted."""
+        """Pages were deleted: no longer remember them as existing."""
         self._there.discard(keys)
 
     def invalidate(self) -> None:
-        """Pages may be gone; those that are damaged may still be there."""
+        """Any page may be gone: forget existing pages, but keep damaged ones, which may still be there."""
         self._there.clear()
 
     def clear(self) -> None:
-        """Every page is gone."""
+        """Every page is gone: forget everything."""
         self._there.clear()
         self._damaged.clear()
 
@@ -127,5 +133,5 @@ class PresenceCache:
 
 
 def _keys_with(keys: Sequence[ObjectKey], batch: BatchResult, *wanted: Outcome) -> list[ObjectKey]:
-    """The keys that came to one of the wanted outcomes."""
+    """The keys whose outcome is one of `wanted`."""
     return [key for key, outcome in zip(keys, batch.outcomes, strict=True) if outcome in wanted]

@@ -1,8 +1,8 @@
-"""What a storage backend is to the core: engines of one pool each, one outcome per key.
+"""The storage backend protocol: one engine per pool, one outcome per key.
 
 A backend author implements `StorageBackend` and `PoolEngine`, and runs
-`asynchicache.testing.backends.BackendConformance` over them. Names, keys, checksums, deadlines,
-limits and retries are the core's; an engine moves bytes between its medium and the binding's slots.
+`asynchicache.testing.backends.BackendConformance` over them. The core handles names, keys, checksums,
+deadlines, limits and retries; an engine moves bytes between its medium and the binding's slots.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class Capabilities:
     """What an engine promises.
 
     Attributes:
-        durable: STORED means that the page survives the end of this process. Nothing checks that: see
+        durable: STORED means that the page survives the end of this process. No test checks that: see
             `testing.backends.BackendConformance`.
-        checks: the engine calls `binding.check`, or `restore`, in its own thread hop, and answers HIT only
-            where that did; else the core calls `check`. A page is not hashed twice, so the core believes the
-            bytes of an engine that checks; of one that is `shared` it still compares whose header is in the
-            slot, where `check` found it or `restore` wrote it.
+        checks: the engine calls `binding.check` or `restore` in its own thread hop, and answers HIT only
+            where that returned HIT; otherwise the core calls `check`. To avoid hashing a page twice, the
+            core trusts the bytes of an engine that checks. If the engine is also `shared`, the core still
+            compares the key in the slot's header, which `check` read or `restore` wrote.
         shared: other processes may read and write the same pages.
-        batch_pages: most pages of one `get` or `put` that it handles well.
-        batch_keys: the same of one `exists` or `delete`, which moves no pages.
-        concurrency: most calls at once that it handles well.
-        immediate: calls never suspend (memory); the core awaits them directly, without a task, a
-            deadline or a turn, and gives the loop a turn between batches. One that does suspend has failed.
+        batch_pages: most pages that one `get` or `put` handles well.
+        batch_keys: most keys that one `exists` or `delete` handles well; these move no pages.
+        concurrency: most concurrent calls that the engine handles well.
+        immediate: calls never suspend (memory). The core awaits them directly, without a task, a deadline or
+            a permit, and yields to the event loop between batches. A call that suspends has failed.
 
     Raises:
-        ConfigError: `batch_pages`, `batch_keys` or `concurrency` is no whole number above 0.
+        ConfigError: `batch_pages`, `batch_keys` or `concurrency` is not an integer above 0.
     """
 
     durable: bool
@@ -57,7 +57,7 @@ class Capabilities:
 class PoolBinding(Protocol):
     """One pool's host slots, as an engine sees them; valid until the engine is closed.
 
-    All methods may be called from any thread; a slot handed to a call is that call's alone.
+    All methods may be called from any thread. A slot passed to a call belongs to that call alone.
     """
 
     @property
@@ -71,9 +71,11 @@ class PoolBinding(Protocol):
 
     @property
     def depends_on(self) -> str | None:
-        """Name of the pool whose page of the same digest a page of this pool is useless without: the pool
-        that covers every page. None for that one. An engine that chooses what to evict evicts pages first
-        that lost what they stand on."""
+        """Name of the pool that covers every page; None for that pool itself.
+
+        A page of this pool is useless without that pool's page of the same digest. An engine that chooses
+        what to evict evicts pages first that have lost this page.
+        """
         ...
 
     @property
@@ -88,21 +90,21 @@ class PoolBinding(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a slot that mean something; the rest, up to `slot_bytes`, is padding."""
+        """Bytes of a slot that hold data; the rest, up to `slot_bytes`, is padding."""
         ...
 
     def header(self, slot: int) -> memoryview:
-        """The slot's header, writable, aligned; its neighbour's follows at once."""
+        """The slot's header, writable and aligned; the next slot's header follows without a gap."""
         ...
 
     def page(self, slot: int) -> memoryview:
-        """The slot's `slot_bytes`, writable, aligned; its neighbour's follow at once."""
+        """The slot's `slot_bytes`, writable and aligned; the next slot's page follows without a gap."""
         ...
 
     def regions(self) -> tuple[memoryview, memoryview]:
-        """All headers and all pages, each one run of memory, for an engine that must register it.
+        """All headers and all pages, each as one contiguous view, for an engine that registers memory.
 
-        Slot `i` lies at `i * header_bytes` and `i * slot_bytes`. Whoever holds a view keeps its memory.
+        Slot `i` starts at `i * header_bytes` and `i * slot_bytes`. A view keeps its memory alive.
         """
         ...
 
@@ -115,41 +117,45 @@ class PoolBinding(Protocol):
         ...
 
     def check(self, slot: int, key: ObjectKey) -> Outcome:
-        """HIT if header and page of `slot` are what was sealed for `key`, else CORRUPT."""
+        """HIT if the header and page in `slot` match what `seal` wrote for `key`, else CORRUPT."""
         ...
 
     def restore(self, slot: int, key: ObjectKey, checksum: bytes) -> Outcome:
-        """For an engine that keeps what `seal` returned, and no header: HIT, and the header is written, if
-        the page now in `slot` has that checksum, else CORRUPT."""
+        """HIT if the page now in `slot` has `checksum`, and write its header; else CORRUPT.
+
+        For an engine that stores the checksum from `seal` instead of the header.
+        """
         ...
 
     def identify(
         self, header: bytes | bytearray | memoryview, page: memoryview | None = None
     ) -> ObjectKey | None:
-        """The key that `header` was sealed for, None if it is damaged or not of this pool's pages, or if
-        `page` is given and damaged; how an engine finds its pages again after a restart.
+        """The key in `header`; None if the header is damaged or belongs to another pool, or if `page` is
+        given and damaged. An engine can find its pages this way after a restart.
         """
         ...
 
 
 class PoolEngine(Protocol):
-    """One pool in one backend. Every coroutine may be cancelled; bytes then still may move until
-    the engine's thread is done with them, so the caller keeps the slots until the call has ended.
+    """One pool in one backend.
 
-    The keys of one `get` or `put` come in the order of their path, its beginning first. An engine that evicts
-    by itself counts the first key as the most recently used, and evicts no page of a `put` to make room for
-    another page of the same call: it rejects what has no room. So a path loses its end before its beginning.
+    Every coroutine may be cancelled. Bytes may then still move until the engine's thread is done with them,
+    so the caller keeps the slots until the call has ended.
 
-    Three more attributes are optional, and looked for by name: `touch`, see `TouchableEngine`; `evicts`, a
-    bool, False where it never evicts and need not be told of uses; and `full`, a bool, true while the medium
-    refuses to take more.
+    The keys of one `get` or `put` are in path order, from the beginning of the path. An engine that evicts
+    counts the first key as the most recently used. It never evicts a page of a `put` to make room for
+    another page of the same call, but rejects the page that does not fit. So a path loses its end first.
+
+    Three optional attributes are looked up by name: `touch`, see `TouchableEngine`; `evicts`, a bool, False
+    if the engine never evicts and needs no `touch` calls; and `full`, a bool, True while the medium refuses
+    new pages.
     """
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
-        """One byte a key: 1 if a `get` now would very likely hit, else 0."""
+        """One byte per key: 1 if a `get` now would very likely hit, else 0."""
         ...
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -157,58 +163,61 @@ class PoolEngine(Protocol):
         ...
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """Seal and write `slots[i]`: STORED, EXISTS, REJECTED, FAILED. Visible only when whole."""
+        """Seal and write `slots[i]`: STORED, EXISTS, REJECTED, FAILED. A page is visible only when whole."""
         ...
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        """Forget pages: HIT if it was there, MISS if not, REJECTED by a medium that is read only, FAILED."""
+        """Delete pages: HIT if the page existed, MISS if not, REJECTED by a read-only medium, FAILED."""
         ...
 
     async def clear(self) -> int:
-        """Forget every page of the binding's pool, fingerprint and shard, and nothing else; returns how
+        """Delete every page of the binding's pool, fingerprint and shard, and no other page; returns how
         many there were."""
         ...
 
     async def aclose(self) -> None:
-        """Finish what was acknowledged and let go of the medium; twice is harmless."""
+        """Finish acknowledged writes and release the medium; closing twice is harmless."""
         ...
 
 
 @runtime_checkable
 class TouchableEngine(Protocol):
-    """An engine that evicts by order of use, and can be told of uses that it does not see.
+    """An engine that evicts by order of use and accepts reports of uses that it does not see.
 
-    Optional: an engine without it, an object store say, is as good. The core looks for the attribute.
+    Optional: an engine without `touch`, e.g. an object store, works too. The core looks for the attribute.
     """
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """These pages were used in memory: count them as used now, in the order given, the last one most
-        recently. Keys that are not there are skipped. Moves no bytes, and is never waited for by a request.
+        """Count pages as used now, in the given order, the last one most recently: they were used in memory.
+
+        Skips missing keys. Moves no bytes. No request waits for it.
         """
         ...
 
 
 def touch_of(engine: PoolEngine) -> Callable[[Sequence[ObjectKey]], Awaitable[None]] | None:
-    """The engine's `touch`, for a wrapper to pass on; None if it has none."""
+    """The engine's `touch`, for a wrapper to delegate to; None if the engine has none."""
     return engine.touch if isinstance(engine, TouchableEngine) else None
 
 
 @runtime_checkable
 class StorageBackend(Protocol):
-    """A place that holds pages of many pools."""
+    """A store that holds the pages of many pools."""
 
     @property
     def name(self) -> str: ...
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        """The engine for this pool; in any order, at run time too. Opened again with the same binding
-        while it is open it is the same engine, and after it was closed a new one onto the same pages.
+        """Open the engine of a pool. Pools may be opened in any order and at any time.
+
+        Opening a pool again with the same binding returns the same engine while it is open, and a new engine
+        on the same pages after it was closed.
 
         Raises:
-            StorageError: the place cannot be used; says what to do.
+            StorageError: the store cannot be used; the message says what to do.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close every engine, then the place itself; twice is harmless."""
+        """Close every engine, then the store itself; closing twice is harmless."""
         ...

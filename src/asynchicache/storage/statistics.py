@@ -1,4 +1,4 @@
-"""What became of the calls to one pool's engine, counted."""
+"""Counters of the calls to one pool's engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MOVED = frozenset({Outcome.HIT, Outcome.STORED})
 
 @dataclass(frozen=True, slots=True)
 class CallStatistics:
-    """One kind of call (`exists`, `get`, `put`, `delete`, `touch`) of one pool.
+    """Counters of one kind of call (`exists`, `get`, `put`, `delete`, `touch`) of one pool.
 
     Attributes:
-        calls: calls of the engine; what was refused without asking it is not one.
-        pages: keys asked for, refused ones included.
-        bytes: bytes of pages that were read or stored; 0 for calls that move none.
-        seconds: sum of the calls' latencies; of late ones up to their deadline.
-        outcomes: pages by what became of them; HIT for those that the engine was told the use of.
-        latencies: how the calls' latencies are distributed.
-        errors: times that the engine raised or answered nonsense, tries that were repeated included.
-        late: calls whose deadline came first.
+        calls: engine calls; a batch refused without asking the engine does not count.
+        pages: keys asked for, including refused ones.
+        bytes: bytes of pages read or stored; 0 for calls that move no pages.
+        seconds: sum of the calls' latencies; a late call counts up to its deadline.
+        outcomes: pages by outcome; a page that `touch` reported counts as HIT.
+        latencies: distribution of the calls' latencies.
+        errors: times that the engine raised or gave an invalid answer, including retries.
+        late: calls that missed their deadline.
     """
 
     calls: int
@@ -41,17 +41,17 @@ class CallStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """One pool in storage.
+    """Counters of one pool in storage.
 
     Attributes:
-        pool: its name.
-        exists, get, put, delete, touch: by kind of call.
-        running: calls that the engine has not ended, late ones included.
-        lingering: those of them that nobody waits for any more.
-        breaker: whether calls go through.
+        pool: the pool's name.
+        exists, get, put, delete, touch: counters of each kind of call.
+        running: engine calls in flight, including late ones.
+        lingering: calls in flight that no caller waits for any more.
+        breaker: state of the circuit breaker.
         opened: how often the breaker opened.
-        known: what is known of its pages without asking.
-        full: the engine's medium refuses to take more; it is asked again after a while.
+        known: counts of remembered pages.
+        full: the engine's medium refuses new pages; the engine tries again after a while.
     """
 
     pool: str
@@ -72,7 +72,7 @@ class CallCounters:
     """Counts one kind of call.
 
     Args:
-        page_bytes: bytes that a page with a good outcome stands for.
+        page_bytes: bytes counted for each page with outcome HIT or STORED.
     """
 
     __slots__ = ("_latencies", "_outcomes", "_page_bytes", "errors", "late")
@@ -85,12 +85,12 @@ class CallCounters:
         self._outcomes: Counter[Outcome] = Counter()
 
     def count_answered(self, counts: Mapping[Outcome, int], seconds: float) -> None:
-        """The engine was asked."""
+        """Count one engine call."""
         self._latencies.observe(seconds)
         self.count_refused(counts)
 
     def count_refused(self, counts: Mapping[Outcome, int]) -> None:
-        """The engine was not asked."""
+        """Count pages that the engine was not asked for."""
         for outcome, count in counts.items():
             if count:
                 self._outcomes[outcome] += count
