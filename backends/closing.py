@@ -1,4 +1,4 @@
-"""How an engine ends what would block the loop."""
+"""Close an engine's resources without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asynchicache.ports import Port
 
 
 async def off_the_loop(port: Port, close: Callable[[], object], at_worst: Callable[[], object]) -> None:
-    """Run `close` in a thread; `at_worst` here, if whoever closed has given up and the threads are gone."""
+    """Run `close` in a thread; if the threads have already been shut down, run `at_worst` on the loop."""
     try:
         await port.run_blocking(close)
     except RuntimeError:

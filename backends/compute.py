@@ -1,4 +1,4 @@
-"""Where an engine that lives on the loop computes the checksum of a page."""
+"""Decide whether an engine that runs on the event loop computes a page's checksum there or in a thread."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asynchicache.ports import Port
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 20
-"""A checksum over this much takes the loop a tenth of a millisecond; a larger one goes to a thread."""
+"""A checksum over this many bytes blocks the loop for 0.1 ms; larger pages go to a thread."""
 
 
 async def over_page(port: Port, page_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work`, which reads a page and its header, while they are in the processor's cache; if the page
-    is large, in a thread, which a cancellation waits for.
+    """Run `work`, which reads a page and its header: inline, while they are in the CPU cache, or, if the page
+    is large, in a thread. A cancellation waits for the thread.
     """
     if page_bytes <= INLINE_BYTES:
         return work()

@@ -1,4 +1,4 @@
-"""The engines of one backend: each pool is opened once, and closed with the backend."""
+"""The open engines of one backend: each pool is opened once, and closed with the backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asynchicache.storage.protocol import PoolBinding
 
 
 class ClosableEngine(Protocol):
-    """What is asked of an engine here."""
+    """The part of an engine that the registry uses."""
 
     @property
     def closed(self) -> bool: ...
@@ -25,11 +25,13 @@ E = TypeVar("E", bound=ClosableEngine)
 
 @dataclass(slots=True, eq=False)
 class _RegisteredEngine(Generic[E]):
-    """
+    """An engine that is open, opening or closing.
+
     Attributes:
         task: opens the engine.
-        users: callers that wait for it, or have got it.
-        closing: closes it, since all of them were cancelled before it came; or waits while its user does.
+        users: callers that wait for the engine or have received it.
+        closing: closes the engine because all callers were cancelled before it opened, or waits for a user
+            that is closing it.
     """
 
     binding: PoolBinding
@@ -38,7 +40,7 @@ class _RegisteredEngine(Generic[E]):
     closing: asyncio.Task[None] | None = None
 
     def usable(self) -> bool:
-        """Whether it is open, or about to be."""
+        """Whether the engine is open or opening."""
         if self.closing is not None:
             return False
         return not self.task.done() or (self._came() and not self.task.result().closed)
@@ -54,12 +56,12 @@ class _RegisteredEngine(Generic[E]):
             raise
 
     def begin_closing(self) -> asyncio.Task[None]:
-        """Close the engine, or wait with whoever closes it already; the task that does."""
+        """The task that closes the engine; started on the first call."""
         self.closing = self.closing or asyncio.ensure_future(self.close())
         return self.closing
 
     async def close(self) -> None:
-        """Close the engine, as soon as it is open; twice is harmless."""
+        """Close the engine as soon as it is open; closing twice is harmless."""
         await _until_done([self.task])
         if self._came():
             await self.task.result().aclose()
@@ -76,14 +78,14 @@ class EngineRegistry(Generic[E]):
         self._closed = False
 
     async def open(self, binding: PoolBinding, make: Callable[[], Awaitable[E]]) -> E:
-        """The engine of `binding`: the one that is open with it, or what `make` gives.
+        """The engine of `binding`: the open one, or the result of `make`.
 
-        Opening goes on if the caller is cancelled: what it opens must not be lost. It is closed if nobody
-        else waits for it, and only then can the pool be opened again.
+        Opening continues if the caller is cancelled, so that the new engine is not leaked. If no other caller
+        waits for it, the engine is closed; the pool can be opened again after that.
 
         Raises:
             StorageError: the pool is open with another binding.
-            ClosedError: all engines were closed meanwhile.
+            ClosedError: the backend was closed meanwhile.
         """
         identity = (binding.pool, binding.shard, binding.fingerprint)
         opened = await self._settled(identity)
@@ -95,7 +97,7 @@ class EngineRegistry(Generic[E]):
         return await opened.engine()
 
     async def _settled(self, identity: tuple[str, str, bytes]) -> _RegisteredEngine[E] | None:
-        """What is known of a pool, once nothing of it is about to be closed."""
+        """The registered engine of a pool, after any closing in progress has ended; None if there is none."""
         opened = self._opened.get(identity)
         while opened is not None and not opened.usable() and not opened.begin_closing().done():
             await _until_done([opened.begin_closing()])
@@ -109,7 +111,7 @@ class EngineRegistry(Generic[E]):
         return [each.task.result() for each in self._opened.values() if each.task.done() and each.usable()]
 
     async def aclose(self) -> None:
-        """Close every engine, those that are still being opened too."""
+        """Close every engine, including those that are still opening."""
         self._closed = True
         await _until_done([opened.closing or opened.task for opened in self._opened.values()])
         for opened in self._opened.values():
@@ -120,7 +122,7 @@ class EngineRegistry(Generic[E]):
 
 
 async def _until_done(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Those that are done may be of a loop that is closed: a backend may outlive it."""
+    """Wait for running tasks. Skip done ones: their loop may be closed, since a backend may outlive it."""
     running = [task for task in tasks if not task.done()]
     if running:
         await asyncio.wait(running)

@@ -1,6 +1,6 @@
-"""Pages in a dictionary: the model that other engines are tested against, and the cheapest one.
+"""The memory engine: pages in a dictionary. It is the fastest engine, and the model in tests of the others.
 
-Nothing here suspends or leaves the loop's thread; a call's price is its copies.
+No call suspends or leaves the event loop's thread; a call costs only its copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
 
-_BATCH_BYTES = 4 << 20  # copying them holds the loop for a few milliseconds at most
+_BATCH_BYTES = 4 << 20  # copying them blocks the loop for a few milliseconds at most
 _BATCH_PAGES = 128
 
 
@@ -40,11 +40,10 @@ class _PoolIdentity(NamedTuple):
 
 
 class MemoryStore:
-    """Pages of any pools, the least recently used first out; before those, pages that lost the page that they
-    stand on.
+    """Pages of any pools. It evicts pages first whose dependency is missing, then the least recently used.
 
     Args:
-        capacity_bytes: most bytes of pages, headers not counted; None for no limit.
+        capacity_bytes: most bytes of pages, without headers; None for no limit.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -66,47 +65,47 @@ class MemoryStore:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pages, headers not counted."""
+        """Bytes of all pages, without headers."""
         return self._bytes
 
     def know(self, binding: PoolBinding) -> None:
-        """A pool's pages may be here; `binding.depends_on` says without which others they are useless."""
+        """Register a pool and the pool that it depends on (`binding.depends_on`)."""
         self._standing[_PoolIdentity(binding.fingerprint, binding.pool, binding.shard)] = binding.depends_on
 
     def present(self, keys: Sequence[ObjectKey]) -> bytearray:
-        """One byte a key, 1 where it is held."""
+        """One byte per key, 1 if the store has the page."""
         return bytearray(map(self._pages.__contains__, keys))
 
     def read(self, key: ObjectKey) -> _MemoryPage | None:
-        """The page; its use does not count yet."""
+        """The page, or None; does not count as a use."""
         return self._pages.get(key)
 
     def touch(self, keys: Iterable[ObjectKey]) -> None:
-        """Count pages as used now, the last one most recently; those that are not held are skipped."""
+        """Count pages as used now, the last one most recently; missing pages are skipped."""
         for key in keys:
             if key in self._pages:
                 self._pages.move_to_end(key)
 
     def useful(self, key: ObjectKey) -> bool:
-        """Whether what a page stands on is held, or it stands on nothing that is known of."""
+        """Whether the store has the page that `key` depends on, or `key` depends on no registered pool."""
         ground = self._standing.get(_PoolIdentity(key.fingerprint, key.pool, key.shard))
         known = [family for family in self._standing if family.pool == ground]
         return not known or any(family.key(key.digest) in self._pages for family in known)
 
     def size(self, keys: Iterable[ObjectKey]) -> int:
-        """Bytes of those of the pages that are held."""
+        """Bytes of the given pages, missing ones excluded."""
         return sum(len(self._pages[key].page) for key in keys if key in self._pages)
 
     def make_room(self, nbytes: int, keep: Collection[ObjectKey] = frozenset(), kept_bytes: int = 0) -> bool:
-        """Evict until there is room for so many bytes.
+        """Evict pages until there is room for `nbytes` bytes.
 
         Args:
-            nbytes: how many.
-            keep: pages that stay.
-            kept_bytes: of those that are held.
+            nbytes: bytes needed.
+            keep: pages not to evict.
+            kept_bytes: bytes of the pages in `keep` that are in the store.
 
         Returns:
-            False, and nothing has changed, if there is no room without them.
+            False if that would require evicting pages in `keep`; nothing changes then.
         """
         if self.capacity_bytes is None:
             return True
@@ -118,7 +117,7 @@ class MemoryStore:
         return True
 
     def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
-        """Hold a page that is not held yet; False if it is larger than all there may be."""
+        """Store a page that is not in the store yet; False if it is larger than the capacity."""
         if not self.make_room(len(page)):
             return False
         self._pages[key] = _MemoryPage(header, page)
@@ -126,7 +125,7 @@ class MemoryStore:
         return True
 
     def drop(self, key: ObjectKey) -> bool:
-        """Forget a page; False if it is not held."""
+        """Remove a page; False if the store does not have it."""
         stored = self._pages.pop(key, None)
         if stored is None:
             return False
@@ -135,13 +134,13 @@ class MemoryStore:
         return True
 
     def clear(self, fingerprint: bytes, pool: str, shard: str) -> int:
-        """Forget every page of one pool; how many there were."""
+        """Remove every page of one pool; returns how many there were."""
         mine = (fingerprint, pool, shard)
         doomed = [key for key in self._pages if (key.fingerprint, key.pool, key.shard) == mine]
         return sum(map(self.drop, doomed))
 
     def _demote(self, gone: ObjectKey) -> None:
-        """Pages that nothing can be restored from, now that this one has left, are the next to go."""
+        """Make the pages that depended on `gone` the next to be evicted: they are useless without it."""
         above = [family.key(gone.digest) for family, pool in self._standing.items() if pool == gone.pool]
         for page in above:
             if page in self._pages and not self.useful(page):
@@ -156,8 +155,8 @@ class MemoryEngine:
 
     Args:
         binding: the pool's slots.
-        store: where pages go.
-        checksum: seal pages on `put` and check them on `get`; else memory is trusted.
+        store: the store of the pages.
+        checksum: seal pages on `put` and check them on `get`; if False, memory is trusted.
     """
 
     def __init__(self, binding: PoolBinding, store: MemoryStore, *, checksum: bool) -> None:
@@ -171,7 +170,7 @@ class MemoryEngine:
 
     @property
     def evicts(self) -> bool:
-        """Whether it has a bound, and makes room."""
+        """Whether the store has a capacity, and so evicts pages."""
         return self._store.capacity_bytes is not None
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
@@ -197,7 +196,7 @@ class MemoryEngine:
         return outcomes
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Count pages as used now, the last one most recently; not those that lack what they stand on."""
+        """Count pages as used now, the last one most recently; skip pages whose dependency is missing."""
         self._check_open()
         self._store.touch(filter(self._store.useful, keys))
 
@@ -222,7 +221,7 @@ class MemoryEngine:
         if stored is None:
             return Outcome.MISS
         self._binding.page(slot)[: self._page_bytes] = stored.page
-        if not self._checksum or not stored.header:  # no header: put by an engine that seals nothing
+        if not self._checksum or not stored.header:  # no header: stored by an engine without checksums
             return Outcome.HIT
         self._binding.header(slot)[:] = stored.header
         outcome = self._binding.check(slot, key)
@@ -239,7 +238,7 @@ class MemoryEngine:
         if self._checksum:
             self._binding.seal(slot, key)
             header = bytes(self._binding.header(slot))
-        # A copy, because the slot is the caller's again as soon as this returns.
+        # A copy: the caller may reuse the slot as soon as this returns.
         page = bytes(self._binding.page(slot)[: self._page_bytes])
         return Outcome.STORED if self._store.write(key, header, page) else Outcome.REJECTED
 
@@ -248,8 +247,8 @@ class MemoryBackend:
     """Pages of every pool in one `MemoryStore`.
 
     Args:
-        store: kept by the caller, who may open another backend over it later.
-        checksum: as of `MemoryEngine`.
+        store: the store; the caller may open another backend over it later.
+        checksum: see `MemoryEngine`.
     """
 
     name = "memory"
@@ -261,9 +260,10 @@ class MemoryBackend:
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> MemoryEngine:
-        """
+        """Open the engine of a pool.
+
         Raises:
-            StorageError: the pool is open already, with another binding.
+            StorageError: the pool is already open with another binding.
             ClosedError: the backend is closed.
         """
         if self._closed:
@@ -286,8 +286,8 @@ class MemoryOptions(BackendOptions, frozen=True):
     """Options of the memory backend.
 
     Attributes:
-        name: a store of this process that outlives the backend, so that a cache opened later finds its
-            pages. Default: none; pages end with the backend.
+        name: name of a store in this process that outlives the backend, so that a cache opened later finds
+            its pages. Default: none; the pages are dropped with the backend.
         capacity_bytes: most bytes of pages. Default: no limit.
         checksum: seal pages when they are written and check them when they are read. Default: true.
     """
@@ -300,10 +300,10 @@ class MemoryOptions(BackendOptions, frozen=True):
 
 
 def open_backend(options: Mapping[str, object], port: Port) -> MemoryBackend:
-    """The memory engine; see `MemoryOptions` for its options. It needs no `port`.
+    """Open the memory backend; see `MemoryOptions` for its options. `port` is not used.
 
     Raises:
-        ConfigError: an option is unknown, or breaks its rule.
+        ConfigError: an option is unknown or invalid.
     """
     chosen = MemoryOptions.of(options)
     store = _NAMED.setdefault(chosen.name, MemoryStore()) if chosen.name else MemoryStore()

@@ -1,4 +1,4 @@
-"""What the options of all storage backends have in common."""
+"""The base class of storage backends' options."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from asynchicache.errors import ConfigError
 from asynchicache.options import Options, did_you_mean, shown
 
 Namespace: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
-"""What every key of a backend begins with."""
+"""Prefix of every key of a backend."""
 
 
 class BackendOptions(Options, frozen=True):
-    """Base of a backend's options; messages name the backend, and hide passwords.
+    """Base class of a backend's options; error messages name the backend and hide passwords.
 
     Attributes:
-        backend: its name.
+        backend: the backend's name.
     """
 
     backend: ClassVar[str]
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self:
-        """The options in `given`, where None stands for the default.
+        """Parse the options in `given`; None stands for the default.
 
         Raises:
-            ConfigError: an option is missing, unknown, or outside its rule; names it.
+            ConfigError: an option is missing, unknown or invalid; the message names it.
         """
         return cls.read({name: value for name, value in given.items() if value is not None})
 

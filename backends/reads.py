@@ -1,11 +1,11 @@
-"""Reads to the end: the kernel may bring fewer bytes than it was asked for, and that alone means nothing."""
+"""Read in full: a system call may return fewer bytes than requested before the end of the file."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
 
-_MOST_IDLE = 3  # reads in a row that bring nothing, before the end of the file
+_MOST_IDLE = 3  # consecutive reads without progress before the end of the file
 
 
 def read_fully(
@@ -15,20 +15,21 @@ def read_fully(
     size: Callable[[], int],
     block: int = 1,
 ) -> int:
-    """Fill `views` with what lies from `offset` on.
+    """Fill `views` with the bytes from `offset` on.
 
     Args:
-        read: one call of the kernel, which may be cut short.
-        views: where to.
-        offset: where from.
-        size: of the file; asked only when a read was short.
-        block: a further read begins at a multiple of so many bytes from `offset`, as O_DIRECT wants it.
+        read: one system call, which may read fewer bytes than requested.
+        views: memory to fill.
+        offset: position in the file.
+        size: returns the size of the file; called only after a short read.
+        block: further reads start at a multiple of this many bytes from `offset`, as O_DIRECT requires.
 
     Returns:
-        How many bytes there were; fewer than asked for only if the file ends there.
+        The number of bytes read; fewer than requested only at the end of the file.
 
     Raises:
-        OSError: reading failed, or ended before the file does; no page is damaged by that.
+        OSError: a read failed, or reads made no progress before the end of the file; this does not mean that
+            the page is damaged.
     """
     wanted = sum(map(len, views))
     done, idle = read(views, offset), 0
@@ -43,7 +44,7 @@ def read_fully(
 
 
 def _rest(views: Sequence[memoryview], skip: int) -> Iterator[memoryview]:
-    """Views without their first `skip` bytes."""
+    """`views` without their first `skip` bytes in total."""
     for view in views:
         if skip < len(view):
             yield view[skip:]

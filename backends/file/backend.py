@@ -170,10 +170,10 @@ class FileBackend:
 
 
 def open_backend(options: Mapping[str, object], port: Port) -> FileBackend:
-    """The file engine; see `FileOptions` for its options.
+    """Open the file backend; see `FileOptions` for its options.
 
     Raises:
-        ConfigError: an option is missing, unknown, or breaks its rule.
+        ConfigError: an option is missing, unknown or invalid.
         StorageLockedError: the folder is already open.
         StorageFormatError: the folder holds other files, or a store of another format version.
         StorageError: the folder cannot be read or written.

@@ -1,4 +1,6 @@
-"""What the hops of one get or put share: slots, for the beginning of its path first, and the order of use."""
+"""State shared by the hops of one get or put: its slots, given out from the beginning of the path, and its
+order of use.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class SlotClaim(NamedTuple):
-    """What one hop of a put is to write.
+    """The slots that one hop of a put writes to.
 
     Attributes:
-        slots: of the store, by the places of pages in the call.
-        refused: places of pages that get none.
-        refusal: the outcome of those.
+        slots: store slots, by the position of the page in the call.
+        refused: positions of pages that get no slot.
+        refusal: the outcome of the refused pages.
     """
 
     slots: dict[int, int]
@@ -28,17 +30,17 @@ class SlotClaim(NamedTuple):
 
 
 class PathCall:
-    """One call. Hops run in threads, in any order.
+    """One get or put. Its hops run in threads, in any order.
 
     Args:
-        store: the pool.
-        digests: of the pages, in the order of their path.
-        hops: parts of the call; each ends with `end`.
+        store: the pool's store.
+        digests: digests of the pages, in path order.
+        hops: number of hops; each calls `end` once.
     """
 
     def __init__(self, store: PoolStore, digests: Sequence[bytes], hops: int) -> None:
         self.own = frozenset(digests)
-        """Pages that make no room for each other."""
+        """Digests of the call's pages, which are not evicted to make room for each other."""
         self._store = store
         self._digests = digests
         self._hops = hops
@@ -48,8 +50,10 @@ class PathCall:
         self._refusal = Outcome.REJECTED
 
     def claim(self, places: range) -> SlotClaim:
-        """Slots for those of the pages at `places` that are not there. Whichever hop comes first takes them
-        for the whole call: if there are too few, it is the end of the path that gets none."""
+        """Claim slots for the pages at `places` that the store does not have.
+
+        The first hop takes slots for the whole call, so that a shortage always hits the end of the path.
+        """
         with self._lock:
             if self._slots is None:
                 self._slots = self._take()
@@ -57,7 +61,7 @@ class PathCall:
             return SlotClaim(slots, [place for place in places if place in self._refused], self._refusal)
 
     def end(self) -> None:
-        """A hop has ended. With the last one the call's pages count as used, the first most recently."""
+        """End a hop. The last one counts the call's pages as used, the first page most recently."""
         with self._lock:
             self._hops -= 1
             if self._hops:

@@ -1,4 +1,4 @@
-"""Removes pools from a store that nobody has open: their files, and no other file."""
+"""Remove pools from a store that is not open: their files, and no other file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asynchicache.errors import StorageError
 
 
 class Cleared(NamedTuple):
-    """What was removed.
+    """The result of `clear_store`.
 
     Attributes:
-        pools: names of their folders.
-        bytes: of their files.
-        kept: names of the folders of pools that did not fit.
+        pools: folder names of the removed pools.
+        bytes: total size of the removed files.
+        kept: folder names of the pools that did not match.
     """
 
     pools: list[str]
@@ -25,16 +25,16 @@ class Cleared(NamedTuple):
 
 
 def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
-    """Remove the pools that fit, whole.
+    """Remove all pools that match.
 
     Args:
         path: folder of the store.
-        pool: their name; empty for any.
-        fingerprint: what theirs begins with, in hex; empty for any.
+        pool: name of the pools; empty for any.
+        fingerprint: prefix of the pools' fingerprint, in hex; empty for any.
 
     Raises:
         StorageLockedError: the store is open.
-        StorageFormatError: the folder holds no store, or a manifest is damaged.
+        StorageFormatError: the folder is not a store, or a manifest is damaged.
         StorageError: a file cannot be removed.
     """
     if not path.exists():
@@ -57,14 +57,14 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
 def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
     if not (pool or fingerprint):
         return True
-    if not (folder / MANIFEST).exists():  # nobody knows whose pages these are
+    if not (folder / MANIFEST).exists():  # without a manifest the pool's fingerprint is unknown
         return False
     manifest = read(folder / MANIFEST)
     return pool in ("", manifest.pool) and manifest.fingerprint.startswith(fingerprint)
 
 
 def _remove(folder: Path) -> int:
-    """Remove a pool's files; how many bytes they had. The manifest goes last: a crash leaves a pool."""
+    """Remove a pool's files; returns their bytes. The manifest goes last, so a crash leaves a valid pool."""
     there = [file for file in (*pages_files(folder), folder / MANIFEST) if file.is_file()]
     size = sum(file.stat().st_size for file in there)
     for file in there:

@@ -1,4 +1,4 @@
-"""What makes changes durable, in an order that no crash can turn around."""
+"""Commit pages and their entries durably, in an order that survives a crash at any point."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class CommitStamp(NamedTuple):
-    """Pages that are on their way.
+    """Stamps reserved for pages that are being written.
 
     Attributes:
-        first: the lowest of their stamps.
+        first: the lowest stamp.
         mark: pages with lower stamps are durable.
-        leaving: slots whose pages were given up, and whose entries will be empty.
+        erased: slots of evicted pages, whose entries the commit clears.
     """
 
     first: int
@@ -37,31 +37,32 @@ class CommitStamp(NamedTuple):
 
 
 class Commits:
-    """One barrier makes pages durable together with the entries that name them.
+    """Makes pages durable, together with the entries that name them, with one barrier.
 
-    Within it the disk may do an entry and lose its page. So each entry says up to which stamp all pages
-    were durable when it was made, and after a crash those with higher stamps are looked at. Whoever
-    gives a slot away erases its entry, durably, before the slot is written again. Pages are committed by
-    one thread (`writer.GroupWriter`), and others erase beside it.
+    Before the barrier ends, the disk may write an entry and lose its page in a crash. So each entry records a
+    mark: pages with lower stamps were durable when it was made. After a crash, pages with higher stamps are
+    verified. An evicted slot's entry is erased durably before the slot is written again. One thread
+    (`writer.GroupWriter`) commits pages; other threads may erase concurrently.
 
     Args:
         segments: the files.
-        stamp: of the next page; stamps only go up. All that is stored has lower ones, and is durable.
+        next_stamp: stamp of the next page; stamps only increase. All stored pages have lower stamps and are
+            durable.
     """
 
     def __init__(self, segments: Segments, next_stamp: int) -> None:
         self.broken = False
-        """The disk has refused a commit; nothing is written any more until the pool is reopened."""
+        """A commit has failed; nothing is written until the pool is reopened."""
         self._segments = segments
         self._next_stamp = next_stamp
-        self._pending: set[int] = set()  # the first stamps of commits that have not ended well
+        self._pending: set[int] = set()  # first stamps of commits that have not succeeded
         self._lock = threading.Lock()
 
     def reserve(self, count: int, erased: Sequence[int] = ()) -> CommitStamp:
-        """Stamps for so many pages that are about to be written; `leaving` will hold nothing.
+        """Reserve stamps for `count` pages to be written; the commit clears the entries of `erased`.
 
-        One that is neither committed nor withdrawn stops the mark: what is named after it will be read after
-        a crash.
+        A stamp that is neither committed nor withdrawn holds the mark back: pages stamped later are then
+        verified after a crash.
         """
         with self._lock:
             first, self._next_stamp = self._next_stamp, self._next_stamp + count
@@ -69,48 +70,48 @@ class Commits:
             return CommitStamp(first, min(self._pending), erased)
 
     def withdraw(self, stamp: CommitStamp) -> None:
-        """No entry names any of its pages, and none will."""
+        """Release a stamp: no entry names any of its pages, and none will."""
         with self._lock:
             self._pending.discard(stamp.first)
 
     def entries(self, stamp: CommitStamp, pages: Iterable[StoredPage]) -> dict[int, bytes]:
-        """Entries as they are stored, by slot, for all pages that `naming` is for."""
+        """Packed entries, by slot, of the pages that `stamp` was reserved for."""
         return pack_entries(pages, stamp.first, stamp.mark, self._segments.identity)
 
     def blocks(self, stamp: CommitStamp, stored: Mapping[int, bytes]) -> list[EntryBlock]:
-        """What `commit` writes if `stored` are the entries, by slot, of the pages that were written."""
+        """The blocks for `commit`, given the entries by slot of the pages that were written."""
         return self._blocks({**stored, **empty_entries(stamp.erased)})
 
     def commit(self, stamps: Sequence[CommitStamp], blocks: Sequence[EntryBlock]) -> None:
-        """Return when pages, which were written, and their entries are durable.
+        """Write the entries of written pages, and return when pages and entries are durable.
 
         Args:
-            namings: of the pages.
-            blocks: of each of them, from `blocks`.
+            stamps: the stamps of the pages.
+            blocks: the blocks of all stamps, from `blocks`.
 
         Raises:
-            OSError: they may not be, and no later commit will be.
+            OSError: they may not be durable; every later commit fails too.
         """
         self._commit(blocks, partial(self._segments.sync, [block.slot for block in blocks]))
         with self._lock:
             self._pending.difference_update(stamp.first for stamp in stamps)
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Return when these slots hold nothing, durably.
+        """Clear the entries of these slots, and return when that is durable.
 
         Raises:
-            OSError: they may hold what they held, and no later commit will be durable.
+            OSError: the entries may still be there; every later commit fails too.
         """
         with self._segments.barrier(slots) as sync:
             self._commit(self._blocks(empty_entries(slots)), sync)
 
     def mark_durable(self, pages: Sequence[StoredPage]) -> None:
-        """Name pages anew, the least recently used first, and say that all are durable.
+        """Rewrite the entries of pages, the least recently used first, with a mark above all of them.
 
-        Nobody else commits meanwhile, and every page that has an entry is durable.
+        The caller makes sure that no other commit runs and that every page with an entry is durable.
 
         Raises:
-            OSError: the entries may not be.
+            OSError: the entries may not be durable.
         """
         first, self._next_stamp = self._next_stamp, self._next_stamp + len(pages)
         with self._segments.barrier(page.slot for page in pages) as sync:

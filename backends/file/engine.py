@@ -1,4 +1,4 @@
-"""One pool's pages in files: one thread hop a batch, one call of the kernel for neighbours."""
+"""The file engine: one thread hop per batch, one system call per run of neighbouring slots."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 _HOP_BYTES = 16 << 20
-"""Pages of one hop, and what is made durable together. A hop costs the loop and a thread some hundred
-microseconds, as much as the checksums of some MiB."""
+"""Most bytes of pages in one hop. A hop costs the loop and a thread a few hundred microseconds, as much as
+the checksums of a few MiB."""
 _FINE_BYTES = 4 << 20
-"""The same for a lone read: its parts are read side by side, and checked on more than one processor."""
+"""The same for a lone read: smaller hops read concurrently and use more than one core for checksums."""
 _BUSY_HOPS = 3
-"""So many hops keep the disk and two processors busy."""
+"""Number of hops that keeps the disk and two cores busy."""
 _MOST_PUTS = 4
 _MOST_SEALS = 4
 
@@ -43,14 +43,14 @@ Mover = Callable[[int, Sequence[memoryview]], int]
 
 
 class WriteLimits(NamedTuple):
-    """How much the calls of all pools of one backend do at once.
+    """Concurrency limits of writes, shared by all pools of one backend.
 
     Attributes:
-        puts: hops that write. A read, which a request waits for, finds a thread and a disk that has an end in
-            sight; more writes at once gain nothing.
-        seals: threads that compute checksums of what is being written. One processor seals faster than most
-            disks write, and each page lets go of the interpreter: threads that did it side by side on few
-            processors would wait for each other between all pages.
+        puts: hops that write. The limit leaves threads and disk time to reads, which requests wait for; more
+            concurrent writes are not faster.
+        seals: threads that compute checksums of pages being written. One core seals faster than most disks
+            write. Each page releases the GIL, so more threads on few cores would wait for each other
+            after every page.
     """
 
     puts: asyncio.Semaphore
@@ -58,7 +58,7 @@ class WriteLimits(NamedTuple):
 
     @classmethod
     def of(cls, processors: int) -> Self:
-        """For a machine with so many."""
+        """The limits for a machine with that many processors."""
         return cls(
             asyncio.Semaphore(_MOST_PUTS), threading.Semaphore(max(1, min(_MOST_SEALS, processors // 2)))
         )
@@ -80,15 +80,15 @@ class _FilePages(NamedTuple):
 class FileEngine:
     """One pool in one `PoolStore`.
 
-    A put is acknowledged, and visible, after `fdatasync` has returned for its pages and the entries that
-    name them.
+    A put is acknowledged, and its pages are visible, after `fdatasync` has returned for the pages and their
+    entries.
 
     Args:
         binding: the pool's slots in host memory.
         port: threads.
-        folder: that the files lie in.
+        folder: the store's folder.
         store: the pool's files.
-        turns: of all engines of the backend.
+        limits: shared by all engines of the backend.
     """
 
     capabilities = Capabilities(durable=True, checks=True, batch_keys=4096, concurrency=5)
@@ -98,7 +98,7 @@ class FileEngine:
     ) -> None:
         self.closed = False
         self.corrupt = 0
-        """Pages that were found damaged, and dropped."""
+        """Number of pages found damaged and dropped."""
         self._binding = binding
         self._port = port
         self._folder = folder
@@ -109,12 +109,12 @@ class FileEngine:
 
     @property
     def full(self) -> bool:
-        """The disk refuses to let the pool grow; it is asked again after a while."""
+        """The disk refuses to let the pool grow; the pool tries again after a while."""
         return self._store.full
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         self._check_open()
-        index = self._store.index  # a look into a dictionary needs no lock, and the loop waits for none
+        index = self._store.index  # a dictionary lookup needs no lock, so the loop never waits
         return bytearray([key.digest in index for key in keys])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -134,18 +134,18 @@ class FileEngine:
         return outcomes
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Count pages as used now, the last one most recently; written down when the store is closed."""
+        """Count pages as used now, the last one most recently; the order is stored on `close`."""
         self._check_open()
-        self._store.touch([key.digest for key in keys])  # memory only: a thread would come behind the puts
+        self._store.touch([key.digest for key in keys])  # memory only: a thread would queue behind puts
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._in_thread(partial(self._delete, keys))
 
     async def clear(self) -> int:
-        """Forget every page of this pool, and of no other; how many there were.
+        """Delete every page of this pool and no other; returns how many there were.
 
         Raises:
-            OSError: the disk refuses; the pages may come back when the pool is reopened.
+            OSError: the disk reported an error; the pages may come back when the pool is reopened.
             UsageError: the store is read-only.
         """
         self._check_open()
@@ -154,8 +154,11 @@ class FileEngine:
         return await self._in_thread(self._store.clear)
 
     async def aclose(self) -> None:
-        """Twice is harmless, and waits too. A cancelled caller does not hinder it. A process that was forked
-        meanwhile lets go of the files only: what is under way in its parent goes on."""
+        """Close the engine after its running calls have ended.
+
+        A second call waits too; a cancelled caller does not stop the closing. In a forked child it only
+        closes file descriptors: calls in the parent continue.
+        """
         self.closed = True
         if self._folder.forked:
             self._store.segments.close()
@@ -166,7 +169,7 @@ class FileEngine:
     async def _close(self) -> None:
         while self._running:
             await asyncio.wait(self._running)
-        await off_the_loop(self._port, self._store.close, self._store.close)  # better on it than never
+        await off_the_loop(self._port, self._store.close, self._store.close)  # at worst on the loop
 
     def _check_open(self) -> None:
         self._folder.check_process()
@@ -174,12 +177,12 @@ class FileEngine:
             raise ClosedError(f"file engine of pool {self._binding.pool!r} is closed")
 
     def _reads(self, count: int) -> list[slice]:
-        """The hops of a read."""
+        """Split a read into hops: smaller ones if few calls are running."""
         cuts = self._cuts(count, _HOP_BYTES)
         return cuts if len(self._running) + len(cuts) >= _BUSY_HOPS else self._cuts(count, _FINE_BYTES)
 
     def _cuts(self, count: int, nbytes: int) -> list[slice]:
-        """Parts of `nbytes` that move side by side: while one waits for the disk, another is checked."""
+        """Split a call into hops of `nbytes`: while one waits for the disk, another computes checksums."""
         step = max(1, nbytes // self._binding.slot_bytes)
         return [slice(start, start + step) for start in range(0, count, step)]
 
@@ -187,7 +190,7 @@ class FileEngine:
         return PathCall(self._store, [key.digest for key in keys], len(cuts))
 
     def _in_thread(self, work: Callable[[], T], *, writes: bool = False) -> asyncio.Future[T]:
-        """Run `work` in a thread, to its end; `aclose` waits for it, whatever its caller does."""
+        """Run `work` in a thread to its end; `aclose` waits for it, even if the caller is cancelled."""
         self._check_open()
         task = asyncio.create_task(self._in_write_turn(work) if writes else self._port.run_blocking(work))
         self._running.add(task)
@@ -220,13 +223,13 @@ class FileEngine:
         for move, there in zip(damaged, dropped, strict=True):
             if there:
                 self.corrupt += 1
-            else:  # deleted while it was read: nothing is damaged
+            else:  # deleted during the read, not damaged
                 batch.outcomes[move.place] = Outcome.MISS
 
     def _put(
         self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome]:
-        """Write pages from place `start` of the call on, and make them durable together."""
+        """Write one hop of a put, whose first page is page `start` of the call, and make it durable."""
         try:
             batch, moves = self._begin(call, start, keys, slots)
             if moves:
@@ -238,7 +241,7 @@ class FileEngine:
     def _begin(
         self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> tuple[_FilePages, list[PageMove]]:
-        """Pages that are not there yet, each with a slot of the store; the others have their outcome."""
+        """Claim slots for the pages that are not stored yet, and set the outcomes of the others."""
         if self._store.read_only or self._store.broken:
             return _FilePages(keys, slots, [Outcome.REJECTED] * len(keys)), []
         claim = call.claim(range(start, start + len(keys)))
@@ -249,7 +252,7 @@ class FileEngine:
 
     def _write(self, moves: Sequence[PageMove], batch: _FilePages, own: Collection[bytes]) -> None:
         """Write and seal pages, and make them visible."""
-        batch.end(moves, Outcome.FAILED)  # until they are stored, or it is known why not
+        batch.end(moves, Outcome.FAILED)  # until they are stored, or fail for a known reason
         write = WriteBatch(
             partial(self._move, self._store.segments.write, batch), partial(self._seal, moves, batch)
         )
@@ -274,7 +277,7 @@ class FileEngine:
 
     def _delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         if self._store.read_only or self._store.broken:
-            return [Outcome.REJECTED] * len(keys)  # a refusal: pages that are there can be read
+            return [Outcome.REJECTED] * len(keys)  # a refusal, not a failure: pages can still be read
         try:
             there = self._store.remove([key.digest for key in keys])
         except OSError as error:
@@ -283,20 +286,20 @@ class FileEngine:
         return [Outcome.HIT if was else Outcome.MISS for was in there]
 
     def _runs(self, moves: Sequence[PageMove], batch: _FilePages) -> Iterator[SlotRun]:
-        """Neighbours, with where their bytes are in memory."""
+        """Group moves into runs of neighbouring store slots, with their views of memory."""
         for run in contiguous_moves(moves, self._store.segments.most_slots):
             yield SlotRun(run, [self._binding.page(batch.slots[move.place]) for move in run])
 
     def _move(self, mover: Mover, batch: _FilePages, run: SlotRun) -> list[PageMove]:
-        """Move a run in as few calls as it takes.
+        """Read or write a run in as few system calls as possible.
 
         Returns:
-            The pages that were moved whole; the others have their outcome.
+            The pages that were moved whole; the outcomes of the others are set.
         """
         moved: list[PageMove] = []
         while run.moves:
             done, outcome = self._try(mover, run)
-            if not done and len(run.moves) > 1:  # which page is it?
+            if not done and len(run.moves) > 1:  # find the page that fails
                 done, outcome = self._try(mover, run.cut(0, 1))
             moved += run.moves[:done]
             if not done:
@@ -322,13 +325,13 @@ class FileEngine:
 
 
 async def _all(hops: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcome]:
-    """What hops came to. If one fails the others are waited for: they use slots of the same call."""
+    """The outcomes of all hops. If one fails, wait for the others first: they use slots of the same call."""
     await asyncio.gather(*hops, return_exceptions=True)
     return [outcome for hop in hops for outcome in hop.result()]
 
 
 def _repeat(keys: Sequence[ObjectKey], outcomes: list[Outcome]) -> None:
-    """A page that is in its call twice ends as its first time did."""
+    """Give a repeated key the outcome of its first position; EXISTS instead of STORED."""
     first: dict[bytes, int] = {}
     for place, key in enumerate(keys):
         end = outcomes[first.setdefault(key.digest, place)]

@@ -1,7 +1,7 @@
-"""Which page lies in which slot, on disk: one entry a slot, before the slots of its file.
+"""On-disk entries that say which page each slot holds: one per slot, at the beginning of each file.
 
-Entries are written in place. A crash tears none: none crosses a sector. An entry also has the checksum of
-its page, so that a page that was lost, torn, or overwritten by another is no page.
+Entries are written in place. A crash cannot tear an entry, because none crosses a sector. An entry also
+holds the checksum of its page, which detects a page that was lost, torn or overwritten.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from asynchicache.backends.file.index import StoredPage
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.shape import ENTRY_BYTES
 
-_ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; then the checksum of these
+_ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; the entry's own checksum follows
 _EMPTY = bytes(ENTRY_BYTES)
-_MOST_STAMP = 1 << 62  # more than any disk will ever see
+_MOST_STAMP = 1 << 62  # more pages than any disk will ever store
 
 
 class SlotEntry(NamedTuple):
     """A slot and its page; entries sort by use, the least recent first.
 
     Attributes:
-        stamp: of the use: the later, the higher.
-        slot: in the pool.
-        digest: of the page.
-        mark: when this was written, all pages with lower stamps were durable.
-        checksum: of the page.
+        stamp: order of use; a later use has a higher stamp.
+        slot: number of the slot in the pool.
+        digest: digest of the page.
+        mark: all pages with lower stamps were durable when this entry was written.
+        checksum: checksum of the page.
     """
 
     stamp: int
@@ -40,13 +40,13 @@ class SlotEntry(NamedTuple):
 
 
 class LoadedEntries(NamedTuple):
-    """What the entries of a pool say.
+    """All entries of a pool.
 
     Attributes:
-        pages: the least recently used first.
+        pages: valid entries, the least recently used first.
         damaged: slots whose entries are damaged.
-        trusted: pages with lower stamps were durable. Of the others a crash may have left a part.
-        stamp: of the next page: above all that are in use, and not below `trusted`.
+        trusted: pages with lower stamps were durable; a crash may have torn the others.
+        stamp: stamp of the next page: above all stamps in use, and not below `trusted`.
     """
 
     pages: list[SlotEntry]
@@ -56,14 +56,14 @@ class LoadedEntries(NamedTuple):
 
 
 class EntryBlock(NamedTuple):
-    """Entries of neighbouring slots of one file, as they are stored; `slot` is the first."""
+    """Packed entries of neighbouring slots of one file; `slot` is the first slot."""
 
     slot: int
     data: bytes
 
 
 def load_entries(segments: Segments) -> LoadedEntries:
-    """Read all entries, and no page.
+    """Read all entries, but no pages.
 
     Raises:
         OSError: they cannot be read.
@@ -86,7 +86,7 @@ def load_entries(segments: Segments) -> LoadedEntries:
 
 
 def pack_entries(pages: Iterable[StoredPage], stamp: int, mark: int, identity: bytes) -> dict[int, bytes]:
-    """Entries as they are stored, by slot; their stamps go up from `stamp`."""
+    """Pack entries, by slot; their stamps count up from `stamp`."""
     return {
         slot: _pack(SlotEntry(used, slot, digest, mark, checksum), identity)
         for used, (digest, slot, checksum) in enumerate(pages, stamp)
@@ -94,27 +94,27 @@ def pack_entries(pages: Iterable[StoredPage], stamp: int, mark: int, identity: b
 
 
 def empty_entries(slots: Iterable[int]) -> dict[int, bytes]:
-    """What the entries of slots that hold nothing are."""
+    """Packed entries of empty slots, by slot."""
     return dict.fromkeys(slots, bytes(ENTRY_BYTES))
 
 
 def entry_blocks(stored: Mapping[int, bytes], file_slots: int) -> list[EntryBlock]:
-    """Entries by slot, those of neighbours together."""
+    """Join the entries of neighbouring slots into blocks."""
     return list(_contiguous((EntryBlock(slot, data) for slot, data in stored.items()), file_slots))
 
 
 def write_blocks(segments: Segments, blocks: Iterable[EntryBlock]) -> None:
-    """Write entries, neighbours in one call; durable after a `Segments.barrier`.
+    """Write entries, neighbours in one system call; durable after a `Segments.barrier`.
 
     Raises:
-        OSError: some may not be written.
+        OSError: some entries may not be written.
     """
     for block in _contiguous(blocks, segments.shape.slots):
         segments.write_entries(block.slot, block.data)
 
 
 def _used(data: memoryview) -> list[int]:
-    """Places of entries that are not empty."""
+    """Positions of entries that are not empty."""
     starts = range(0, len(data), ENTRY_BYTES)
     return [place for place, start in enumerate(starts) if data[start : start + ENTRY_BYTES] != _EMPTY]
 
@@ -126,13 +126,13 @@ def _parse(slot: int, raw: bytes, identity: bytes) -> SlotEntry | None:
 
 
 def _pack(entry: SlotEntry, identity: bytes) -> bytes:
-    """An entry as it is stored; slot and pool are part of its checksum, so that it holds nowhere else."""
+    """Pack an entry. Its checksum includes slot and pool, so it is invalid in any other slot or pool."""
     fixed = _ENTRY.pack(entry.digest, entry.stamp, entry.mark, entry.checksum)
     return fixed + xxh3_64_digest(fixed + identity, entry.slot)
 
 
 def _contiguous(blocks: Iterable[EntryBlock], file_slots: int) -> Iterator[EntryBlock]:
-    """Blocks in ascending order, cut where one does not follow, and where a file ends."""
+    """Join blocks in ascending order; a new one starts at a gap and at the beginning of a file."""
     run: list[EntryBlock] = []
     following = 0
     for block in sorted(blocks):

@@ -1,11 +1,11 @@
-"""The folder of a file store: whose it is, which format it has, who may write to it.
+"""The folder of a file store: its layout, format version and lock.
 
     FORMAT                                 magic and version
     LOCK                                   flock: one writer, or any number of readers
     <pool>[-<shard>]-<fingerprint>/        one pool: pool.json, 00000.pages, ...
 
-Anything else that lies there is left alone. A folder without FORMAT is begun afresh if nothing is in it but
-empty folders of pools, as somebody leaves it who removes the files.
+Other files and folders are left alone. A folder without FORMAT becomes a new store if it holds nothing but
+empty pool folders, which remain when a user deletes only the files.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from asynchicache.hashing import shard_text
 _MAGIC = "asynchicache file store"
 _VERSION = 4
 _MOST_FORMAT_BYTES = 4096
-_MOST_DIGITS = 9  # of a version; Python refuses to read numbers of thousands
+_MOST_DIGITS = 9  # of a version; Python's `int` rejects strings of thousands of digits
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
 MANIFEST = "pool.json"
-"""What a folder of a pool holds, in the folder; written before anything else in it."""
+"""Name of the manifest in a pool's folder; it is written before any other file there."""
 MANIFEST_DRAFT = f"{MANIFEST}.new"
 _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
 
@@ -40,14 +40,14 @@ class StoreFolder:
     """An opened and locked folder; `close` unlocks it.
 
     Args:
-        path: created if it is missing, unless `read_only`.
-        read_only: share it with other readers, and write nothing, not even the lock.
-        new: begin a store where there is none; a reader never does.
+        path: the folder; created if it is missing, unless `read_only`.
+        read_only: share the folder with other readers and write nothing, not even the lock file.
+        new: create a store if there is none; a reader never does.
 
     Raises:
-        StorageLockedError: another writer has it open (or, for a writer, a reader has).
-        StorageFormatError: it holds other files, or a store of a newer version.
-        StorageError: it cannot be read, or written.
+        StorageLockedError: another writer has the folder open (or, for a writer, a reader has).
+        StorageFormatError: the folder holds other files, or a store of another format version.
+        StorageError: the folder cannot be read or written.
     """
 
     def __init__(self, path: Path, *, read_only: bool, new: bool = True) -> None:
@@ -65,10 +65,10 @@ class StoreFolder:
             raise StorageError(self._advice(error)) from error
 
     def pool_path(self, pool: str, shard: str, fingerprint: bytes) -> Path:
-        """The folder of a pool: no two pools, shards or fingerprints share one.
+        """The folder of a pool, unique to its pool, shard and fingerprint.
 
         Raises:
-            StorageError: a name may not be part of a path.
+            StorageError: a name is not allowed in a path.
         """
         if not _POOL.fullmatch(pool) or not _SHARD.fullmatch(shard):
             raise StorageError(f"pool {pool!r}, shard {shard!r}: a-z, 0-9, _ (and /, - in the shard) only")
@@ -76,10 +76,10 @@ class StoreFolder:
         return self.path / "-".join(part for part in parts if part)
 
     def make(self, pool: Path) -> None:
-        """Make a pool's folder, if it is missing and may be written; its name is durable then.
+        """Create a pool's folder durably if it is missing; a reader only checks it.
 
         Raises:
-            StorageError: it cannot be made, or its manifest cannot be one.
+            StorageError: the folder cannot be created, or its manifest is not a regular file.
         """
         try:
             for name in (MANIFEST, MANIFEST_DRAFT):
@@ -93,7 +93,7 @@ class StoreFolder:
             raise StorageError(self._advice(error)) from error
 
     def pools(self) -> list[Path]:
-        """The folders of pools that are there, also where a repair has taken a damaged manifest away."""
+        """All pool folders, including those whose damaged manifest a repair has removed."""
         return sorted(filter(_is_pool, self.path.iterdir()))
 
     @property
@@ -102,22 +102,23 @@ class StoreFolder:
         return self._lock.forked
 
     def check_process(self) -> None:
-        """
+        """Check that this process opened the folder.
+
         Raises:
             UsageError: this process is a child of the one that opened the folder.
         """
         self._lock.check()
 
     def close(self) -> None:
-        """Unlock; twice is harmless."""
+        """Unlock the folder; closing twice is harmless."""
         self._lock.close()
 
     def _open(self) -> None:
         if not self.read_only:
             self.path.mkdir(parents=True, exist_ok=True)
-        self._check_content()  # before a lock file is put into a stranger's folder
+        self._check_content()  # before creating a lock file in a folder that may not be a store
         self._lock.take(self.path / _LOCK, shared=self.read_only)
-        self._check_content()  # another writer may have come first
+        self._check_content()  # another writer may have created a store meanwhile
         if not self.read_only and not (self.path / _FORMAT).exists():
             self._write_format()
 
@@ -176,21 +177,21 @@ class StoreFolder:
 
 
 def check_file(path: Path) -> None:
-    """Whoever opens a pipe waits for its other end, perhaps for ever.
+    """Check that `path`, if it exists, is a regular file: opening a pipe could block forever.
 
     Raises:
-        StorageError: what lies there is a folder, a pipe or a device.
+        StorageError: it is a folder, a pipe or a device.
     """
     if path.exists() and not path.is_file():
         raise StorageError(f"{path} cannot be opened: it is no file")
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """What is in a file of ours that is small.
+    """Read a small file of the store.
 
     Raises:
-        OverflowError: it has more than `most` bytes, so it is not ours.
-        OSError: it cannot be read.
+        OverflowError: the file has more than `most` bytes, so the store did not write it.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -200,18 +201,18 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def pages_files(folder: Path) -> list[Path]:
-    """The files of pages in a pool's folder, in their order; whatever else lies there is somebody's."""
+    """The page files in a pool's folder, in order; other files there do not belong to the store."""
     named = (path for path in folder.iterdir() if _PAGES.fullmatch(path.name))
     return sorted(path for path in named if path.is_file() and not path.is_symlink())
 
 
 def _is_pool(folder: Path) -> bool:
-    """By its name, too: nothing is removed from a folder that somebody else has put there, or linked."""
+    """Whether this is a pool's folder by name and content, and not a link: its files may be deleted."""
     return _may_be_pool(folder) and ((folder / MANIFEST).is_file() or bool(pages_files(folder)))
 
 
 def _is_empty_pool(folder: Path) -> bool:
-    """Whether this is what is left of a pool's folder when its files are removed."""
+    """Whether this is a pool's folder without files."""
     return _may_be_pool(folder) and not any(folder.iterdir())
 
 
@@ -220,7 +221,7 @@ def _may_be_pool(folder: Path) -> bool:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the directory entries of a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

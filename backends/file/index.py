@@ -1,4 +1,4 @@
-"""Which file slot holds which page: kept in memory, so that `exists` never touches the disk."""
+"""The in-memory index of which file slot holds which page, so that `exists` never reads the disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class StoredPage(NamedTuple):
     """A page in the store.
 
     Attributes:
-        digest: its name.
-        slot: where it lies.
-        checksum: of its bytes, 8 bytes.
+        digest: the page's digest.
+        slot: number of the slot that holds it.
+        checksum: checksum of its bytes, 8 bytes.
     """
 
     digest: bytes
@@ -25,11 +25,11 @@ class StoredPage(NamedTuple):
 
 
 class PageIndex:
-    """File slots of one pool: free, held by a page, or taken by a write that has not ended.
+    """File slots of one pool: each is free, holds a page, or is taken by a write in flight.
 
-    Not locked: the engine holds its lock around every call, `in` and `len` excepted.
+    Not thread-safe: the store holds its lock around every call except `in` and `len`.
 
-    Slots are given out in ascending order, so that pages that were written together lie in one run.
+    Slots are handed out in ascending order, so that pages written together form one run.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PageIndex:
         self._checksums = array("Q")  # by slot
         self._free: list[int] = []  # a heap
         self._readers: Counter[int] = Counter()
-        self._free_when_read: set[int] = set()  # given up while it is read; free once nobody reads it
+        self._free_when_read: set[int] = set()  # released while being read; freed after the last read
         self._removed: list[bytes] = []
 
     def __contains__(self, digest: bytes) -> bool:
@@ -56,14 +56,14 @@ class PageIndex:
         return len(self._free)
 
     def grow(self, count: int) -> None:
-        """The file has `count` more slots, free ones."""
+        """Add `count` free slots."""
         for slot in range(self.slots, self.slots + count):
             heapq.heappush(self._free, slot)
         self._checksums.extend([0] * count)
         self.slots += count
 
     def load(self, pages: Iterable[StoredPage], slots: int) -> None:
-        """Start with what `slots` slots hold, the least recently used first."""
+        """Load the pages of a pool with `slots` slots, the least recently used first."""
         self._checksums = array("Q", [0]) * slots
         for digest, slot, checksum in pages:
             self._pages[digest] = slot
@@ -73,7 +73,7 @@ class PageIndex:
         self.slots = slots
 
     def touch(self, digest: bytes) -> bool:
-        """Whether the page is there; it is the most recently used then."""
+        """Make a page the most recently used; False if it does not exist."""
         if digest not in self._pages:
             return False
         self._pages.move_to_end(digest)
@@ -81,19 +81,19 @@ class PageIndex:
         return True
 
     def demote(self, digests: Sequence[bytes]) -> None:
-        """These are the first to be evicted, in this order; those that are not there are skipped."""
+        """Make these pages the first to be evicted, in this order; missing ones are skipped."""
         for digest in reversed(digests):
             if digest in self._pages:
                 self._pages.move_to_end(digest, last=False)
                 self.order_changed = True
 
     def take_removed(self) -> list[bytes]:
-        """Digests of pages that were evicted, or forgotten, since this was asked last."""
+        """Digests of pages evicted or removed since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
     def pin(self, digest: bytes) -> StoredPage | None:
-        """A page, whose slot is not evicted until `unpin`; None if it is not there."""
+        """Look a page up and protect its slot from eviction until `unpin`; None if it does not exist."""
         slot = self._pages.get(digest)
         if slot is None:
             return None
@@ -103,7 +103,7 @@ class PageIndex:
         return self._stored(digest, slot)
 
     def unpin(self, slot: int) -> None:
-        """A read has ended."""
+        """End a read of a slot."""
         self._readers[slot] -= 1
         if self._readers[slot] == 0:
             del self._readers[slot]
@@ -112,15 +112,15 @@ class PageIndex:
                 heapq.heappush(self._free, slot)
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` free slots to write to, ascending."""
+        """Take up to `count` free slots for writing, ascending."""
         return [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
 
     def evict(self, count: int, keep: Collection[bytes] = frozenset()) -> list[int]:
-        """Forget up to `count` pages that nobody reads, the least recently used; their slots are taken.
+        """Evict up to `count` pages that are not being read, the least recently used; their slots are taken.
 
         Args:
-            count: how many; below 1 for none.
-            keep: digests of pages that stay.
+            count: most pages to evict; below 1 for none.
+            keep: digests of pages not to evict.
         """
         idle = (
             (digest, slot)
@@ -133,10 +133,10 @@ class PageIndex:
         return [slot for _, slot in victims]
 
     def truncate(self, slots: int) -> bool:
-        """Forget the pages in the slots from number `slots` on, which are no more.
+        """Remove the slots from number `slots` on, with their pages.
 
         Returns:
-            False if one of the slots is read or written just now; nothing changes then.
+            False if one of the slots is being read or written; nothing changes then.
         """
         going = [(digest, slot) for digest, slot in self._pages.items() if slot >= slots]
         free = [slot for slot in self._free if slot >= slots]
@@ -151,7 +151,7 @@ class PageIndex:
         return True
 
     def clear(self) -> list[int]:
-        """Forget every page; their slots are taken until `release`."""
+        """Remove every page; returns their slots, which stay taken until `release`."""
         slots = list(self._pages.values())
         self._drop(list(self._pages))
         return slots
@@ -161,7 +161,7 @@ class PageIndex:
         return [self._stored(digest, slot) for digest, slot in self._pages.items()]
 
     def add(self, page: StoredPage) -> bool:
-        """A taken slot holds a page from now on; False if another slot does already."""
+        """Put a page into its taken slot; False if another slot already holds the page."""
         if page.digest in self._pages:
             return False
         self._pages[page.digest] = page.slot
@@ -170,28 +170,28 @@ class PageIndex:
         return True
 
     def release(self, slot: int) -> None:
-        """A taken slot, or one that lost its page, is free, once nobody reads it."""
+        """Free a taken slot, once no read uses it."""
         if slot in self._readers:
             self._free_when_read.add(slot)
         else:
             heapq.heappush(self._free, slot)
 
     def remove(self, digest: bytes) -> int | None:
-        """Forget a page; its slot is taken until `release`. None if it is not there."""
+        """Remove a page; its slot stays taken until `release`. None if the page does not exist."""
         slot = self._pages.get(digest)
         if slot is not None:
             self._drop([digest])
         return slot
 
     def forget(self, digest: bytes, slot: int) -> bool:
-        """Forget a damaged page, whose slot is taken until `release`; False if it is not there any more."""
+        """Remove a damaged page if `slot` still holds it; the slot stays taken until `release`."""
         if self._pages.get(digest) != slot:
             return False
         self._drop([digest])
         return True
 
     def digests(self) -> list[bytes]:
-        """Of all pages, the least recently used first."""
+        """Digests of all pages, the least recently used first."""
         return list(self._pages)
 
     def _drop(self, digests: Iterable[bytes]) -> None:

@@ -1,9 +1,9 @@
-"""The lock of a store's folder: it is the process's that took it, and no child's.
+"""The lock of a store's folder. It belongs to the process that took it, not to forked children.
 
-`flock` belongs to an open file, which a forked child shares: without more, a worker would hold the lock of a
-parent that was killed. So a child closes its descriptor as soon as it is there; to unlock would unlock the
-parent. Locks of `fcntl` are not inherited, but end when the process closes any descriptor of the file, and do
-not keep a process from locking twice; those of open files (OFD) are shared as `flock` is.
+A `flock` belongs to an open file description, which a forked child shares: a worker could keep the lock of a
+killed parent. So each child closes its descriptor right after the fork; it must not unlock, because that
+would unlock the parent. The alternatives are worse: `fcntl` locks are not inherited, but they end when the
+process closes any descriptor of the file, and a process can take one twice; OFD locks are shared as well.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _BLOCKED = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 
 
 class FolderLock:
-    """Not taken at first.
+    """The lock of one folder, not taken until `take`.
 
     Args:
-        folder: for messages.
+        folder: the folder, for messages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,8 @@ class FolderLock:
         return os.getpid() != self._process
 
     def check(self) -> None:
-        """
+        """Check that this process opened the folder.
+
         Raises:
             UsageError: this process is a child of the one that opened the folder.
         """
@@ -53,19 +54,19 @@ class FolderLock:
         """Lock `file`.
 
         Args:
-            file: made if it is missing, but not by a reader, who then has no lock.
-            shared: with other readers.
+            file: the lock file. A writer creates it if it is missing; a reader then goes without a lock.
+            shared: share the lock with other readers.
 
         Raises:
-            StorageLockedError: it is locked already, here or in another process.
-            OSError: it cannot be opened or locked.
+            StorageLockedError: the file is already locked, in this or another process.
+            OSError: the file cannot be opened or locked.
         """
         flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
-        with _forking:  # so that no child is made that has the descriptor, and nobody to close it
+        with _forking:  # a fork between `open` and `_taken.add` would leak the descriptor into the child
             try:
                 self._descriptor = os.open(file, flags | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
-                if shared:  # nobody has ever locked this folder, or it is a copy on read-only media
+                if shared:  # no writer has opened this folder, or it is a copy on read-only media
                     return
                 raise
             _taken.add(self)
@@ -80,11 +81,11 @@ class FolderLock:
             ) from None
 
     def close(self) -> None:
-        """Unlock; twice is harmless."""
+        """Unlock; closing twice is harmless."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        if not self.forked:  # a child that was forked past Python has the same lock
+        if not self.forked:  # children forked outside Python share the lock: closing is not enough
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
@@ -94,7 +95,7 @@ _forking = threading.Lock()
 
 
 def _let_go() -> None:
-    """In a child: what the parent has locked is the parent's."""
+    """In a forked child: close the descriptors of the parent's locks."""
     for lock in list(_taken):
         with suppress(OSError):
             lock.close()

@@ -1,4 +1,4 @@
-"""`pool.json`: what the files of one pool hold, for people, for `verify`, and to refuse what does not fit."""
+"""`pool.json`: the manifest of one pool's files, for users, for `verify`, and to reject a wrong pool."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MOST_BYTES = 1 << 16
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pool.
+    """The identity and sizes of one pool.
 
     Attributes:
-        pool, shard, fingerprint: whose pages these are; the fingerprint in hex.
-        page_bytes, slot_bytes: of a page, and of its slot, padding included.
-        checksum: of all of these (xxh3-64), in hex: on what is said here hangs every page of the pool.
+        pool, shard, fingerprint: identity of the pages; the fingerprint in hex.
+        page_bytes, slot_bytes: bytes of a page, and of its slot including padding.
+        checksum: xxh3-64 of the other fields, in hex: an error here would make every page unreadable.
     """
 
     pool: str
@@ -47,20 +47,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(binding.pool, binding.shard, binding.fingerprint.hex(), *sizes).sealed()
 
     def sealed(self) -> Manifest:
-        """The same with its checksum."""
+        """A copy with its checksum set."""
         content = msgspec.json.encode(msgspec.structs.replace(self, checksum=""))
         return msgspec.structs.replace(self, checksum=xxh3_64_hexdigest(content))
 
     @property
     def identity(self) -> bytes:
-        """What entries are sealed with, so that none holds in a file of another pool."""
+        """Bytes included in the checksum of every entry, so that no entry is valid in another pool."""
         return f"{self.fingerprint} {self.pool} {self.shard}".encode()
 
 
 def parse(text: bytes, path: Path) -> Manifest:
-    """
+    """Parse and check a manifest.
+
     Raises:
-        StorageFormatError: this is no manifest.
+        StorageFormatError: `text` is not a valid manifest.
     """
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
@@ -80,11 +81,12 @@ def _damaged(path: Path, why: str) -> StorageFormatError:
 
 
 def read(path: Path) -> Manifest:
-    """
+    """Read a manifest from a file.
+
     Raises:
-        StorageFormatError: this is no manifest.
-        StorageError: this is no file.
-        OSError: it cannot be read.
+        StorageFormatError: the file is not a valid manifest.
+        StorageError: the path is not a regular file.
+        OSError: the file cannot be read.
     """
     check_file(path)
     try:
@@ -94,7 +96,7 @@ def read(path: Path) -> Manifest:
 
 
 async def settle(folder: Path, wanted: Manifest, *, read_only: bool) -> None:
-    """Compare a pool's manifest with what is wanted; write it where there is none.
+    """Compare a pool's manifest with `wanted`; write it if it is missing, unless `read_only`.
 
     Raises:
         StorageFormatError: the files hold pages of another pool, or of other sizes.

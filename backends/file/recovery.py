@@ -1,4 +1,4 @@
-"""What a pool holds when it is opened: what its entries name, less what a crash has left in part."""
+"""Recover a pool's pages when it is opened: all that entries name, except pages that a crash has torn."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class PageReader:
-    """Reads slots, one at a time, and says whether they hold what their entries say.
+    """Reads slots, one at a time, and checks them against their entries.
 
     Args:
-        segments: the files.
-        manifest: the size of a page.
+        segments: the pool's files.
+        manifest: the pool's manifest, for page and slot sizes.
     """
 
     def __init__(self, segments: Segments, manifest: Manifest) -> None:
@@ -29,7 +29,7 @@ class PageReader:
         self._manifest = manifest
 
     def holds(self, entry: SlotEntry) -> bool:
-        """Whether the page lies whole in its slot, and can be read."""
+        """Whether the slot can be read and holds the entry's page undamaged."""
         if not self._segments.holds(entry.slot):
             return False
         try:
@@ -44,14 +44,14 @@ class PageReader:
 
 
 class RecoveredPages(NamedTuple):
-    """What is there.
+    """The result of a recovery.
 
     Attributes:
-        pages: the least recently used first.
-        checked: those of `pages` that were read, because a crash may have cut off their write.
-        stale: slots whose entries name nothing, or nothing that may be served.
-        unfinished: how many of these a crash has left in part.
-        stamp: of the next page.
+        pages: all valid pages, the least recently used first.
+        checked: the pages among them that were read, because a crash may have interrupted their write.
+        stale: slots whose entries are damaged or name a page that cannot be served.
+        unfinished: number of pages that a crash has torn.
+        stamp: stamp of the next page.
     """
 
     pages: list[StoredPage]
@@ -62,7 +62,7 @@ class RecoveredPages(NamedTuple):
 
 
 def recover(segments: Segments, reader: PageReader) -> RecoveredPages:
-    """Read all entries, and pages that may not have been durable when the last writer ended.
+    """Read all entries, and verify the pages that may not have been durable when the last writer ended.
 
     Raises:
         OSError: the entries cannot be read.
@@ -73,7 +73,7 @@ def recover(segments: Segments, reader: PageReader) -> RecoveredPages:
     if torn:
         logger.warning("%d pages of the last writes are not whole, and forgotten", len(torn))
     whole = (entry for entry in found.pages if entry.slot not in torn and segments.holds(entry.slot))
-    latest = {entry.digest: entry for entry in whole}  # two calls may have stored one page when a crash came
+    latest = {entry.digest: entry for entry in whole}  # a crash may leave one page stored by two calls
     pages = sorted(latest.values())
     held = {entry.slot for entry in pages}
     stale = [slot for slot in [*found.damaged, *(e.slot for e in found.pages)] if slot not in held]

@@ -1,4 +1,4 @@
-"""Pages on their way between memory and neighbouring slots of a store."""
+"""Group page moves between memory and a store into runs of neighbouring slots."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 
 class PageMove(NamedTuple):
-    """A page on its way: the store's slot, and the page's place in its batch."""
+    """A page to read or write: its slot in the store, and its position in the batch."""
 
     slot: int
     place: int
 
 
 class SlotRun(NamedTuple):
-    """Pages that lie behind each other in the store; one at least.
+    """One or more pages in consecutive slots of the store.
 
     Attributes:
         moves: the pages.
-        views: where they are in memory.
+        views: the pages' memory.
     """
 
     moves: Sequence[PageMove]
@@ -26,16 +26,16 @@ class SlotRun(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Of the first page."""
+        """Slot of the first page."""
         return self.moves[0].slot
 
     def cut(self, start: int, end: int) -> SlotRun:
-        """The pages from number `start` to before number `end`."""
+        """The pages from index `start` up to, but not including, index `end`."""
         return SlotRun(self.moves[start:end], self.views[start:end])
 
 
 def contiguous_moves(moves: Iterable[PageMove], most: int) -> Iterator[list[PageMove]]:
-    """Moves in ascending order of store slots, cut where a slot does not follow, and after `most`."""
+    """Split moves, which ascend by slot, into runs of consecutive slots of at most `most` pages."""
     run: list[PageMove] = []
     for move in moves:
         if run and (move.slot != run[-1].slot + 1 or len(run) == most):
@@ -47,7 +47,7 @@ def contiguous_moves(moves: Iterable[PageMove], most: int) -> Iterator[list[Page
 
 
 def merge_runs(runs: Iterable[SlotRun], most: int) -> Iterator[list[SlotRun]]:
-    """Runs in ascending order, those together that lie behind each other, up to `most` pages of them."""
+    """Sort runs by slot, and group those that are consecutive, up to `most` pages per group."""
     group: list[SlotRun] = []
     for run in sorted(runs, key=_slot):
         pages = sum(len(one.moves) for one in group) + len(run.moves)

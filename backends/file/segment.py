@@ -1,4 +1,4 @@
-"""One file of slots: what they hold, then the slots themselves."""
+"""One file of slots: their entries, then the slots themselves."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from asynchicache.backends.file.shape import ENTRY_BYTES, SegmentShape
 
 
 class Segment:
-    """All methods block; reads and writes of different slots may run side by side.
+    """A file of slots. All methods block; reads and writes of different slots may run concurrently.
 
-    The file is open twice. Slots go around the kernel's cache. Entries go through it, which gathers small
-    writes: alone, each would wait in the disk's queue behind pages. One barrier makes both durable.
+    The file is open twice. Slots bypass the page cache. Entries go through it, because it merges small
+    writes, which would otherwise wait in the disk's queue behind pages. One barrier makes both durable.
 
     Args:
-        path: the file; made if it is missing. A reader finds an empty one instead.
-        shape: where its slots lie.
-        read_only: nothing is written.
-        direct: go around the kernel's cache where the file system lets us.
+        path: the file; created if it is missing. A reader sees a missing file as empty.
+        shape: the layout of the file.
+        read_only: write nothing.
+        direct: bypass the page cache for slots if the file system allows it.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -48,14 +48,14 @@ class Segment:
 
     @property
     def slots(self) -> int:
-        """Slots that lie in the file, which may have been cut."""
+        """Number of whole slots in the file, which may have been cut."""
         return self._shape.file_slots(self._pages.size)
 
     def read(self, place: int, views: Sequence[memoryview]) -> int:
-        """Fill `views` from slot number `place` on; how many slots were read whole, 1 at least.
+        """Fill `views` from slot number `place` on; returns the number of whole slots read, at least 1.
 
         Raises:
-            OSError: none was; ENODATA if the file ends before.
+            OSError: no slot was read; ENODATA if the file ends before the first slot does.
         """
         done = self._pages.read(views, self._shape.file_bytes(place)) // self._shape.slot_bytes
         if done == 0:
@@ -63,10 +63,10 @@ class Segment:
         return done
 
     def write(self, place: int, views: Sequence[memoryview]) -> int:
-        """Write `views` to slot number `place` and on; how many slots were written whole, 1 at least.
+        """Write `views` from slot number `place` on; returns the number of whole slots written, at least 1.
 
         Raises:
-            OSError: none was; ENOSPC if the disk is full.
+            OSError: no slot was written; ENOSPC if the disk is full.
         """
         done = self._pages.write(views, self._shape.file_bytes(place)) // self._shape.slot_bytes
         if done == 0:
@@ -74,7 +74,7 @@ class Segment:
         return done
 
     def read_entries(self) -> memoryview:
-        """The entries of all slots; zeros where the file ends before.
+        """Read the entries of all slots; zeros beyond the end of the file.
 
         Raises:
             OSError: they cannot be read.
@@ -87,28 +87,27 @@ class Segment:
         """Overwrite entries from slot number `place` on.
 
         Raises:
-            OSError: some may not be written.
+            OSError: some entries may not be written.
         """
         if self._entries.write([memoryview(data)], place * ENTRY_BYTES) != len(data):
             raise OSError(errno.ENOSPC, "entries were written in part", str(self._entries.path))
 
     def sync(self) -> None:
-        """Make entries and slots durable that were written until now; for one thread alone, others have
+        """Make all entries and slots written so far durable. Only one thread may use this; others use
         `barrier`.
 
         Raises:
-            OSError: they may not be.
+            OSError: some may not be durable.
         """
         self._pages.sync()
 
     @contextmanager
     def barrier(self) -> Iterator[Callable[[], None]]:
-        """What makes everything durable that is written in the body before it is called; raises OSError if
-        something may not be. Any number at once.
+        """Yield a function that makes everything written in the body durable, or raises OSError.
 
-        The kernel tells each open file of a lost write once (errseq_t), so each barrier opens the file for
-        itself, and before something is written that it is to vouch for. Where that is refused, as when a
-        process has too many files open, barriers take turns on one that is open.
+        Any number of barriers may run concurrently. The kernel reports a lost write once per open file
+        (errseq_t), so each barrier opens the file itself, before the writes that it covers. If that fails,
+        e.g. because too many files are open, barriers take turns on a descriptor that is already open.
         """
         try:
             descriptor = self._pages.open_again()
@@ -133,18 +132,18 @@ class Segment:
                 raise OSError(errno.EIO, "a barrier has failed before", str(self._entries.path))
 
     def grow(self, slots: int) -> bool:
-        """Preallocate up to so many slots; False, and as before, if the disk refuses."""
+        """Preallocate the file up to `slots` slots; if the disk refuses, return False and change nothing."""
         return self._pages.grow(self._shape.file_bytes(slots))
 
     def resize(self, slots: int) -> None:
-        """Cut the file to so many slots, or let it grow with zeros.
+        """Cut the file to `slots` slots, or extend it with zeros.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk reported an error.
         """
         self._pages.truncate(self._shape.file_bytes(slots))
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the file; closing twice is harmless."""
         self._pages.close()
         self._entries.close()

@@ -1,9 +1,8 @@
-"""The slots of one pool, in preallocated files of a fixed number of slots each.
+"""The slots of one pool, in preallocated files with a fixed number of slots each.
 
-Slots lie one behind the other, on 4,096-byte boundaries, so that one `preadv` or `pwritev` moves a run of
-them without a copy by the kernel. What else there is to say of a page stands in its entry: with a header
-before each page the same calls were slower by a twentieth, and a page could not be written before its
-checksum was known.
+Slots are contiguous and start on 4,096-byte boundaries, so that one `preadv` or `pwritev` moves a run of
+them without a copy in the kernel. A page's metadata is in its entry, not in a header before the page: headers
+made the same calls 5 % slower, and a page could not be written before its checksum was known.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.errors import StorageFormatError
 
 _MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
-_MOST_BYTES = 32 << 20  # half of what calls write at once: the disk has one half, the other one gets ready
+_MOST_BYTES = 32 << 20  # half of the bytes in flight: the disk writes one half while the other is prepared
 _LONG_BYTES = 8 << 20
 _LONG_READS = 2
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
-_MOST_MISSING = 64  # files that were lost, not a name that a stranger chose
+_MOST_MISSING = 64  # more missing files than this mean that a file with a high number is not ours
 ASK_AGAIN_SECONDS = 30.0
-"""How long a disk that has refused to let a pool grow is not asked again, unless something was given back."""
+"""How long a pool waits after the disk refused to let it grow, unless space was freed in the meantime."""
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -35,21 +34,21 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 class Segments:
-    """Slots, numbered through all files. All methods block; reads and writes may run side by side.
+    """Slots, numbered across all files. All methods block; reads and writes may run concurrently.
 
-    Long reads take turns, two at a time. The disk is as busy as with more; but calls that share it end
-    together, and then all threads compute checksums while the disk has nothing to do.
+    At most two long reads run at once, which is enough to keep the disk busy. More reads would share the disk
+    and end together, and then all threads would compute checksums while the disk is idle.
 
     Args:
-        folder: of the pool.
-        slot_bytes: of a slot, a multiple of 4,096.
-        identity: whose pages these are; entries of any other are damaged.
-        read_only: nothing is written.
-        direct: go around the kernel's cache where the file system lets us.
-        now: seconds on a clock that never goes back.
+        folder: the pool's folder.
+        slot_bytes: bytes of a slot, a multiple of 4,096.
+        identity: identity of the pool; entries of another pool count as damaged.
+        read_only: write nothing.
+        direct: bypass the page cache if the file system allows it.
+        now: monotonic clock, in seconds.
 
     Raises:
-        StorageFormatError: the name of a file stands far behind all others.
+        StorageFormatError: the number of a file is far above all others.
         StorageError: a file cannot be opened.
     """
 
@@ -80,7 +79,7 @@ class Segments:
             self.close()
             raise
         self.slots = 0
-        if self._files:  # a file that was cut has holes where slots were
+        if self._files:  # slots missing from a cut file still count
             self.slots = (len(self._files) - 1) * self.shape.slots + self._files[-1].slots
 
     @property
@@ -90,60 +89,60 @@ class Segments:
 
     @property
     def refused(self) -> bool:
-        """The disk has refused to let the pool grow, and is not asked again yet."""
+        """The disk refused to let the pool grow less than `ASK_AGAIN_SECONDS` ago."""
         return self._refused_at is not None and self._now() - self._refused_at < ASK_AGAIN_SECONDS
 
     @property
     def full(self) -> bool:
-        """The disk refused when it was asked last."""
+        """The disk refused the last attempt to grow."""
         return self._refused_at is not None
 
     def ask_again(self) -> None:
-        """Something was given back to the disk: it may be asked at once."""
+        """Space was freed: allow the next attempt to grow at once."""
         self._refused_at = None
 
     def holds(self, slot: int) -> bool:
-        """Whether the slot lies within its file, which may have been cut."""
+        """Whether the slot is within its file, which may have been cut."""
         number, place = divmod(slot, self.shape.slots)
         return number < len(self._files) and place < self._files[number].slots
 
     def mend(self) -> None:
-        """Files that were cut get their length back, without what was in them.
+        """Extend cut files to their full length; the lost content stays lost.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk reported an error.
         """
         for file in self._files[:-1]:
             if file.slots < self.shape.slots:
                 file.resize(self.shape.slots)
 
     def read(self, slot: int, views: Sequence[memoryview]) -> int:
-        """Read slots from `slot` on into `views`, one each.
+        """Read slots from `slot` on into `views`, one slot per view.
 
         Returns:
-            How many slots were read whole, from the first, 1 at least; fewer where a file ends.
+            The number of whole slots read, at least 1; fewer than asked for if a file ends.
 
         Raises:
-            OSError: none was; ENODATA if the file ends before.
+            OSError: no slot was read; ENODATA if the file ends before the first slot does.
         """
         file, place, count = self._place(slot, len(views))
         with self._read_turns if self.is_long(count) else nullcontext():
             return file.read(place, views[:count])
 
     def write(self, slot: int, views: Sequence[memoryview]) -> int:
-        """Write slots from `slot` on from `views`, one each; durable after a `barrier`.
+        """Write `views` to slots from `slot` on, one slot per view; durable after a `barrier`.
 
         Returns:
-            How many slots were written whole, from the first, 1 at least; fewer where a file ends.
+            The number of whole slots written, at least 1; fewer than asked for if a file ends.
 
         Raises:
-            OSError: none was; ENOSPC if the disk is full.
+            OSError: no slot was written; ENOSPC if the disk is full.
         """
         file, place, count = self._place(slot, len(views))
         return file.write(place, views[:count])
 
     def read_entries(self) -> list[memoryview]:
-        """The entries of each file.
+        """Read the entries of each file.
 
         Raises:
             OSError: they cannot be read.
@@ -151,58 +150,58 @@ class Segments:
         return [file.read_entries() for file in self._files]
 
     def write_entries(self, slot: int, data: bytes) -> None:
-        """Overwrite entries from that of `slot` on, all of one file; durable after a `barrier`.
+        """Overwrite entries from that of `slot` on, all in one file; durable after a `barrier`.
 
         Raises:
-            OSError: some may not be written.
+            OSError: some entries may not be written.
         """
         number, place = divmod(slot, self.shape.slots)
         self._files[number].write_entries(place, data)
 
     def is_long(self, count: int) -> bool:
-        """Whether a call of the kernel that moves so many slots keeps a disk busy by itself."""
+        """Whether one system call that moves `count` slots keeps a disk busy by itself."""
         return count * self.shape.slot_bytes >= _LONG_BYTES
 
     def sync(self, slots: Iterable[int]) -> None:
-        """Make everything durable that was written to these slots, and to their entries; for one thread
-        alone, others have `barrier`.
+        """Make all writes to these slots and their entries durable. Only one thread may use this; others use
+        `barrier`.
 
         Raises:
-            OSError: it may not be.
+            OSError: some writes may not be durable.
         """
         for file in self._holding(slots):
             file.sync()
 
     @contextmanager
     def barrier(self, slots: Iterable[int]) -> Iterator[Callable[[], None]]:
-        """What makes durable what is written to these slots and their entries in the body before it is
-        called; raises OSError if it may not be.
+        """Yield a function that makes writes in the body to these slots and their entries durable, or raises
+        OSError.
         """
         with ExitStack() as stack:
             syncs = [stack.enter_context(file.barrier()) for file in self._holding(slots)]
             yield lambda: _call_all(syncs)
 
     def sync_all(self) -> None:
-        """Make everything durable that was written, by those before us too.
+        """Make all writes to the files durable, including those of earlier processes.
 
         Raises:
-            OSError: it may not be.
+            OSError: some writes may not be durable.
         """
         for file in self._files:
             file.sync()
 
     def grow(self, wanted: int, allowed: int) -> int:
-        """Preallocate `wanted` more slots, and some ahead, as far as the disk lets us.
+        """Preallocate `wanted` more slots and some ahead, as far as the disk allows.
 
-        The pool grows by half of itself, so that there are few extents and few calls. A disk that has
-        refused is not asked again for a while: what there is, is reused.
+        The pool grows by half of its size, which gives few extents and few calls. After the disk refused, the
+        pool does not try again for a while and reuses its slots.
 
         Args:
-            wanted: slots.
-            allowed: most slots more.
+            wanted: slots needed now.
+            allowed: most slots to add.
 
         Returns:
-            How many slots there are more.
+            The number of slots added.
         """
         if self.refused:
             return 0
@@ -222,10 +221,10 @@ class Segments:
         return gained
 
     def shrink(self, slots: int) -> None:
-        """Give back what lies behind the first `slots`; nobody may use it.
+        """Cut the files after the first `slots` slots; no other call may use the slots cut off.
 
         Raises:
-            OSError: a file cannot be cut; `self.slots` are there still.
+            OSError: a file cannot be cut; `self.slots` says how many slots remain.
         """
         self.ask_again()
         keep = -(-slots // self.shape.slots)
@@ -238,12 +237,12 @@ class Segments:
         self.slots = slots
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close all files; closing twice is harmless."""
         for file in self._files:
             file.close()
 
     def _place(self, slot: int, count: int) -> tuple[Segment, int, int]:
-        """The file of a slot, the slot's number there, and how many of `count` lie in that file."""
+        """The file of a slot, the slot's number in it, and how many of `count` slots are in that file."""
         number, place = divmod(slot, self.shape.slots)
         return self._files[number], place, min(count, self.shape.slots - place)
 
@@ -251,10 +250,10 @@ class Segments:
         return [self._files[number] for number in sorted({slot // self.shape.slots for slot in slots})]
 
     def _new_file(self, number: int) -> Segment:
-        """A file whose name is durable.
+        """Create a file and make its directory entry durable.
 
         Raises:
-            OSError: it is not.
+            OSError: it may not be durable.
         """
         file = self._file(number)
         try:
@@ -269,7 +268,7 @@ class Segments:
         return Segment(path, self.shape, read_only=self._read_only, direct=self._direct)
 
     def _extend(self, count: int) -> int:
-        """Up to `count` slots more in the last file, or in a new one."""
+        """Add up to `count` slots to the last file, or to a new one; returns how many."""
         number, place = divmod(self.slots, self.shape.slots)
         if number == len(self._files):
             self._files.append(self._new_file(number))
@@ -286,7 +285,7 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
 
 
 def _count(folder: Path) -> int:
-    """Segments up to the last one that is there; a missing one before it is as if it were empty."""
+    """Number of segments up to the last existing one; a missing one before it counts as empty."""
     numbers = [int(path.stem) for path in folder.glob("[0-9][0-9][0-9][0-9][0-9].pages")]
     count = max(numbers, default=-1) + 1
     missing = count - len(numbers)

@@ -1,6 +1,6 @@
-"""One pool's files and what is in them: which slots are free, what a page's slot is, what is durable.
+"""One pool's files and their index: free slots, the slot of each page, and durability.
 
-All methods block, and may be called from any thread. The lock is held for looks into memory only.
+All methods block, and may be called from any thread. The lock is held only for work in memory.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from asynchicache.backends.file.writer import GroupWriter, WriteBatch
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 64  # a full store keeps one slot of so many free for the next call, and not more than a call's
-_LEAST_AHEAD = 1024  # slots below which each one counts, and none is kept free
+_AHEAD = 64  # a full store keeps 1/64 of its slots free for the next call, but at most a call's worth
+_LEAST_AHEAD = 1024  # a store with fewer slots keeps none free
 
 
 class PoolStore:
-    """The pages of one folder of a pool.
+    """The pages in one pool's folder.
 
-    A slot is free, holds a page, or is taken by a call; it is free only when its entry on disk is
-    empty. So whatever a crash leaves in a slot that is written, no entry names it that `recover` trusts.
+    A slot is free, holds a page, or is taken by a call; it is free only if its entry on disk is empty. So
+    if a crash interrupts a write to a slot, no entry that `recover` trusts names the slot.
 
     Args:
-        folder: of the pool.
-        manifest: whose pages they are, and their sizes.
-        budget: what the folder of all pools may take.
-        standing: which of the folder's pools stand on which; by default this one on none, and none on it.
-        depends_on: the pool without whose page of the same digest a page here is useless; None for none.
+        folder: the pool's folder.
+        manifest: identity and sizes of the pages.
+        budget: the byte limit shared by all pools of the store.
+        dependencies: dependencies between the store's pools; by default there are none.
+        depends_on: the pool whose page of the same digest each page of this pool needs; None for none.
         limit: most bytes of this pool's files; None for no limit of its own.
-        read_only: nothing is written.
-        direct: go around the kernel's cache where the file system lets us.
-        now: seconds on a clock that never goes back.
+        read_only: write nothing.
+        direct: bypass the page cache if the file system allows it.
+        now: monotonic clock, in seconds.
 
     Raises:
         StorageFormatError: the files cannot be those of a pool.
@@ -66,7 +66,7 @@ class PoolStore:
         self.depends_on = depends_on
         self.read_only = read_only
         self.unfinished = 0
-        """Pages of the last writes before a crash that were found in part, and forgotten."""
+        """Number of pages that a crash had torn, and that were dropped on opening."""
         self._folder = folder
         self._budget = budget
         self._dependencies = dependencies or PoolDependencies()
@@ -95,18 +95,18 @@ class PoolStore:
 
     @property
     def broken(self) -> bool:
-        """Nothing is written any more until it is reopened."""
+        """A commit failed: nothing is written until the store is reopened."""
         return self._commits.broken
 
     @property
     def full(self) -> bool:
-        """The disk refuses to let it grow; what there is, is reused."""
+        """The disk refused to let the store grow; it reuses its slots."""
         return self.segments.full
 
     # Reading.
 
     def pin(self, digests: Iterable[bytes]) -> list[StoredPage | None]:
-        """Pages, which stay until `unpin`; None where one is not there."""
+        """Look pages up and protect them until `unpin`; None for each missing page."""
         with self._lock:
             return [self.index.pin(digest) for digest in digests]
 
@@ -116,7 +116,7 @@ class PoolStore:
                 self.index.unpin(slot)
 
     def drop(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Forget damaged pages; for each, whether the slot still held it."""
+        """Remove damaged pages; returns for each page whether its slot still held it."""
         with self._lock:
             dropped = [self.index.forget(digest, slot) for digest, slot in pages]
             removed = self.index.take_removed()
@@ -129,22 +129,22 @@ class PoolStore:
     # The order of use.
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Count pages as used now, the last one most recently; not those that lack what they stand on."""
+        """Count pages as used now, the last one most recently; skip pages whose dependency is missing."""
         self.use([digest for digest in digests if self._dependencies.useful(self, digest)])
 
     def use(self, digests: Iterable[bytes]) -> None:
-        """Count pages as used now, the last one most recently; those that are not there are skipped."""
+        """Count pages as used now, the last one most recently; missing pages are skipped."""
         with self._lock:
             for digest in digests:
                 self.index.touch(digest)
 
     def demote(self, digests: Sequence[bytes]) -> None:
-        """These are the first to be evicted, in this order."""
+        """Make these pages the first to be evicted, in this order."""
         with self._lock:
             self.index.demote(digests)
 
     def digests(self) -> list[bytes]:
-        """Of all pages, the least recently used first."""
+        """Digests of all pages, the least recently used first."""
         with self._lock:
             return self.index.digests()
 
@@ -154,20 +154,23 @@ class PoolStore:
     # Writing.
 
     def missing(self, digests: Sequence[bytes]) -> list[int]:
-        """Places in `digests` of pages that are not there, the first of equal ones."""
+        """Positions in `digests` of pages that are missing; of equal digests only the first.
+
+        Pages that exist count as used.
+        """
         first = {digest: place for place, digest in reversed(list(enumerate(digests)))}
         with self._lock:
             return sorted(place for digest, place in first.items() if not self.index.touch(digest))
 
     def take(self, count: int, keep: Collection[bytes] = frozenset()) -> list[int]:
-        """Up to `count` slots to write to, ascending: free ones, new ones, then those of the oldest pages.
+        """Take up to `count` slots for writing, ascending: free ones, new ones, then those of evicted pages.
 
         Args:
-            count: how many.
-            keep: digests of pages that make no room.
+            count: most slots to take.
+            keep: digests of pages not to evict.
 
         Raises:
-            OSError: pages could not be given up durably.
+            OSError: the entries of evicted pages could not be erased durably.
         """
         with self._lock:
             short = count - self.index.free
@@ -183,17 +186,19 @@ class PoolStore:
         return taken
 
     def write(self, batch: WriteBatch, keep: Collection[bytes] = frozenset()) -> list[bool]:
-        """Write pages to taken slots, durably, and make them visible; for each page that was written whether
-        no other call came first.
+        """Write pages to taken slots, durably, and make them visible.
 
-        In a full store, unless it is small, slots for the next call are made free by the same barrier.
+        In a full store, unless it is small, the same barrier frees slots for the next call.
 
         Args:
-            load: what is written.
-            keep: digests of pages that make no room.
+            batch: the pages to write.
+            keep: digests of pages not to evict.
+
+        Returns:
+            For each page written, False if another call stored the same page first.
 
         Raises:
-            OSError: they may not be durable.
+            OSError: the pages may not be durable.
         """
         count = sum(len(run.moves) for run in batch.runs)
         with self._lock:
@@ -220,16 +225,16 @@ class PoolStore:
         return held
 
     def release(self, slots: Iterable[int]) -> None:
-        """Taken slots without an entry are free again."""
+        """Free taken slots that have no entry."""
         with self._lock:
             for slot in slots:
                 self.index.release(slot)
 
     def remove(self, digests: Sequence[bytes]) -> list[bool]:
-        """Forget pages, durably; for each, whether it was there.
+        """Remove pages durably; returns for each page whether it existed.
 
         Raises:
-            OSError: they are gone for now, and may come back when the pool is reopened.
+            OSError: the pages are gone for now, but may come back when the pool is reopened.
         """
         with self._lock:
             slots = [self.index.remove(digest) for digest in digests]
@@ -239,10 +244,10 @@ class PoolStore:
         return [slot is not None for slot in slots]
 
     def clear(self) -> int:
-        """Forget every page, durably; how many there were.
+        """Remove every page durably; returns how many there were.
 
         Raises:
-            OSError: they are gone for now, and may come back when the pool is reopened.
+            OSError: the pages are gone for now, but may come back when the pool is reopened.
         """
         with self._lock:
             slots = self.index.clear()
@@ -252,7 +257,7 @@ class PoolStore:
         return len(slots)
 
     def shrink(self, nbytes: int) -> int:
-        """Forget the pages at the end of the pool, and cut its files; how many bytes that made free."""
+        """Remove the pages in the last slots and cut the files by about `nbytes`; returns the bytes freed."""
         slots = max(0, self.segments.slots - -(-nbytes // self.segments.shape.slot_bytes))
         before, last = self.nbytes, self.segments.slots
         with self._lock:
@@ -268,7 +273,7 @@ class PoolStore:
         return before - self.nbytes
 
     def close(self) -> None:
-        """Write the order of use, and close the files; twice is harmless."""
+        """Store the order of use, and close the files; closing twice is harmless."""
         self._budget.pool_closed(self._folder, self)
         self._dependencies.leave(self)
         self._writer.close()
@@ -283,7 +288,7 @@ class PoolStore:
 
     def _load(self, reader: PageReader) -> None:
         if not self.read_only:
-            self.segments.sync_all()  # a writer that was killed has left its last writes to the kernel
+            self.segments.sync_all()  # last writes of a killed writer may be in the page cache
         found = recover(self.segments, reader)
         self.unfinished = found.unfinished
         self._commits = Commits(self.segments, found.stamp)
@@ -297,10 +302,10 @@ class PoolStore:
             self.shrink(self.nbytes - self._limit)
 
     def _shrink(self, slots: int) -> None:
-        """Cut the files behind these slots; those that cannot be cut off are free: nothing is in them.
+        """Cut the files after `slots` slots; slots that cannot be cut off become free, since they are empty.
 
         Raises:
-            OSError: some cannot.
+            OSError: a file could not be cut.
         """
         try:
             self.segments.shrink(slots)
@@ -311,7 +316,7 @@ class PoolStore:
     def _grow(self, wanted: int) -> None:
         with self._budget.lock:
             self._ask_again_if_freed()
-            if self.segments.refused:  # or others would give way for nothing
+            if self.segments.refused:  # else other pools would shrink for nothing
                 return
             allowed = self._allowed(wanted)
             gained = self.segments.grow(min(wanted, allowed), allowed) if allowed else 0
@@ -319,13 +324,13 @@ class PoolStore:
                 self.index.grow(gained)
 
     def _ask_again_if_freed(self) -> None:
-        """A pool has given back something since this one looked: the disk is asked at once."""
+        """If a pool has freed bytes since the last check, allow this one to try to grow again."""
         if self._freed != self._budget.freed:
             self._freed = self._budget.freed
             self.segments.ask_again()
 
     def _allowed(self, wanted: int) -> int:
-        """Slots that the pool may have more."""
+        """Number of slots that the pool may add."""
         slots, shape = self.segments.slots, self.segments.shape
         taken = shape.pool_bytes(slots)
         room = self._budget.grant(
@@ -341,7 +346,7 @@ class PoolStore:
         self.release(slots)
 
     def _try_to_free(self, slots: Sequence[int]) -> None:
-        """Free slots whose pages nobody can use; they are lost until it is reopened if the disk refuses."""
+        """Free slots of unusable pages; if the disk fails, the slots are lost until the pool is reopened."""
         try:
             self._erase_and_free(slots)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads every slot of a store that nobody writes to, and says what is whole, damaged and forgotten."""
+"""Read every slot of a store without writers, and report which pages are valid, damaged or torn."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from asynchicache.errors import StorageError, StorageFormatError
 
 @dataclass(slots=True, eq=False)
 class StoreReport:
-    """What is in a store.
+    """The result of `verify_store`.
 
     Attributes:
-        pages: named, and whole.
-        corrupt: named, but damaged or not there; and damaged names.
-        repaired: of those, forgotten; and manifests that were removed.
-        unfinished: named by the last writes before a crash, which left them in part; nobody was told that
-            they are stored. They are forgotten when the store is opened, or repaired.
-        orphaned: whole, but named twice: two calls stored one page when a crash came, and one of both is
-            forgotten when the store is opened.
-        unread: pools whose pages could not be looked at: without their manifest nobody knows their size. The
-            next opening of such a pool writes it anew.
-        bytes: of all files.
+        pages: pages with a valid entry and undamaged bytes.
+        corrupt: entries whose page is damaged or missing, damaged entries, and damaged manifests.
+        repaired: the corrupt entries that were erased and corrupt manifests that were removed.
+        unfinished: pages torn by a crash during the last writes, which were never acknowledged. Opening or
+            repairing the store drops them.
+        orphaned: undamaged pages with a second entry: two calls stored the page when the crash came. Opening
+            the store drops one of the two.
+        unread: pools that could not be checked: without a manifest the page size is unknown. The next opening
+            of such a pool writes the manifest again.
+        bytes: bytes of all files.
         pools: names of the pools' folders.
-        problems: in words.
+        problems: messages that describe the corrupt and unread items.
     """
 
     pages: int = 0
@@ -44,7 +44,7 @@ class StoreReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything was read, and nothing is damaged, or is no longer."""
+        """Whether every pool was checked, and all damage found was repaired."""
         return self.corrupt == self.repaired and not self.unread
 
     def as_json(self) -> dict[str, object]:
@@ -55,13 +55,13 @@ def verify_store(path: Path, *, repair: bool = False) -> StoreReport:
     """Check a store; nothing is changed unless `repair`.
 
     Args:
-        path: its folder.
-        repair: forget what is damaged, pages and names; let damaged manifests be written anew.
+        path: the store's folder.
+        repair: erase the entries of damaged pages, damaged entries and damaged manifests.
 
     Raises:
-        StorageLockedError: a writer has it open; with `repair`, anybody.
-        StorageFormatError: the folder holds no store.
-        StorageError: it cannot be read, or written.
+        StorageLockedError: a writer has the store open; with `repair`, also if a reader has.
+        StorageFormatError: the folder is not a store.
+        StorageError: the store cannot be read or written.
     """
     if not path.exists():
         raise StorageFormatError(f"{path} does not exist")
@@ -91,7 +91,7 @@ def _check_pool(store: StoreFolder, folder: Path, report: StoreReport, *, repair
     except StorageFormatError as error:
         report.corrupt += 1
         report.problems.append(str(error))
-        if repair:  # written again when the pool is opened: what it says follows from the model
+        if repair:  # opening the pool writes it again from the model's sizes
             (folder / MANIFEST).unlink()
             report.repaired += 1
         report.unread += 1
@@ -104,16 +104,17 @@ def _check_pool(store: StoreFolder, folder: Path, report: StoreReport, *, repair
 
 
 def _manifest(store: StoreFolder, folder: Path) -> Manifest:
-    """
+    """Read the manifest of a pool's folder.
+
     Raises:
-        StorageFormatError: it is damaged, or that of another folder.
+        StorageFormatError: the manifest is damaged, or belongs to another folder.
     """
     manifest = read(folder / MANIFEST)
     try:
         theirs = store.pool_path(manifest.pool, manifest.shard, bytes.fromhex(manifest.fingerprint))
     except StorageError as error:
         raise StorageFormatError(f"{folder / MANIFEST} is damaged: {error}") from error
-    if theirs != folder:  # all entries would seem damaged
+    if theirs != folder:  # with the wrong identity, all entries would look damaged
         raise StorageFormatError(f"{folder / MANIFEST} is damaged: it is that of {theirs}")
     return manifest
 
@@ -122,7 +123,7 @@ def _check_pages(manifest: Manifest, segments: Segments, report: StoreReport, *,
     """Check every slot that has an entry.
 
     Raises:
-        OSError: entries cannot be read, or written.
+        OSError: entries cannot be read or written.
     """
     found = load_entries(segments)
     reader = PageReader(segments, manifest)
@@ -136,7 +137,7 @@ def _check_pages(manifest: Manifest, segments: Segments, report: StoreReport, *,
                 problems.append(f"slot {entry.slot} does not hold page {entry.digest.hex()}")
             else:
                 report.unfinished += 1
-        elif entry.digest in seen:  # stored twice at once, and a crash came: one will be forgotten
+        elif entry.digest in seen:  # two calls stored it before a crash: recovery drops one
             report.orphaned += 1
         else:
             report.pages += 1

@@ -1,10 +1,9 @@
-"""One thread of a pool that writes to its files what calls have ready, and makes it durable together.
+"""Group commit: one thread per pool writes the pages of several calls and makes them durable together.
 
-A disk is fast while it has much to do at once, and each barrier is a pause for it. So the thread takes
-what has queued up since it looked last, up to half of what calls have under way at most, writes it, and
-ends with one barrier; meanwhile other threads compute the checksums, which entries need and pages do not,
-and make the other half ready. This is group commit (DeWitt et al., "Implementation Techniques for Main
-Memory Database Systems", 1984).
+A disk is fast when it has many writes queued, and each barrier stalls it. So the thread takes the batches
+queued since its last round, at most half of the bytes in flight, writes them, and ends with one barrier.
+Meanwhile other threads compute the checksums, which only the entries need, and prepare the other half.
+Source: DeWitt et al., "Implementation Techniques for Main Memory Database Systems", 1984.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from asynchicache.ports import ThreadWorker
 _NO_STAMP = CommitStamp(0, 0, ())
 
 Seal = Callable[[], Mapping[int, StoredPage]]
-"""Computes the checksums of a call's pages; by the slots where they will lie."""
+"""Computes the checksums of a call's pages; returns the pages by slot."""
 
 
 @dataclass(slots=True, eq=False)
 class WriteBatch:
-    """What one call writes.
+    """The pages that one call writes, and the state of the write.
 
     Attributes:
-        move: writes a run page by page if it must, and returns the pages that were written whole.
+        move: writes a run, page by page if it must, and returns the pages that were written whole.
         seal: see `Seal`.
-        runs: what is still to be written.
+        runs: runs still to be written.
         written: pages that were written whole.
-        pages: what `seal` returned.
-        entries: that name them, by slot.
-        blocks: what is written for them if all pages are.
-        naming: of the pages.
-        named: an entry may name what was written, whatever has failed.
+        pages: the result of `seal`.
+        entries: packed entries of the pages, by slot.
+        blocks: the blocks of `entries`, to be written if all pages were.
+        stamp: stamps of the pages.
+        may_be_named: an entry on disk may name the written pages, even if the commit failed.
         error: why the pages are not durable.
-        sealed: set once `seal` has ended.
-        ended: set once they are, or cannot be.
+        sealed: set when `seal` has ended.
+        ended: set when the pages are durable or have failed.
     """
 
     move: Callable[[SlotRun], list[PageMove]]
@@ -61,20 +60,20 @@ class WriteBatch:
 
     @property
     def stored(self) -> list[StoredPage]:
-        """Pages that were written whole, in that order."""
+        """Pages that were written whole, in the order of writing."""
         return [self.pages[move.slot] for move in self.written]
 
     def write(self, run: SlotRun) -> None:
-        """Write a run, as much of it as goes."""
+        """Write as many pages of a run as possible."""
         self.written.extend(self.move(run))
 
 
 class GroupWriter:
-    """The thread, which is started with the first call.
+    """The writer thread of a pool; the first call starts it.
 
     Args:
         segments: the pool's files.
-        commits: of the same files.
+        commits: commits to the same files.
     """
 
     def __init__(self, segments: Segments, commits: Commits) -> None:
@@ -85,13 +84,13 @@ class GroupWriter:
         self._queue: list[WriteBatch] = []
 
     def write(self, batch: WriteBatch) -> None:
-        """Write the runs of `load`; returns when all that is written of it is durable, and named.
+        """Write a batch; returns when its written pages and their entries are durable.
 
-        Short ones are written on this thread, so that those of several calls are under way at once; pages
-        are sealed on it, too, while the other thread writes the long ones.
+        The calling thread writes short runs, so that those of several calls are in flight at once. It also
+        seals the pages while the writer thread writes long runs.
 
         Raises:
-            OSError: it may not be. Whatever `seal` raises, and starting the thread, is raised, too.
+            OSError: the pages may not be durable. Errors of `seal` and of starting the thread are raised too.
         """
         runs, batch.runs = batch.runs, []
         for run in runs:
@@ -99,15 +98,15 @@ class GroupWriter:
                 batch.runs.append(run)
             else:
                 batch.write(run)
-        with self._lock:  # which the thread waits for; a call that it could not be told of is not written
+        with self._lock:  # the thread needs it to read the queue; if `submit` fails, the batch is not queued
             self._worker.submit(self._write_queued)
             self._queue.append(batch)
         try:
             batch.pages = batch.seal()
-            by_use = list(batch.pages.values())[::-1]  # the first of a path counts as the last used
+            by_use = list(batch.pages.values())[::-1]  # the first page of a path is the most recently used
             batch.entries = self._commits.entries(batch.stamp, by_use)
             batch.blocks = self._commits.blocks(batch.stamp, batch.entries)
-        except BaseException as error:  # noqa: BLE001 - raised below: its pages are being written
+        except BaseException as error:  # noqa: BLE001 - raised below, after the pages in flight are written
             batch.error = error
         finally:
             batch.sealed.set()
@@ -116,7 +115,7 @@ class GroupWriter:
             raise batch.error
 
     def close(self) -> None:
-        """Nobody may write any more; twice is harmless."""
+        """Stop the thread: no more writes are allowed. Closing twice is harmless."""
         self._worker.close()
 
     def _write_queued(self) -> None:
@@ -130,7 +129,7 @@ class GroupWriter:
             batch.ended.set()
 
     def _next_batches(self) -> list[WriteBatch]:
-        """What is written next: the first in the queue, and as many more as fit."""
+        """Take the first batch of the queue, and the following ones that fit."""
         with self._lock:
             pages = accumulate(sum(len(run.moves) for run in batch.runs) for batch in self._queue)
             count = max(1, sum(total <= self._segments.most_slots for total in pages))
@@ -159,11 +158,11 @@ class GroupWriter:
         )
 
     def _write_together(self, group: Sequence[SlotRun]) -> bool:
-        """Whether runs of several calls were written in one; if not, each of them goes by itself."""
+        """Write runs of several calls in one system call; if False, each run must be written separately."""
         views = [view for run in group for view in run.views]
         try:
             return self._segments.write(group[0].slot, views) == len(views)
-        except Exception:  # noqa: BLE001 - the boundary of the thread: it is told of the run that fails
+        except Exception:  # noqa: BLE001 - the boundary of the thread: writing each run again finds the error
             return False
 
 
