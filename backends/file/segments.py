@@ -24,7 +24,7 @@ _LONG_BYTES = 8 << 20
 _LONG_READS = 2
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
-_MOST_MISSING = 64  # more missing files than this mean that a file with a high number is not ours
+_MOST_MISSING = 64  # with more files missing, the one with the highest number is not ours
 ASK_AGAIN_SECONDS = 30.0
 """How long a pool waits after the disk refused to let it grow, unless space was freed in the meantime."""
 

@@ -230,7 +230,7 @@ def _check_each(
     ]
 
 
-# The calls.
+# The guarded pool.
 
 _IDENTITY = attrgetter("fingerprint", "pool", "shard")
 
