@@ -1,1 +1,1 @@
-"""Storage backends of ours below SGLang's HiCache."""
+"""Storage backends of this package for SGLang's HiCache."""

@@ -1,4 +1,4 @@
-"""SGLang's generic path: pages that come and go as flat tensors, one copy more than in place."""
+"""SGLang's generic path: pages as flat tensors, with one more copy than the in-place path."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from asynchicache.pools.slabs import Slab
 from asynchicache.types import Outcome
 
 SCRATCH_PAGES = 128
-"""Of each direction: what SGLang hands over in one call."""
+"""Pages per direction: the most that SGLang passes in one call."""
 
 _STORED = (Outcome.STORED, Outcome.EXISTS)
 
 
 def scratch_memory(page_bytes: int) -> PageMemory:
-    """Room for a batch of reads, then for a batch of writes."""
+    """Allocate buffers for one batch of reads, followed by one batch of writes."""
     slab = Slab(2 * SCRATCH_PAGES * page_bytes)
     view = slab.memory.cast("B", (2 * SCRATCH_PAGES, page_bytes))
     return PageMemory.of_view(view, owner=slab)
 
 
 class FlatPages:
-    """A pool whose pages are copied from and to tensors; methods block, one call a direction at a time.
+    """Copies pages of a pool to and from tensors. Methods block; each direction runs one call at a time.
 
     Args:
-        bridge: runs the pool's loop.
-        pool: over `scratch_memory`.
+        bridge: runs the pool's event loop.
+        pool: a pool over `scratch_memory`.
     """
 
     def __init__(self, bridge: LoopBridge, pool: PagePool) -> None:
@@ -44,16 +44,16 @@ class FlatPages:
         self._reads, self._writes = threading.Lock(), threading.Lock()
 
     def get(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
-        """Fill `targets[i]` with page `keys[i]`; which of them are.
+        """Fill `targets[i]` with page `keys[i]`; return for each whether it was filled.
 
         Raises:
-            UsageError: a target is no contiguous host tensor of a page's size.
+            UsageError: a target is not a contiguous host tensor of one page.
         """
         with self._reads:
             return self._in_batches(keys, targets, self._get)
 
     def put(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> list[bool]:
-        """Store `values[i]` as page `keys[i]`; which of them are stored.
+        """Store `values[i]` as page `keys[i]`; return for each whether storage has it.
 
         Raises:
             UsageError: as `get`.

@@ -1,4 +1,4 @@
-"""SGLang's host pools as pages of bytes: where each part lies is asked of the pool itself."""
+"""SGLang's host pools as pages of bytes, at addresses that the pool reports."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _FIX = "start SGLang with --hicache-mem-layout page_first_direct and --hicache-i
 
 
 def host_pages(name: str, pool: Any) -> PageMemory:
-    """The pages of a `HostKVCache`.
+    """Return the pages of a `HostKVCache`.
 
-    The pool is asked, by `get_page_buffer_meta`, for the addresses of its first two pages and of its
-    last one; the others lie at the same distances. So every layout that SGLang can address works:
-    page_first, page_first_direct, page_head and layer_first, of whichever kind of pool; but for states,
-    which SGLang keeps in the first two only.
+    `get_page_buffer_meta` gives the addresses of the first two pages and of the last page; the others
+    follow at the same stride. Every layout that SGLang can address therefore works (page_first,
+    page_first_direct, page_head, layer_first) for all kinds of pools. Exception: SGLang keeps states only
+    in the first two layouts.
 
     Args:
         name: of the pool.
-        pool: kept alive as long as the pages are used.
+        pool: kept alive while the pages are used.
 
     Raises:
-        ConfigError: the pool cannot tell where its pages lie, or they lie at uneven distances; says
-            which flag helps.
+        ConfigError: the pool does not report addresses, or its pages are not evenly spaced; names the
+            flag that helps.
     """
     if name == _STATES and pool.layout not in _LAYOUTS_OF_STATES:
         raise ConfigError(f"pool {name!r}: SGLang has no states in layout {pool.layout!r}; {_FIX}")
@@ -48,7 +48,7 @@ def host_pages(name: str, pool: Any) -> PageMemory:
 
 
 def _buffers(name: str, pool: Any, pages: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Addresses and sizes of all parts of `pages`, page by page."""
+    """Return addresses and sizes of all parts of `pages`, page by page."""
     size = pool.page_size
     indices = torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
     try:
@@ -62,14 +62,14 @@ def _buffers(name: str, pool: Any, pages: Sequence[int]) -> tuple[list[int], lis
 
 
 def pool_layout(pool: Any) -> str:
-    """What two processes must agree on to read each other's pages, beside dtype and sizes."""
+    """Return what must be equal, besides dtype and sizes, for two processes to share pages."""
     layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"
     tag = getattr(pool, "storage_format_tag", None) or ""
     return f"{pool.layout}:{pool.page_size}:{layers}:{tag}"
 
 
 def page_numbers(pool: Any, host_indices: torch.Tensor | None, keys: int) -> list[int] | None:
-    """The pages that token indices stand for, None if they are not one page a key."""
+    """Convert token indices to page numbers; None if they are not exactly one page per key."""
     if host_indices is None or host_indices.numel() != keys * pool.page_size:
         return None
     return [index // pool.page_size for index in host_indices[:: pool.page_size].tolist()]

@@ -1,4 +1,4 @@
-"""The JSON after `--hicache-storage-backend-extra-config`, and whose pages a rank's pages are."""
+"""Options from `--hicache-storage-backend-extra-config`, and the identity of a rank's pages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _OF_ONE_PROCESS = frozenset({"file", "memory"})
 
 
 class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True):
-    """Options beside those of `PageStoreConfig`.
+    """Options in addition to those of `PageStoreConfig`.
 
     Attributes:
-        weight_version: names the weights, so that pages of others are never taken for theirs.
-        storage_limits: patience with the backend. Default: 3 s a call, for closing and for clearing, since
-            SGLang gives up on a backend that takes 10 s to detach.
-        salt: keeps this deployment's pages apart from others' in the same storage. Default: empty.
-        max_bytes: bytes of pages under way; more wait. Default: 1 GiB.
-        interface_v1: read by SGLang: 1 lets it hand over pages in place; else it copies each page
-            once more. Default: 0.
-        backend_name, module_path, class_name: read by SGLang: how it finds this backend.
+        weight_version: identifies the weights, so that pages of other weights never match.
+        storage_limits: deadlines of the backend. Default: 3 s per call, for closing and for clearing:
+            SGLang abandons a backend that takes 10 s to detach.
+        salt: separates the pages of deployments that share a storage. Default: empty.
+        max_bytes: most bytes of pages in flight; further calls wait. Default: 1 GiB.
+        interface_v1: read by SGLang: with 1, SGLang passes pages in place; with 0, it makes one more copy
+            of each page. Default: 0.
+        backend_name, module_path, class_name: read by SGLang to find this backend.
     """
 
     weight_version: str
@@ -52,7 +52,7 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True):
     def of(cls, options: Mapping[str, object]) -> Self:
         """
         Raises:
-            ConfigError: the JSON is not what it must be; says what is wrong and shows what would do.
+            ConfigError: invalid options; says what is wrong and shows a minimal example.
         """
         given = dict(options)
         if isinstance(given.get("interface_v1"), bool):
@@ -66,10 +66,10 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True):
             raise ConfigError(f"{_FLAG}: {error}; the least that is needed: {_EXAMPLE}") from error
 
     def for_rank(self, rank: RankIdentity) -> Self:
-        """The same, with a folder of its own for each process where the storage is one process's.
+        """Return the options of one rank: storage that is local to a process gets a folder per rank.
 
         Raises:
-            ConfigError: ranks must share pages that only one of them could see.
+            ConfigError: ranks must share pages, and the storage is local to one process.
         """
         if self.storage not in _OF_ONE_PROCESS:
             return self
@@ -89,17 +89,17 @@ class RankIdentity:
     """One process of a sharded model, from SGLang's `HiCacheStorageConfig`.
 
     Attributes:
-        model: its name.
-        replicated: MLA: every tensor-parallel rank holds the same KV, and one of them writes it.
-        writer: this rank writes replicated pages.
-        tp_size: tensor-parallel ranks.
-        folder: a name for this process's own storage.
+        model: the model's name.
+        replicated: every tensor-parallel rank holds the same KV (MLA), and one rank writes it.
+        writer: whether this rank writes replicated pages.
+        tp_size: number of tensor-parallel ranks.
+        folder: folder name of this process's own storage.
     """
 
     def __init__(self, config: Any) -> None:
         """
         Raises:
-            ConfigError: a way to shard that this backend does not know; names the flag.
+            ConfigError: an unsupported kind of sharding; names the flag.
         """
         if not config.model_name:
             raise ConfigError("SGLang gave no model name; set --served-model-name or --model-path")
@@ -119,10 +119,10 @@ class RankIdentity:
         self.folder = f"dp{config.dp_rank}-tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}"
 
     def shard(self, *, replicated: bool) -> str:
-        """Which part of a page this rank has; empty if it has the whole.
+        """Return the name of the part of a page that this rank holds; empty for a whole page.
 
         Args:
-            replicated: all tensor-parallel ranks hold the same.
+            replicated: all tensor-parallel ranks hold the same content.
         """
         parts = self._others if replicated else {"tp": self._tp} | self._others
         return "-".join(f"{name}{rank}/{size}" for name, (rank, size) in parts.items() if size > 1)

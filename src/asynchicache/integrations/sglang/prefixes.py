@@ -1,4 +1,4 @@
-"""How far a prefix can be restored, pool by pool and for all of them: the answer of `batch_exists_v2`."""
+"""Prefixes that each pool, and all pools together, can restore: the result of `batch_exists_v2`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asynchicache.types import ALL_PAGES, Coverage
 
 
 class PrefixHits(NamedTuple):
-    """What storage has of a chain of pages.
+    """Restorable prefixes of a chain of pages, in pages.
 
     Attributes:
-        longest: the longest prefix, in pages, that every pool can restore.
-        by_pool: how far each pool reaches by itself, at most as far as the first; 0 is left out.
-        lengths: every prefix that all pools can restore, ascending, without 0.
+        longest: the longest prefix that every pool can restore.
+        by_pool: the longest prefix that each pool can restore, bounded by the anchor's; omitted if 0.
+        lengths: all lengths that every pool can restore, ascending, without 0.
     """
 
     longest: int
@@ -26,15 +26,16 @@ class PrefixHits(NamedTuple):
 def prefix_hits(
     anchor: str, present: Sequence[bool], others: Mapping[str, tuple[Coverage, Sequence[bool]]]
 ) -> PrefixHits:
-    """Intersect what pools can restore.
+    """Intersect the prefixes that the pools can restore.
 
-    A pool with trailing pages (a window, a state) can restore 5 pages and not 4: so sets are intersected,
-    never maxima compared, here and by the caller among ranks (sglang issue 39147).
+    A pool of trailing pages (a window, a state) may restore 5 pages but not 4. Sets of lengths must
+    therefore be intersected; the minimum of maxima is wrong. The caller does the same across ranks
+    (sglang issue 39147).
 
     Args:
-        anchor: the pool that every page of a prefix needs.
+        anchor: the pool that must have every page of a prefix.
         present: for each page, whether the anchor has it.
-        others: for each other pool what a prefix needs of it, and which pages it has.
+        others: for each other pool, the pages that a prefix needs and the pages that it has.
     """
     pages = len(present)
     reach = hits.restorable(ALL_PAGES, bytearray(present), pages)

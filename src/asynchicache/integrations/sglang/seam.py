@@ -1,4 +1,4 @@
-"""What SGLang gives its storage backends: the real classes inside SGLang, stand-ins where it is not there."""
+"""SGLang's classes for storage backends, or stand-ins if SGLang is not installed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from asynchicache.errors import ConfigError
 
 SUPPORTED = "0.5.23"
-"""The release whose seam this is; tests hold it against signatures recorded from there."""
+"""The supported release; tests compare the stand-ins with signatures recorded from it."""
 
 
 class StandInStorage:
-    """`HiCacheStorage` without SGLang: what it does for its subclasses, no more."""
+    """`HiCacheStorage` without SGLang: only what subclasses need."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
     def on_host_pools_registered(self) -> None:
-        """Every pool that is there from the start has been registered."""
+        """Called after all initial pools have been registered."""
 
 
 @dataclass(eq=True)
@@ -28,8 +28,8 @@ class StandInTransferResult:
 
     Attributes:
         kv_hit_pages: the longest prefix that every pool can restore.
-        extra_pool_hit_pages: how far each pool reaches, by its name.
-        restorable_prefix_pages: every length that every pool can restore, ascending.
+        extra_pool_hit_pages: the longest prefix that each pool can restore, by pool name.
+        restorable_prefix_pages: all lengths that every pool can restore, ascending.
     """
 
     kv_hit_pages: int
@@ -48,10 +48,10 @@ class StandInMetrics:
 
 
 def load_seam() -> tuple[Any, Any, Any]:
-    """`HiCacheStorage`, `PoolTransferResult` and `StorageMetrics`.
+    """Return `HiCacheStorage`, `PoolTransferResult` and `StorageMetrics`.
 
     Raises:
-        ConfigError: SGLang is there, and has another seam.
+        ConfigError: the installed SGLang has a different interface.
     """
     if find_spec("sglang") is None:
         return StandInStorage, StandInTransferResult, StandInMetrics

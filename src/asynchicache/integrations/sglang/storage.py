@@ -1,7 +1,8 @@
-"""SGLang's HiCache over any backend of ours: `HiCacheStorage`, loaded by `--hicache-storage-backend dynamic`.
+"""SGLang HiCache on any storage backend of this package: a `HiCacheStorage`.
 
-Its calls block, as SGLang's threads expect, while the pages of one call move side by side on a loop of
-ours. What fails is a miss, and never raises into SGLang once the backend is attached.
+SGLang loads it with `--hicache-storage-backend dynamic`. Calls block, as SGLang's threads expect; the
+pages of one call move concurrently on an event loop in another thread. Once the backend is attached, a
+storage failure is a miss and never raises into SGLang.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ logger = logging.getLogger(__name__)
 
 _ANCHOR = "kv"
 _FLAT = "kv_flat"
-_ALWAYS_SHARDED = frozenset({"mamba"})  # its states are split by heads even where KV is replicated (MLA)
+_ALWAYS_SHARDED = frozenset({"mamba"})  # states are split by heads even if KV is replicated (MLA)
 _GOOD = frozenset({Outcome.HIT, Outcome.STORED, Outcome.EXISTS})
 _CLOSE_SECONDS = 5.0
 
 
 class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
-    """One rank's storage. SGLang calls it from several threads.
+    """Storage of one rank. SGLang calls it from several threads.
 
-    Pages handed over in place (`interface_v1`, and every pool but the first of a hybrid model) are read
-    and written where they lie, if they lie aligned. See `docs/howto/sglang.md` for keys and options.
+    With `interface_v1`, and for every pool but the first of a hybrid model, SGLang passes pages in place:
+    aligned pages are read and written without a copy. Keys and options: `docs/howto/sglang.md`.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         """
         Args:
-            storage_config: SGLang's `HiCacheStorageConfig`; its `extra_config` are the options.
-            kwargs: nothing that is needed.
+            storage_config: SGLang's `HiCacheStorageConfig`; its `extra_config` holds the options.
+            kwargs: unused.
 
         Raises:
-            ConfigError: options or ranks that do not fit; names the fix.
+            ConfigError: invalid options or an unsupported sharding; names the fix.
             StorageError: the storage cannot be used.
         """
         self._rank = RankIdentity(storage_config)
@@ -72,10 +73,10 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     # Pools.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of attention pages.
+        """Register the pool of attention pages.
 
         Raises:
-            ConfigError: its layout cannot be moved in place; names the flag that helps.
+            ConfigError: pages of this layout cannot be moved in place; names the flag that helps.
         """
         super().register_mem_pool_host(mem_pool_host)
         if self._options.interface_v1:
@@ -84,7 +85,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._flat_pages()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A further pool of a hybrid model, or the first once more.
+        """Register another pool of a hybrid model, or the first pool again.
 
         Raises:
             ConfigError: as `register_mem_pool_host`.
@@ -97,7 +98,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         known = self._pools.get(name)
         if known is not None and known[0] is host_pool:
             return
-        if known is not None:  # a pool that was made anew
+        if known is not None:  # SGLang rebuilt the pool
             self._bridge.call(self._store.close_pool(name))
         identity = self._identity(name, str(host_pool.dtype), pool_layout(host_pool))
         opening = self._store.open_pool(
@@ -123,7 +124,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         )
 
     def _flat_pages(self, sample: Any = None) -> FlatPages | None:
-        """The pool of the generic path, opened when the first page shows how large pages are."""
+        """Return the pool of the generic path; opened when a page first shows the page size."""
         with self._flat_lock:
             host = getattr(self, "mem_pool_host", None)
             known = host is not None or sample is not None
@@ -146,16 +147,16 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     # In place: `interface_v1`.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the first pages are there, one after another."""
+        """Return the number of consecutive pages from the start that are in storage."""
         there = self._call(self._exists(_ANCHOR, keys), [False] * len(keys))
         return there.index(False) if False in there else len(there)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the pool of attention pages; which of them are there now."""
+        """Read pages into the pool of attention pages; return for each whether it was read."""
         return self._moved(_ANCHOR, keys, host_indices, write=False)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Store pages of the pool of attention pages; which of them are in storage now."""
+        """Store pages of the pool of attention pages; return for each whether storage has it."""
         return self._moved(_ANCHOR, keys, host_indices, write=True)
 
     # Hybrid models: every pool in one call.
@@ -163,10 +164,10 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """Which prefixes of `keys` all pools can restore.
+        """Find the prefixes of `keys` that all pools can restore.
 
         Returns:
-            `PoolTransferResult`, with every such length in `restorable_prefix_pages`.
+            `PoolTransferResult`; `restorable_prefix_pages` holds every such length.
         """
         wanted = {_text(each.name): each for each in pool_transfers or ()}
         coverages = {name: _coverage(each) for name, each in wanted.items()}
@@ -181,11 +182,11 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(found.longest, found.by_pool, found.lengths)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read the pages of several pools; for each pool which of its pages are there now."""
+        """Read pages of several pools; return for each pool which pages were read."""
         return self._moved_all(transfers, write=False)
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store pages of several pools; for each pool which of its pages are in storage now."""
+        """Store pages of several pools; return for each pool which pages storage has."""
         return self._moved_all(transfers, write=True)
 
     async def _exist_all(self, keys: list[str], names: Sequence[str]) -> list[list[bool]]:
@@ -204,7 +205,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         return known[1] if known is not None else None
 
     def _moved_all(self, transfers: Sequence[Any], *, write: bool) -> dict[str, list[bool]]:
-        """One call moves the pages of all pools side by side."""
+        """Move the pages of all pools concurrently, in one call."""
         moves = [self._move(_text(each.name), each.keys, each.host_indices, write) for each in transfers]
         failed = [[False] * len(move.keys) for move in moves]
         moved = self._call(_move_all(moves), failed, sum(move.nbytes for move in moves))
@@ -220,7 +221,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _move(
         self, name: str, keys: list[str] | None, host_indices: torch.Tensor | None, write: bool
     ) -> _Move:
-        """What is to be moved; of no pool if indices and keys do not fit together."""
+        """Build a move; its pool is None if the pool is unknown or indices and keys do not match."""
         keys = keys or []
         known = self._pools.get(name)
         pages = page_numbers(known[0], host_indices, len(keys)) if known is not None else None
@@ -232,11 +233,11 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     # Pages as flat tensors.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Fill `target_location` with a page and return it; None if it is not there."""
+        """Fill `target_location` with a page and return it; None on a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Fill tensors with pages; each that was filled, None for the others."""
+        """Fill tensors with pages; return each filled tensor, and None for each miss."""
         targets = list(target_locations or [])
         flat = self._flat_or_none(targets[0] if targets else None)
         if flat is None or len(targets) != len(keys):
@@ -249,13 +250,13 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         return [target if hit else None for target, hit in zip(targets, there, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page; whether it is in storage now."""
+        """Store a page; return whether storage has it."""
         return self.batch_set([key], [value if value is not None else target_location])
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store pages; whether all of them are in storage now."""
+        """Store pages; return whether storage has all of them."""
         pages = list(values if values is not None else target_locations or [])
         flat = self._flat_or_none(pages[0] if pages else None)
         if flat is None or len(pages) != len(keys):
@@ -267,28 +268,28 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
             return False
 
     def exists(self, key: str) -> bool:
-        """Whether a page that was given as a tensor is there."""
+        """Return whether storage has a page that was stored as a tensor."""
         flat = self._flat_or_none()
         return flat is not None and self._call(flat.pool.exists([key]), [False])[0]
 
     # The rest.
 
     def clear(self) -> bool:
-        """Forget every page of this model, these weights and this rank; False if that failed."""
+        """Remove all pages of this model, these weights and this rank; False if that failed."""
         return self._call(self._store.clear(), -1) >= 0
 
     def get_stats(self) -> Any:
-        """Pages and GB/s of each call since the last one, as SGLang's metrics want them."""
+        """Return pages and GB/s of each call since the last report, as `StorageMetrics`."""
         with self._metrics_lock:
             metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
 
     def statistics(self) -> dict[str, PagePoolStatistics]:
-        """What became of every page so far, by pool."""
+        """Return counts of page outcomes so far, by pool."""
         return self._store.statistics()
 
     def close(self) -> None:
-        """Wait for running calls, with a limit, and close the storage; twice is harmless."""
+        """Wait for running calls, up to a time limit, and close the storage. Idempotent."""
         if not self._bridge.closed:
             try:
                 self._call(self._store.aclose(), None)
@@ -296,7 +297,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
                 self._bridge.close(_CLOSE_SECONDS)
 
     def _call(self, work: Coroutine[Any, Any, T], otherwise: T, nbytes: int = 0) -> T:
-        """What `work` comes to, or `otherwise`: SGLang takes no errors from its cache."""
+        """Return the result of `work`, or `otherwise` if it fails: SGLang does not handle errors here."""
         try:
             return self._bridge.call(work, nbytes=nbytes)
         except (CacheError, CancelledError, TimeoutError) as error:
@@ -313,12 +314,12 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _text(name: Any) -> str:
-    """A `PoolName`, which is a string too, or a plain one."""
+    """Return the text of a `PoolName` (a string enum) or of a plain string."""
     return str(getattr(name, "value", name))
 
 
 def _coverage(transfer: Any) -> Coverage | None:
-    """What a prefix needs of a pool; None for a pool that never holds back the others."""
+    """Return which pages of this pool a prefix needs; None if the pool does not limit the hit."""
     policy = _text(transfer.hit_policy)
     if policy == "all_pages":
         return ALL_PAGES
@@ -331,7 +332,7 @@ def _coverage(transfer: Any) -> Coverage | None:
 
 
 class _Move(NamedTuple):
-    """Pages of one pool, to storage or from it."""
+    """A read or write of pages of one pool."""
 
     pool: PagePool | None
     keys: list[str]
@@ -343,7 +344,7 @@ class _Move(NamedTuple):
         return len(self.pages) * self.pool.memory.page_bytes if self.pool is not None else 0
 
     async def run(self) -> list[bool]:
-        """Which pages have arrived."""
+        """Return for each page whether it was moved."""
         if self.pool is None:
             return [False] * len(self.keys)
         call = self.pool.put if self.write else self.pool.get
