@@ -1,1 +1,1 @@
-"""Storage backends of ours as a secondary tier of vLLM."""
+"""Storage backends of this package as a secondary tier of vLLM."""

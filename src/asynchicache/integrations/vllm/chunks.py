@@ -1,6 +1,6 @@
-"""Chunks of all KV cache groups in storage: one pool a group, over the rows of vLLM's primary tier.
+"""Chunks of all KV cache groups in storage: one pool per group, over the rows of vLLM's primary tier.
 
-Confined to the loop of the tier's bridge.
+Confined to the event loop of the tier's bridge.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _THERE = frozenset({Outcome.STORED, Outcome.EXISTS})
 
 
 class Moved(NamedTuple):
-    """What became of a job's chunks, in the order of its keys.
+    """The result of a load or save.
 
     Attributes:
-        outcomes: one a key.
-        seconds: how long it took.
+        outcomes: one per key, in order.
+        seconds: duration.
     """
 
     outcomes: list[Outcome]
@@ -39,15 +39,15 @@ class Moved(NamedTuple):
 
 
 def group_of(key: bytes) -> int:
-    """The number of a chunk's KV cache group."""
+    """Return the number of a chunk's KV cache group."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class ChunkStore:
-    """See `open`.
+    """Stores and loads chunks; created by `open`.
 
     Attributes:
-        statistics: by pool, as of the last call; may be read from any thread.
+        statistics: by pool, as of the last call; any thread may read it.
     """
 
     def __init__(self, store: PageStore, pools: Mapping[int, PagePool]) -> None:
@@ -62,15 +62,15 @@ class ChunkStore:
     ) -> Self:
         """
         Args:
-            options: the tier's.
+            options: the tier's options.
             config: vLLM's `OffloadingConfig`.
-            rows: `[chunks, bytes]` of the primary tier.
-            known: which bytes of a row belong to a chunk, by group, as far as that is known.
+            rows: the primary tier, `[chunks, bytes]`.
+            known: byte ranges of a row that belong to a chunk, by group; None if unknown.
 
         Raises:
-            ConfigError: there is no such backend, its options do not fit, or bytes of other chunks would be
+            ConfigError: the backend is unknown, its options are invalid, or bytes of other chunks would be
                 stored.
-            StorageError: it cannot be used.
+            StorageError: the storage cannot be used.
         """
         stored = chunk_runs(config, known, whole_rows=options.whole_rows)
         store = await PageStore.open(options)
@@ -87,11 +87,11 @@ class ChunkStore:
         return cls(store, pools)
 
     def nbytes(self, keys: Iterable[bytes]) -> int:
-        """What these chunks have in storage, together."""
+        """Return the total size of these chunks in storage."""
         return sum(self._chunk_bytes.get(group_of(key), 0) for key in keys)
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each chunk is there; what cannot be found out is not."""
+        """Return whether storage has each chunk; False where the lookup failed."""
         return await self._by_group(
             keys, lambda pool, places: pool.exists(_pick(keys, places)), default=False
         )
@@ -103,7 +103,7 @@ class ChunkStore:
         )
 
     async def save(self, keys: Sequence[bytes], rows: Sequence[int]) -> Moved:
-        """Store row `rows[i]` as chunk `i`, unless it is there."""
+        """Store row `rows[i]` as chunk `i`, unless storage has it."""
 
         async def put(pool: PagePool, places: list[int]) -> list[Outcome]:
             there = await pool.exists(_pick(keys, places))
@@ -116,10 +116,10 @@ class ChunkStore:
         return await self._move(keys, put, Outcome.FAILED)
 
     async def aclose(self) -> bool:
-        """Wait for running calls, with a limit, close the storage and let go of the rows; twice is harmless.
+        """Wait for running calls, up to a time limit, close the storage and release the rows. Idempotent.
 
         Returns:
-            False if a call did not end and may still touch the rows.
+            False if a call did not end and may still use the rows.
         """
         store, self._store, self._pools = self._store, None, {}
         if store is None:
@@ -142,9 +142,9 @@ class ChunkStore:
     async def _by_group(
         self, keys: Sequence[bytes], call: Callable[[PagePool, list[int]], Awaitable[list[T]]], *, default: T
     ) -> list[T]:
-        """Ask every group's pool for its part of the keys; `default` where there is none, or it failed.
+        """Call each group's pool with its keys; `default` for a group without a pool and for a failed call.
 
-        All calls have ended when this returns: vLLM's rows are lent to them.
+        Returns only after all calls have ended, because they use vLLM's rows.
         """
         places: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
@@ -167,7 +167,7 @@ class ChunkStore:
 
 
 def _memory(rows: memoryview, runs: Sequence[Run] | None) -> PageMemory:
-    """The bytes of a group's chunks in the rows."""
+    """Return the bytes of a group's chunks in the rows."""
     if runs is None:
         return PageMemory.of_view(rows)
     stride = rows.nbytes // len(rows)
@@ -176,7 +176,7 @@ def _memory(rows: memoryview, runs: Sequence[Run] | None) -> PageMemory:
 
 
 def is_there(outcome: Outcome) -> bool:
-    """Whether a chunk is in storage after a `save` that ended so."""
+    """Return whether storage has a chunk after a `save` with this outcome."""
     return outcome in _THERE
 
 

@@ -1,6 +1,6 @@
-"""What a request may ask of the tier: through `kv_transfer_params`, and through vLLM's `kv_hints` envelope.
+"""Per-request hints for the tier, from `kv_transfer_params` and from vLLM's `kv_hints` envelope.
 
-A hint is advice: one that is unknown or malformed is counted and left out, and never fails a request.
+Hints are advice: an unknown or malformed hint is counted and ignored, and never fails a request.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 PARAMETER = "asynchicache"
-"""The key of our options in a request's `kv_transfer_params`."""
+"""The key of this tier's hints in a request's `kv_transfer_params`."""
 
 GROUP_BYTES = 4
-"""A chunk's key is its block hash and the number of its group, big-endian."""
+"""Size of the group number, big-endian, that follows the block hash in a chunk's key."""
 
 _FLAGS = ("no_store", "no_load")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What one request asked for.
+    """The hints of one request.
 
     Attributes:
-        no_store: its chunks are not stored.
-        no_load: nothing is read for it; every lookup is a miss.
-        prefetch: keys of chunks that will be asked for, by this request or by a later one.
-        ignored: parts that mean nothing to us.
+        no_store: do not store its chunks.
+        no_load: do not read chunks for it; every lookup is a miss.
+        prefetch: keys of chunks that this or a later request will look up.
+        ignored: number of hints that were not understood.
     """
 
     no_store: bool = False
@@ -43,7 +43,7 @@ def read_hints(parameters: Any, envelope: Any, groups: Collection[int]) -> Reque
     Args:
         parameters: the request's `kv_transfer_params`, or None.
         envelope: its `kv_hints`: an object with `actions`, each with `action_type` and `payload`; or None.
-        groups: numbers of the groups that chunks may be of.
+        groups: numbers of the existing KV cache groups.
     """
     asked = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
     found = [_from_options(asked, groups)] if asked is not None else []
@@ -79,7 +79,10 @@ def _from_action(kind: Any, payload: Any, groups: Collection[int]) -> RequestHin
 
 
 def _keys(payload: Any, groups: Collection[int]) -> tuple[bytes, ...]:
-    """Keys of `{"block_hashes": [hex, ...], "groups": [0, ...]}`, all groups by default; none if bad."""
+    """Read keys from `{"block_hashes": [hex, ...], "groups": [0, ...]}`; empty if malformed.
+
+    `groups` defaults to all groups.
+    """
     if not isinstance(payload, Mapping):
         return ()
     hashes, wanted = payload.get("block_hashes"), payload.get("groups", sorted(groups))
@@ -91,7 +94,7 @@ def _keys(payload: Any, groups: Collection[int]) -> tuple[bytes, ...]:
         digests = [bytes.fromhex(text) for text in hashes]
     except (TypeError, ValueError):
         return ()
-    each = sorted(set(wanted))  # a client may have repeated them, as often as hashes
+    each = sorted(set(wanted))  # a client could repeat groups, and multiply the keys of all hashes
     return tuple(
         digest + group.to_bytes(GROUP_BYTES, "big") for digest in digests for group in each if digest
     )

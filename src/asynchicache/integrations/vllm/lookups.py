@@ -1,7 +1,7 @@
-"""Lookups of chunks in storage: answered in batches, one scheduler step later.
+"""Lookups of chunks in storage: sent in batches, answered in a later scheduler step.
 
-The scheduler may not wait, so the first lookup of a chunk answers "not known yet", and all first lookups of a
-step go to storage together. Pure bookkeeping: one thread at a time, no waiting.
+The scheduler must not block, so the first lookup of a chunk returns "not known yet", and all first lookups of
+a step go to storage in one batch. Bookkeeping only: never blocks; one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class _Lookup:
 
     Attributes:
         present: the answer; None until it is known.
-        requests: that asked; the answer is kept while one of them lives.
+        requests: requests that asked; the answer is kept until all of them have ended.
     """
 
     present: bool | None = None
@@ -32,7 +32,7 @@ class Lookups:
         self._new: list[bytes] = []
 
     def ask(self, key: bytes, request: str) -> bool | None:
-        """Return whether storage has the chunk; None while that is not known."""
+        """Return whether storage has the chunk; None until the answer arrives."""
         lookup = self._lookups.get(key)
         if lookup is None:
             lookup = self._lookups[key] = _Lookup()
@@ -47,7 +47,7 @@ class Lookups:
         return [key for key in dict.fromkeys(new) if key in self._lookups]
 
     def answer(self, keys: Iterable[bytes], present: Iterable[bool]) -> None:
-        """Record storage's answers; what `learn` has set since takes precedence."""
+        """Record storage's answers; values already set by `learn` take precedence."""
         for key, there in zip(keys, present, strict=True):
             lookup = self._lookups.get(key)
             if lookup is not None and lookup.present is None:

@@ -1,7 +1,7 @@
-"""What the tier counts, declared and reported the way vLLM asks of tiers: differences, once a step.
+"""The tier's metrics, declared and reported as vLLM requires: differences, once per scheduler step.
 
-Names begin with `vllm:`, because vLLM unregisters those, and no others, before the next engine of a process
-registers its own.
+Names begin with `vllm:` because vLLM unregisters only those before the next engine in the same process
+registers its own metrics.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     BREAKER: OffloadingGaugeMetadata("1 while storage is not asked because it failed lately.", _POOL),
     RUNNING: OffloadingGaugeMetadata("Storage calls that have not ended.", _POOL),
 }
-"""By name; vLLM's registry adds `_total` to counters."""
+"""Metrics by name; vLLM's registry adds `_total` to counters."""
 
 
 class TierCounters:
-    """Keeps what has been reported.
+    """Converts totals to differences since the last report.
 
     Args:
-        storage: the value of that label; it tells two tiers of an engine apart.
+        storage: value of the label `storage`; it distinguishes two tiers of an engine.
     """
 
     def __init__(self, storage: str) -> None:
@@ -64,15 +64,15 @@ class TierCounters:
         self._own: Totals = defaultdict(float)
 
     def shed(self, nbytes: int) -> None:
-        """Chunks were not stored, for want of room."""
+        """Count bytes of chunks that were shed."""
         self._own[SHED, (self._storage,)] += nbytes
 
     def hinted(self, result: str, count: int) -> None:
-        """Hints were `taken` or `ignored`."""
+        """Count hints that were `taken` or `ignored`."""
         self._own[HINTS, (self._storage, result)] += count
 
     def report(self, pools: Mapping[str, PagePoolStatistics]) -> OffloadingConnectorStats:
-        """What has happened since the last report, and how things are now."""
+        """Return counter increases since the last report, and current gauges."""
         totals = dict(self._own)
         stats = OffloadingConnectorStats()
         for name, statistics in pools.items():

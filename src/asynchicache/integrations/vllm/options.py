@@ -1,4 +1,4 @@
-"""The tier's options, and what must be equal for one engine's chunks to be another's."""
+"""The tier's options, and the identity that engines must share to reuse each other's chunks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _REPLICA = "{replica}"
 
 
 class TierOptions(PageStoreConfig, frozen=True, kw_only=True):
-    """What a tier's entry of `secondary_tiers` may hold, besides vLLM's own keys and `PageStoreConfig`'s.
+    """Options of an entry of `secondary_tiers`, besides vLLM's own keys and those of `PageStoreConfig`.
 
     Attributes:
-        weight_version: names the weights, so that chunks of others are never taken for theirs: vLLM's keys
-            do not. Required.
-        salt: keeps this deployment's chunks apart from others' in the same storage. Default: empty.
+        weight_version: identifies the weights, so that chunks of other weights never match: vLLM's keys
+            do not cover the weights. Required.
+        salt: separates the chunks of deployments that share a storage. Default: empty.
         locality: `LOCAL` or `REMOTE`, for vLLM's per-request choice of tiers. Default: None.
-        store_bytes: chunks on their way to storage; more is shed. Default: 1 GiB.
-        enable_kv_events: tell of chunks stored and lost, where vLLM publishes KV events. Default: False.
-        close_seconds: how long shutting down waits for what is under way. Default: 10.
-        whole_rows: store rows of the primary tier whole, bytes of other chunks included. Default: False.
+        store_bytes: most bytes of stores in flight; further stores are shed. Default: 1 GiB.
+        enable_kv_events: report chunks stored and lost, if vLLM publishes KV events. Default: False.
+        close_seconds: how long shutdown waits for calls in flight. Default: 10.
+        whole_rows: store rows of the primary tier whole, including bytes of other chunks. Default: False.
 
-    In texts of `storage_options`, `{replica}` stands for the number of the data-parallel replica: each is a
-    process of its own, and two cannot write to one folder.
+    In strings of `storage_options`, `{replica}` is replaced by the number of the data-parallel replica: each
+    replica is a separate process, and two cannot write to one folder.
     """
 
     weight_version: str
@@ -47,7 +47,7 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True):
 
 
 def for_replica(options: Mapping[str, object], replica: int) -> dict[str, object]:
-    """A tier's options with the number of this data-parallel replica filled in."""
+    """Return a tier's options with `{replica}` replaced by this data-parallel replica's number."""
     found = options.get("storage_options")
     if not isinstance(found, Mapping):
         return dict(options)
@@ -59,23 +59,24 @@ def for_replica(options: Mapping[str, object], replica: int) -> dict[str, object
 
 
 def group_pool(group_id: int) -> str:
-    """The pool that holds the chunks of one KV cache group."""
+    """Return the name of the pool that holds the chunks of one KV cache group."""
     return f"group{group_id}"
 
 
 def group_identity(
     config: Any, group: Any, options: TierOptions, runs: Sequence[Run] | None = None
 ) -> PageIdentity:
-    """Whose chunks these are.
+    """Return the identity of one group's chunks.
 
-    A row of the primary tier holds a chunk of all workers, so it depends on how the model is split,
-    unless vLLM says that it does not; which data-parallel replica wrote it does not matter.
+    A row of the primary tier holds a chunk of all workers. The identity therefore includes how the model is
+    split across them, unless vLLM declares the layout independent of it. The data-parallel replica that wrote
+    the row is not part of the identity.
 
     Args:
         config: vLLM's `OffloadingConfig`.
         group: one of its groups.
-        options: the tier's.
-        runs: which bytes of a row are stored, None for all. Only their sizes matter, not where they lie.
+        options: the tier's options.
+        runs: byte ranges of a row that are stored; None for all. Only sizes enter the identity, not offsets.
     """
     parallel = config.parallel
     split = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)

@@ -1,8 +1,8 @@
 """Which bytes of a row of vLLM's primary tier belong to a chunk.
 
-A row holds one chunk of any KV cache group. Every worker has an area in it, where its tensors lie one
-behind the other; layers of several groups share a tensor, and fill more or less of it. The rest of a row is
-what was there before: bytes of other chunks, perhaps of another tenant.
+A row holds one chunk of any KV cache group. Each worker has an area in the row, where its tensors follow one
+another. Layers of several groups share a tensor, and not all fill it. The remaining bytes of a row are stale:
+they belong to other chunks, perhaps of another tenant, and must not be stored.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ _OR_WHOLE = "or store such bytes, with whole_rows set to true in the tier's opti
 
 
 class Run(NamedTuple):
-    """Bytes of a row."""
+    """A byte range of a row."""
 
     offset: int
     nbytes: int
 
 
 GroupRuns: TypeAlias = dict[int, tuple[Run, ...]]
-"""By number of the group, in the order in which they are stored."""
+"""Runs by group number, in the order in which they are stored."""
 
 
 def worker_runs(caches: Any, groups: Sequence[Any], area: int, blocks_per_chunk: int) -> GroupRuns | None:
-    """Where one worker copies the blocks of a chunk to: vLLM's `create_next_worker_view`, tensor by tensor.
+    """Return where one worker copies the blocks of a chunk, tensor by tensor.
+
+    Follows vLLM's `create_next_worker_view`.
 
     Args:
         caches: vLLM's `CanonicalKVCaches`.
         groups: `OffloadingConfig.groups`, in the same order.
-        area: where the worker's area begins in a row.
-        blocks_per_chunk: of vLLM's cache.
+        area: offset of the worker's area in a row.
+        blocks_per_chunk: the setting of vLLM's cache.
 
     Returns:
-        None if blocks are moved whole, whatever is in them: vLLM packs layers into blocks (DeepSeek-V4) then.
+        None if vLLM packs layers into blocks (DeepSeek-V4) and moves blocks whole, with all their bytes.
     """
     sizes = [tensor.page_size_bytes for tensor in caches.tensors]
     return _group_runs(caches, groups, area, sizes, blocks_per_chunk, lambda ref: int(ref.page_size_bytes))
 
 
 def canonical_runs(caches: Any, groups: Sequence[Any], blocks_per_chunk: int) -> GroupRuns | None:
-    """The same for vLLM's `canonical_layout`, where all workers fill one area; see `worker_runs`."""
+    """As `worker_runs`, for vLLM's `canonical_layout`, where all workers fill one area."""
     refs = [ref for found in caches.group_data_refs for ref in found]
     if any(ref.mapping is None for ref in refs):
         return None
@@ -87,7 +89,7 @@ def _group_runs(
 
 
 def join(workers: Iterable[GroupRuns | None]) -> GroupRuns | None:
-    """What all workers fill, in the order of their ranks; None if one of them does not know."""
+    """Join the runs of all workers, in rank order; None if one of them is None."""
     joined: dict[int, list[Run]] = {}
     for runs in workers:
         if runs is None:
@@ -100,17 +102,17 @@ def join(workers: Iterable[GroupRuns | None]) -> GroupRuns | None:
 def chunk_runs(
     config: Any, known: GroupRuns | None, *, whole_rows: bool
 ) -> Mapping[int, tuple[Run, ...] | None]:
-    """What is stored of each group's chunks; None stands for the whole row.
+    """Return the runs to store for each group; None means the whole row.
 
-    A row is stored whole where nobody else writes to the rest of it: that needs no copy.
+    A row is stored whole if no other group writes to the rest of it; this saves a copy.
 
     Args:
         config: vLLM's `OffloadingConfig`.
-        known: what its workers told.
-        whole_rows: store rows whole, whatever is in them.
+        known: the runs that the workers published.
+        whole_rows: store rows whole, including stale bytes.
 
     Raises:
-        ConfigError: rows hold bytes of other chunks, and nobody knows where; says what helps.
+        ConfigError: rows hold bytes of other chunks at unknown offsets; names the fix.
     """
     whole: dict[int, tuple[Run, ...] | None] = {group.group_id: None for group in config.groups}
     if whole_rows:
@@ -144,7 +146,7 @@ def _check_blocks(config: Any) -> None:
 
 
 def _covered(runs: Iterable[Run]) -> list[tuple[int, int]]:
-    """The runs' bytes as ranges that do not touch."""
+    """Merge runs into disjoint `(start, end)` ranges that are not adjacent."""
     ranges: list[tuple[int, int]] = []
     for start, nbytes in sorted(runs):
         if ranges and start <= ranges[-1][1]:
@@ -155,7 +157,7 @@ def _covered(runs: Iterable[Run]) -> list[tuple[int, int]]:
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """The same bytes in the same order, in as few runs as possible."""
+    """Join consecutive runs that are adjacent; the order of bytes stays the same."""
     few: list[Run] = []
     for run in runs:
         if few and few[-1].offset + few[-1].nbytes == run.offset:
@@ -166,9 +168,9 @@ def merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def tell(engine: str, rank: int, runs: GroupRuns | None) -> None:
-    """For the scheduler of the same engine, which asks once the workers have their caches.
+    """Publish a worker's runs for the scheduler of the same engine, which reads them with `ask`.
 
-    They are processes of one machine; vLLM calls both, and hands nothing from one to the other.
+    Workers and scheduler are processes on one machine, and vLLM passes no such data between them.
 
     Raises:
         OSError: the file cannot be written.
@@ -185,10 +187,10 @@ def tell(engine: str, rank: int, runs: GroupRuns | None) -> None:
 
 
 def ask(engine: str, rank: int) -> GroupRuns | None:
-    """What that worker told; once.
+    """Read the runs that a worker published, and delete them.
 
     Raises:
-        ConfigError: it told nothing, or somebody else did.
+        ConfigError: there are none, or another user wrote them.
     """
     place = _place(engine, rank)
     try:

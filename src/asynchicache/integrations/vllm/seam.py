@@ -1,4 +1,4 @@
-"""vLLM's own classes where it is installed, and their doubles where it is not: the only door to vLLM."""
+"""vLLM's classes, or stand-ins if vLLM is not installed. Only this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asynchicache.integrations.vllm.words import (
 )
 
 SUPPORTED = "0.33"
-"""The minor version whose seam the tier is written for, and tested against."""
+"""The minor version whose interface the tier implements and is tested against."""
 
 if not TYPE_CHECKING:
     try:

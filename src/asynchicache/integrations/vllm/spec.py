@@ -1,4 +1,4 @@
-"""vLLM's tiering, whose workers tell the tier which bytes of a row belong to a chunk."""
+"""vLLM's tiering spec, extended: workers tell the tier which bytes of a row belong to a chunk."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from asynchicache.integrations.vllm.seam import TieringOffloadingSpec
 
 
 class AsynchicacheTieringSpec(TieringOffloadingSpec):
-    """vLLM's own, with one thing more; named in `kv_connector_extra_config`, see docs/howto/vllm.md.
+    """vLLM's spec, plus the row layout. Set in `kv_connector_extra_config`; see docs/howto/vllm.md.
 
-    vLLM makes one in each worker and one in the scheduler, and gives tiers none of what workers know.
+    vLLM creates one spec in each worker and one in the scheduler. Only workers know the layout of rows,
+    and vLLM does not pass it to tiers, so this class does.
     """
 
     _asked = False
     _rows: GroupRuns | None = None
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """vLLM's worker, after the scheduler was told how it lays out rows."""
+        """Publish the worker's row layout for the scheduler, and return vLLM's worker."""
         groups, blocks = self.config.groups, self.config.cache.blocks_per_chunk
         if self.config.canonical_layout:
             runs = rows.canonical_runs(kv_caches, groups, blocks)
@@ -30,15 +31,15 @@ class AsynchicacheTieringSpec(TieringOffloadingSpec):
         return super().get_worker(kv_caches)
 
     def get_manager(self) -> Any:
-        """vLLM's manager."""
-        self.group_runs()  # now, so that nothing is left behind if a tier refuses to start
+        """Return vLLM's manager."""
+        self.group_runs()  # consumes the workers' files, so that none remain if a tier fails to start
         return super().get_manager()
 
     def group_runs(self) -> GroupRuns | None:
-        """For the scheduler's tiers: what all workers fill of a row, by group.
+        """Return the byte ranges of a row that all workers fill, by group; for the scheduler's tiers.
 
         Raises:
-            ConfigError: a worker did not tell.
+            ConfigError: a worker did not publish its layout.
         """
         if not self._asked:
             world = range(self.config.parallel.world_size)

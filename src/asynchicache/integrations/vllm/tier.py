@@ -1,7 +1,7 @@
-"""A secondary tier for vLLM: any of our storage backends behind `TieringOffloadingManager`.
+"""A secondary tier for vLLM's `TieringOffloadingManager`, on any storage backend of this package.
 
-vLLM calls from its scheduler's thread, which may never wait: every call here hands work to a loop in
-another thread, or takes what that has finished (vllm/v1/kv_offload/tiering/base.py in vLLM 0.33).
+vLLM calls from its scheduler thread, which must not block: calls submit work to an event loop in another
+thread, or collect finished work (vllm/v1/kv_offload/tiering/base.py in vLLM 0.33).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from asynchicache.types import Outcome
 logger = logging.getLogger(__name__)
 
 _NO_HINTS = RequestHints()
-_CLOSINGS = 5  # steps of closing a store that each take up to `PoolLimits.closing`
+_CLOSINGS = 5  # steps of closing a store; each takes up to `PoolLimits.closing`
 _LOST = frozenset({Outcome.MISS, Outcome.CORRUPT})
 
 
@@ -49,7 +49,7 @@ class _Kind(Enum):
 
 
 class _JobTag(NamedTuple):
-    """The tag of a job: what it does."""
+    """The tag of a bridge job: the operation, its chunks, and vLLM's job id."""
 
     kind: _Kind
     keys: list[bytes]
@@ -57,10 +57,10 @@ class _JobTag(NamedTuple):
 
 
 class AsynchicacheTier(SecondaryTierManager):
-    """Chunks of KV and states in storage.
+    """KV and state chunks in storage.
 
-    Named in `secondary_tiers` of vLLM's `kv_connector_extra_config`; see docs/howto/vllm.md. Every
-    failure of storage is a miss or a store that did not happen: nothing raises once it is open.
+    Configured in `secondary_tiers` of vLLM's `kv_connector_extra_config`; see docs/howto/vllm.md. Once the
+    tier is open, a storage failure never raises: it is a miss, or a store that fails.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -75,16 +75,16 @@ class AsynchicacheTier(SecondaryTierManager):
     ) -> None:
         """
         Args:
-            offloading_spec: vLLM's; its `config` says of which model and groups the chunks are. An
-                `AsynchicacheTieringSpec` knows which bytes of a row are theirs as well.
+            offloading_spec: vLLM's spec; its `config` describes the model and the KV cache groups. An
+                `AsynchicacheTieringSpec` also gives the byte ranges of a row that each group uses.
             primary_kv_view: rows of the primary tier, `[chunks, bytes]`.
             tier_type: the tier's name in metrics.
-            backpressure_detector: vLLM's, which is told how stores fare; or None.
+            backpressure_detector: vLLM's detector, which receives store results; or None.
             options: see `TierOptions`.
 
         Raises:
-            ConfigError: an option is unknown, missing, or does not fit; names it. Or bytes of other chunks
-                would be stored.
+            ConfigError: an option is unknown, missing or invalid (the message names it), or bytes of other
+                chunks would be stored.
             StorageError: the storage cannot be used.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -99,7 +99,7 @@ class AsynchicacheTier(SecondaryTierManager):
             [] if chosen.enable_kv_events and config.enable_kv_cache_events else None
         )
         self._results: list[JobResult] = []
-        self._news = True  # the bridge has not been asked in this step
+        self._news = True  # the bridge was not polled in this scheduler step
         self._bridge = LoopBridge(name="asynchicache-vllm", max_bytes=chosen.store_bytes)
         try:
             told = getattr(offloading_spec, "group_runs", lambda: None)
@@ -111,7 +111,7 @@ class AsynchicacheTier(SecondaryTierManager):
     # Lookups.
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        """HIT or MISS, or RETRY while storage is being asked: the scheduler comes back in a later step."""
+        """Return HIT, MISS, or RETRY while the lookup is in flight: the scheduler retries in a later step."""
         if self._hints(req_context).no_load:
             return LookupResult.MISS
         if self._news:
@@ -123,7 +123,7 @@ class AsynchicacheTier(SecondaryTierManager):
         return LookupResult.HIT if present else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Put the step's questions to storage, all together."""
+        """Send the step's lookups to storage in one batch."""
         self._take_finished()
         self._news = True
         self._ask_storage()
@@ -136,7 +136,7 @@ class AsynchicacheTier(SecondaryTierManager):
     # Requests.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Read the request's hints; what it wants prefetched is looked up before it asks."""
+        """Read the request's hints, and look up the chunks that it wants prefetched."""
         hints = read_hints(
             req_context.kv_transfer_params, getattr(req_context, "kv_hints", None), self._groups
         )
@@ -165,7 +165,7 @@ class AsynchicacheTier(SecondaryTierManager):
         self._submit(_JobTag(_Kind.LOAD, keys, job_metadata.job_id), self._chunks.load(keys, rows))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Store rows of the primary tier; shed if more than `store_bytes` are under way."""
+        """Store rows of the primary tier; shed if more than `store_bytes` are in flight."""
         keys = list(job_metadata.keys)
         if self._hints(job_metadata.req_context).no_store:
             self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
@@ -175,13 +175,13 @@ class AsynchicacheTier(SecondaryTierManager):
         self._submit(work, self._chunks.save(keys, rows), nbytes=self._chunks.nbytes(keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Loads and stores that have ended since the last call."""
+        """Return results of loads and stores that finished since the last call."""
         self._take_finished()
         results, self._results = self._results, []
         return results
 
     def drain_jobs(self) -> None:
-        """Wait until no call touches the primary tier's rows; deadlines of storage calls bound it."""
+        """Wait until no call uses rows of the primary tier; bounded by the deadlines of storage calls."""
         self._bridge.drain()
 
     def _submit(self, work: _JobTag, coro: Coroutine[Any, Any, Any], *, nbytes: int = 0) -> None:
@@ -196,7 +196,7 @@ class AsynchicacheTier(SecondaryTierManager):
             self._end(job)
 
     def _end(self, job: Job[Any]) -> None:
-        work: _JobTag = job.tag  # type: ignore[assignment]  # as we submitted it
+        work: _JobTag = job.tag  # type: ignore[assignment]  # set by `_submit`
         if job.state is not JobState.DONE:
             if job.state is JobState.SHED:
                 self._counters.shed(job.nbytes)
@@ -211,14 +211,14 @@ class AsynchicacheTier(SecondaryTierManager):
             self._saved(work, job.result())
 
     def _fail(self, work: _JobTag) -> None:
-        """Nothing is known of the chunks, and nothing was moved."""
+        """Record a job that failed as a whole: a lookup or load is a miss, and no chunk was moved."""
         if work.kind is not _Kind.SAVE:
             self._lookups.learn(work.keys, present=False)
         if work.kind is not _Kind.LOOKUP:
             self._results.append(JobResult(work.job_id, success=False))
 
     def _loaded(self, work: _JobTag, moved: Moved) -> None:
-        """vLLM keeps what arrived; the rest must not be found again, or it would be asked for without end."""
+        """Report a load. Chunks that did not arrive become misses, or vLLM would load them again forever."""
         by_key = dict(zip(work.keys, moved.outcomes, strict=True))
         arrived = [key for key, outcome in by_key.items() if outcome is Outcome.HIT]
         lost = [key for key, outcome in by_key.items() if outcome in _LOST]
@@ -253,7 +253,7 @@ class AsynchicacheTier(SecondaryTierManager):
     # Events, metrics, the end.
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Chunks stored, and chunks found lost or damaged, since the last call."""
+        """Return events since the last call: chunks stored, and chunks found missing or corrupt."""
         events, self._events = self._events or [], None if self._events is None else []
         return events
 
@@ -264,28 +264,28 @@ class AsynchicacheTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """The tier's metrics, for vLLM's registry."""
+        """Return the tier's metrics, for vLLM's registry."""
         return dict(DEFINITIONS)
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         return self._counters.report(self._chunks.statistics)
 
     @classmethod
     def config_info_keys(cls, tier_config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Labels of the tier's series of `vllm:kv_offload_config_info`."""
+        """Return the labels of the tier's series of `vllm:kv_offload_config_info`."""
         return ("asynchicache_storage",)
 
     def config_info(self) -> dict[str, str]:
         return {"asynchicache_storage": self._options.storage}
 
     def shutdown(self) -> None:
-        """Wait for what is under way, with a limit, and close the storage; twice is harmless.
+        """Wait for calls in flight, up to a time limit, and close the storage. Idempotent.
 
-        A storage that does not close is told in the log, and left behind.
+        If the storage does not close, this logs a warning and abandons it.
 
         Raises:
-            CacheError: a call did not end, and may still touch the primary tier's rows: vLLM then keeps them.
+            CacheError: a call did not end and may still use rows of the primary tier; vLLM then keeps them.
         """
         if self._bridge.closed:
             return
@@ -299,7 +299,7 @@ class AsynchicacheTier(SecondaryTierManager):
             raise CacheError(f"tier {self.tier_type!r}: a storage call did not end, and may still use rows")
 
     def _close_storage(self, seconds: float) -> bool:
-        """Whether nothing can touch rows any more; never waits longer than `seconds`."""
+        """Close within `seconds`; return whether no storage call can use rows any more."""
         job = self._bridge.submit(self._chunks.aclose(), queued=False)
         try:
             return job.result(seconds)

@@ -1,6 +1,6 @@
-"""vLLM's words for its secondary tiers, as of 0.33, for where vLLM is not: tests, replays, type checkers.
+"""Stand-ins for vLLM 0.33's secondary-tier types, for use without vLLM: tests, replays, type checkers.
 
-Same names, fields and values as in `vllm.v1.kv_offload`; `tests/data/seams` records them from the wheel.
+Names, fields and values are those of `vllm.v1.kv_offload`; `tests/data/seams` records them from the wheel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LookupResult(Enum):
-    """What a tier says of one chunk."""
+    """A tier's answer for one chunk."""
 
     MISS = auto()
     HIT = auto()
@@ -27,21 +27,21 @@ class LookupResult(Enum):
 
 
 class OffloadPolicy(Enum):
-    """Which chunks of a request a tier is offered: new ones, or all."""
+    """Which chunks of a request vLLM offers to a tier: new ones, or all."""
 
     CHUNK_LEVEL = "chunk_level"
     REQUEST_LEVEL = "request_level"
 
 
 class Medium(Enum):
-    """What a tier stores on."""
+    """The medium that a tier stores on."""
 
     CPU = "CPU"
     STORAGE = "STORAGE"
 
 
 class Locality(Enum):
-    """Whether a tier is beside the engine."""
+    """Whether a tier is on the engine's machine."""
 
     LOCAL = "LOCAL"
     REMOTE = "REMOTE"
@@ -56,7 +56,7 @@ class RequestOffloadingContext:
 
 @dataclass(eq=True)
 class ReqContext:
-    """One request, as tiers see it."""
+    """A request, as passed to tiers."""
 
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class ReqContext:
     _state: dict[type, Any] = field(default_factory=dict, repr=False, init=False)
 
     def set_state(self, val: Any) -> None:
-        """Keep a value of the tier's, one of each type."""
+        """Store a value for the tier; one per type."""
         self._state[type(val)] = val
 
     def get_state(self, cls: type[T]) -> T | None:
@@ -72,7 +72,7 @@ class ReqContext:
 
 
 class ScheduleEndContext(NamedTuple):
-    """What a scheduler step began and preempted."""
+    """Requests that a scheduler step started and preempted."""
 
     new_req_ids: Collection[str]
     preempted_req_ids: Collection[str]
@@ -92,7 +92,7 @@ class TransferJob:
 
 @dataclass(eq=True)
 class JobResult:
-    """What became of a job; `successful_keys` of a load that failed in part."""
+    """The result of a job; `successful_keys` is set if a load failed in part."""
 
     job_id: int
     success: bool
@@ -103,7 +103,7 @@ class JobResult:
 
 @dataclass(eq=True)
 class OffloadingEvent:
-    """Chunks that a tier has now, or has no longer."""
+    """Chunks that a tier added or removed."""
 
     keys: list[bytes]
     medium: Medium
@@ -124,12 +124,12 @@ class OffloadingMetricMetadata:
 
 @dataclass(frozen=True)
 class OffloadingCounterMetadata(OffloadingMetricMetadata):
-    """One that only grows."""
+    """A counter."""
 
 
 @dataclass(frozen=True)
 class OffloadingGaugeMetadata(OffloadingMetricMetadata):
-    """One that goes up and down."""
+    """A gauge."""
 
     multiprocess_mode: str = "mostrecent"
 
@@ -159,7 +159,7 @@ class OffloadingConnectorStats:
 
 
 class SecondaryTierManager:
-    """What vLLM's base class does for a tier."""
+    """The part of vLLM's base class that the tier uses."""
 
     medium: ClassVar[Medium | None] = None
 
@@ -179,7 +179,7 @@ class SecondaryTierManager:
 
 
 class TieringOffloadingSpec:
-    """What vLLM makes of its configuration, once in each worker and once in the scheduler."""
+    """vLLM's offloading spec; vLLM creates one in each worker and one in the scheduler."""
 
     replicated_layout: bool = False
     cpu_page_size_per_worker: int = 0
@@ -188,9 +188,9 @@ class TieringOffloadingSpec:
         self.config = config
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """A worker's half: what copies its blocks to rows and back."""
+        """Return the worker side, which copies blocks to rows and back."""
         return None
 
     def get_manager(self) -> Any:
-        """The scheduler's half, with its tiers."""
+        """Return the scheduler side, with its tiers."""
         return None
