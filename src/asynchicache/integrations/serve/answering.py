@@ -1,4 +1,4 @@
-"""One generation as the text of an answer."""
+"""Convert one generation to the text of an answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asynchicache.integrations.transformers.generation import Generation
 
 
 class Answer:
-    """Text that is generated; an async context manager, left when nothing more is wanted of it.
+    """The text of one generation; an async context manager that ends the generation on exit.
 
     Args:
-        generation: the tokens; ended when the block is left.
-        detokenizer: makes text of them.
+        generation: the tokens.
+        detokenizer: converts tokens to text.
         stops: strings that end the answer.
-        stop_ids: tokens that end it, and are no text.
+        stop_ids: tokens that end the answer; not part of the text.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Answer:
         await self._generation.aclose()
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """Text as it comes, one piece a token; a piece may be empty.
+        """Yield text as tokens arrive, one piece per token; a piece may be empty.
 
         Raises:
             CacheError, RuntimeError: the model failed.
@@ -50,22 +50,22 @@ class Answer:
             if token not in self._stop_ids:
                 yield self._stops.push(self._detokenizer.push(token))
             if self._stops.found:
-                await self._generation.aclose()  # published before the answer ends, as without stop strings
+                await self._generation.aclose()  # publishes its pages before the answer ends
                 return
         yield self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended: by itself or a stop string, or because it was as long as it may be."""
+        """`stop` for a stop token or stop string, `length` if the answer reached its limit."""
         return "stop" if self._stops.found or self._generation.finish_reason == "stop" else "length"
 
     @property
     def first_token_seconds(self) -> float:
-        """From the request's tokens to the answer's first, waiting included."""
+        """Seconds from receiving the prompt's tokens to the first output token, including queueing."""
         return self._generation.ttft_s or 0.0
 
     @property
     def usage(self) -> Usage:
-        """What it took so far."""
+        """Token counts so far."""
         generation = self._generation
         return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens)

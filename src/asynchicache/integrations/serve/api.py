@@ -1,4 +1,4 @@
-"""What the server does for its endpoints: tokens of a prompt, a generation, and its answer."""
+"""Answer a request: tokenize the prompt, generate, and send the reply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 60
-_PAST = 0.9  # weight of what was before in the mean time of service
+_PAST = 0.9  # weight of earlier requests in the moving average of service time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class ServedModel:
 
     Attributes:
         name: the model name that requests may give.
-        tokenizer: between text and token ids.
-        vocabulary: ids are below it.
+        tokenizer: converts between text and token ids.
+        vocabulary: number of token ids.
         stop_ids: tokens that end an answer.
-        context: tokens that a prompt and its answer may have together.
-        answer_tokens: how many are generated if a chat does not say.
-        temperature, top_p: of requests that do not say.
+        context: most tokens of a prompt and its answer together.
+        answer_tokens: default limit on the answer of a chat.
+        temperature, top_p: defaults of requests.
     """
 
     name: str
@@ -68,9 +68,10 @@ class RequestCounts:
     """Results of requests since the server started.
 
     Attributes:
-        answered, cancelled: requests that were answered, and that were not because their client left.
-        refused: those that got an error, by HTTP status; 500 and above is the server's fault.
-        prompt_tokens, cached_tokens, completion_tokens: of the answered ones.
+        answered: requests that were answered.
+        cancelled: requests whose client left before the end, or that were cancelled by a shutdown.
+        refused: requests that got an error, by HTTP status; 500 and above is the server's fault.
+        prompt_tokens, cached_tokens, completion_tokens: tokens of answered requests.
     """
 
     answered: int = 0
@@ -97,7 +98,7 @@ class Api:
     """Answers requests with one model.
 
     Args:
-        model: open; stays the caller's.
+        model: an open model; the caller closes it.
         served: the model as clients see it.
 
     Attributes:
@@ -129,13 +130,13 @@ class Api:
         """Answer a request on its connection.
 
         Args:
-            request: what is asked.
-            reply_type: the form of the answer.
-            send: the connection.
+            request: the decoded request.
+            reply_type: shape of the reply.
+            send: the ASGI connection.
             traceparent: the W3C header of the client's span.
 
         Raises:
-            ApiError: it is refused; nothing was sent yet.
+            ApiError: the request is refused; no part of a response was sent.
         """
         with self._working():
             self._check(request)
@@ -170,7 +171,7 @@ class Api:
             raise unknown_model(request.model, self.served.name)
 
     async def _tokens(self, request: GenerationRequest) -> list[int]:
-        """Token ids of the prompt."""
+        """Return the token ids of the prompt."""
         tokenizer = self.served.tokenizer
         if isinstance(request, ChatRequest):
             return await self._in_thread(lambda: tokenizer.encode_chat(request.conversation()))
@@ -182,7 +183,7 @@ class Api:
         return await self._in_thread(partial(tokenizer.encode, prompt))
 
     def _begin(self, request: GenerationRequest, tokens: list[int], traceparent: str | None) -> Answer:
-        """Start to generate, or to wait for room."""
+        """Start the generation, or queue it."""
         served = self.served
         stop_ids = frozenset[int]() if request.ignore_eos else served.stop_ids
         try:
@@ -199,7 +200,7 @@ class Api:
         return Answer(generation, served.tokenizer.detokenizer(tokens), request.stops, stop_ids)
 
     def _new_tokens(self, request: GenerationRequest, prompt: int) -> int:
-        """How many tokens may be generated behind a prompt."""
+        """Return the most tokens to generate after a prompt of `prompt` tokens."""
         room = self.served.context - prompt
         wanted = request.limit or min(self.served.answer_tokens, max(room, 1))
         if wanted > room:
@@ -213,14 +214,14 @@ class Api:
     def _sampling(self, request: GenerationRequest) -> Sampling:
         temperature = self.served.temperature if request.temperature is None else request.temperature
         top_p = self.served.top_p if request.top_p is None else request.top_p
-        seed = None if request.seed is None else request.seed % 2**64  # OpenAI's may be negative
+        seed = None if request.seed is None else request.seed % 2**64  # OpenAI allows negative seeds
         return Sampling(temperature=temperature, top_p=top_p, top_k=max(request.top_k or 0, 0), seed=seed)
 
     def _reply(self, request: GenerationRequest, reply_type: type[Reply]) -> Reply:
         return reply_type(uuid.uuid4().hex, int(time.time()), self.served.name, request.usage_wanted)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Long texts take long: the loop goes on."""
+        """Run `call` in a thread: tokenizing a long text would block the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, call)
 
     @contextmanager
@@ -230,7 +231,7 @@ class Api:
         self._idle.clear()
         try:
             yield
-        except asyncio.CancelledError:  # its client left, or the server stops
+        except asyncio.CancelledError:  # the client left, or the server is stopping
             self.counts.cancelled += 1
             raise
         else:
@@ -241,12 +242,12 @@ class Api:
                 self._idle.set()
 
     def _retry_after(self) -> int:
-        """Seconds until one of those that are here now has been served, as things go."""
+        """Estimate the seconds until a current request ends: the average service time."""
         return min(math.ceil(self._seconds), _LONGEST_WAIT)
 
 
 def unknown_model(name: str | None, known: str) -> ApiError:
-    """A model that is not served here."""
+    """Return the error for a model that this server does not serve."""
     message = f"model {name!r} is not served here: this server has {known!r} (GET /v1/models)"
     return ApiError(message, status=404, param="model", code="model_not_found")
 
@@ -260,10 +261,10 @@ async def _send_whole(answer: Answer, reply: Reply, send: Send) -> None:
 
 
 async def _stream(answer: Answer, reply: Reply, send: Send) -> ApiError | None:
-    """Server-sent events; the status is sent with the first token, when little can go wrong any more.
+    """Send server-sent events. The status goes out with the first token, so earlier failures can set it.
 
     Returns:
-        what went wrong after that; the client was told of it.
+        the error of a failure after that, which was sent as an event; None on success.
     """
     async with aclosing(answer.pieces()) as pieces:
         first = await anext(pieces)

@@ -1,4 +1,4 @@
-"""Requests as clients send them: decoded, checked, and refused by name where they cannot be meant here.
+"""Decode and check requests. An unsupported field is refused with an error that names it.
 
 The shapes are those of OpenAI's completions and chat completions; `cache_salt`, `ignore_eos` and `top_k`
 are vLLM's extensions.
@@ -18,7 +18,7 @@ from asynchicache.integrations.serve.problems import ApiError
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
 MOST_STOPS = 16
-_COMPLETION_TOKENS = 16  # OpenAI's default of the older endpoint
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "send as many requests instead: they share the cached prompt"),
@@ -45,7 +45,7 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "reasoning_effort": ((), "leave it out"),
     "web_search_options": ((), "leave it out"),
 }
-"""Fields that would change the answer, with the values that do not, and what to do instead."""
+"""Unsupported fields that would change the answer: the accepted neutral values, and the alternative."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -58,35 +58,35 @@ _WITHOUT_EFFECT = frozenset(
         "prompt_cache_retention",
     }
 )
-"""Fields that change nothing about an answer; clients may send them."""
+"""Fields that do not change the answer; accepted and ignored."""
 
 _MOST_LISTS = 1 << 16
-"""Lists and objects of a body; a message is one, and one for each of its parts."""
+"""Most lists and objects in a body; a message is one object, plus one for each of its parts."""
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a streamed answer.
+    """Options of a streamed answer.
 
     Attributes:
-        include_usage: whether a last chunk tells what was used.
+        include_usage: end the stream with a chunk of token counts.
     """
 
     include_usage: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What both endpoints take. A field that is null is one that was left out.
+    """Fields of both endpoints. Null is the same as an omitted field.
 
     Attributes:
-        model: whose answer is wanted; this server's if left out.
-        temperature: 0 takes the likeliest token, 1 samples as the model says.
-        top_p: share of the probability that tokens are drawn from.
-        top_k: draw among so many of the likeliest tokens; 0 or -1: among all.
-        seed: of the sampling; the same request gets the same answer.
-        stop: strings that end the answer, and are not part of it.
-        ignore_eos: generate up to the limit, whatever the model says.
+        model: name of the model. Default: this server's.
+        temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
+        top_p: sample from the likeliest tokens that have this share of the probability.
+        top_k: sample from the `top_k` likeliest tokens; 0 or -1: from all.
+        seed: seed of the sampling; equal requests with a seed get equal answers.
+        stop: strings that end the answer and are not part of it.
+        ignore_eos: generate up to the limit, even past end-of-text tokens.
         cache_salt: requests with different salts share nothing in the cache.
     """
 
@@ -107,12 +107,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with what was used."""
+        """Whether a stream ends with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def limit(self) -> int | None:
-        """Tokens to generate at most, or None for as many as the server gives."""
+        """Most tokens to generate; None for the server's default."""
         return None
 
 
@@ -127,10 +127,10 @@ class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=Tr
         return self.max_tokens or _COMPLETION_TOKENS
 
     def one_prompt(self) -> str | list[int]:
-        """The prompt, as text or as token ids.
+        """Return the prompt, as text or as token ids.
 
         Raises:
-            ApiError: there is none, or there are several.
+            ApiError: the prompt is empty, or there are several.
         """
         prompt: str | Sequence[int | str | list[int]] = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -149,7 +149,7 @@ class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=Tr
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A piece of a message."""
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
@@ -159,9 +159,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a conversation.
 
     Attributes:
-        name: of the speaker; handed to nobody.
-        refusal, annotations, audio, tool_calls, function_call: what answers of this server are given
-            back with; anything but null or empty is refused.
+        name: name of the speaker; ignored.
+        refusal, annotations, audio, tool_calls, function_call: fields that clients copy from earlier
+            answers; `audio`, `tool_calls` and `function_call` must be null or empty.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -174,13 +174,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function_call: object = None
 
     def text(self, number: int) -> str:
-        """What was said.
+        """Return the text of the message.
 
         Args:
-            number: of the message, for errors.
+            number: index of the message, for errors.
 
         Raises:
-            ApiError: it is not text, or a tool was called.
+            ApiError: the content is not text, or contains a tool call.
         """
         place = f"messages[{number}]"
         if self.tool_calls or self.function_call or self.audio:
@@ -208,7 +208,7 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
         return self.max_completion_tokens or self.max_tokens
 
     def conversation(self) -> list[dict[str, str]]:
-        """The messages as chat templates take them.
+        """Return the messages in the form that chat templates take.
 
         Raises:
             ApiError: a message is not text.
@@ -220,16 +220,16 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> RequestT:
-    """A request of a kind.
+    """Decode and check the body of a request.
 
     Args:
         body: JSON.
-        kind: of the request.
-        context: tokens that it may have.
+        kind: type of the request.
+        context: most tokens of prompt and answer together.
 
     Raises:
-        ApiError: it is no JSON, has fields that are unknown, of a wrong type, or out of range, or more values
-            than a request needs.
+        ApiError: the body is not JSON, a field is unknown, of a wrong type or out of range, or the body has
+            more values than a request needs.
     """
     _check_size(body, context)
     try:
@@ -244,7 +244,7 @@ def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> Reques
 
 
 def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -> dict[str, object]:
-    """The values that `kind` takes; refuses those that would change the answer and cannot."""
+    """Return the values of fields that `kind` has; refuse unsupported fields that are not neutral."""
     wanted: dict[str, object] = {}
     for name, raw in fields.items():
         if name in _WITHOUT_EFFECT:
@@ -260,13 +260,13 @@ def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -
 
 
 def _check_size(body: bytes, context: int) -> None:
-    """Refuse what has too many values before it is decoded: the loop would stand still for seconds.
+    """Refuse a body with too many values before decoding: decoding it would block the loop for seconds.
 
-    A text is one value, whatever is in it.
+    A string counts as one value, regardless of its content.
     """
     most = context + _MOST_LISTS
-    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a text
-    fits = bare.count(b'"') <= 4 * most  # a value has two texts at most: its key and itself
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a string
+    fits = bare.count(b'"') <= 4 * most  # at most two strings per value: its key and the value
     if fits:
         bare = b"".join(bare.split(b'"')[::2])
         lists = bare.count(b"[") + bare.count(b"{")
@@ -287,7 +287,7 @@ def _check_neutral(name: str, value: object) -> None:
 
 
 def _same(value: object, other: object) -> bool:
-    """Equal, as JSON sees it: false is not 0."""
+    """Compare as JSON values: false is not 0."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -302,10 +302,10 @@ def _unfit(error: Exception) -> ApiError:
 
 
 def token_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
-    """Token ids of a prompt.
+    """Check the token ids of a prompt.
 
     Raises:
-        ApiError: one is not of the model's vocabulary.
+        ApiError: an id is outside the model's vocabulary.
     """
     for token in ids:
         if not 0 <= token < vocabulary:

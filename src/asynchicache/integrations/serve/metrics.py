@@ -1,4 +1,4 @@
-"""`/metrics`: what the cache counts, and what the server does, for Prometheus."""
+"""`/metrics`: metrics of the cache and of the server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "asynchicache_serve_"
 
 
 class ServerCollector(Collector):
-    """What became of requests; the names are in `docs/howto/serve.md`."""
+    """Metrics of requests; listed in `docs/howto/serve.md`."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -59,7 +59,7 @@ class ServerCollector(Collector):
 
 
 class Metrics:
-    """Everything that a scrape shows."""
+    """All metrics of a scrape."""
 
     def __init__(self, api: Api) -> None:
         self._registry = CollectorRegistry()
@@ -67,5 +67,5 @@ class Metrics:
         self._registry.register(ServerCollector(api))
 
     def text(self) -> bytes:
-        """In the text format; called on the loop, where it costs what the statistics cost."""
+        """Return the metrics in Prometheus' text format. Call on the loop; costs as much as `statistics`."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What a client is told when its request is not answered, in the shape of OpenAI's errors."""
+"""Error responses, in the shape of OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from starlette.responses import Response
 from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError, UsageError
 
 CLIENT_LEFT = 499
-"""nginx's status of a client that has closed its connection; nobody receives it."""
+"""nginx's status for a client that closed its connection; for metrics only, never received."""
 
 
 class ApiError(UsageError):
-    """Raised when a request is not answered: says why, and what to change.
+    """Raised when a request is refused or fails; says why, and what to change.
 
     Args:
-        message: for people; names the value and the rule.
-        status: of HTTP.
-        param: the field that is at fault, as a path: `messages[0].role`.
-        code: for programs, such as `context_length_exceeded`.
-        retry_after: seconds after which trying again may help.
+        message: text for people; names the value and the rule.
+        status: HTTP status.
+        param: path of the invalid field, such as `messages[0].role`.
+        code: machine-readable code, such as `context_length_exceeded`.
+        retry_after: seconds after which a retry may succeed.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class ApiError(UsageError):
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:
-    """Too many requests wait already."""
+    """Return the error for a full queue or a lack of memory."""
     return ApiError(message, status=429, code="rate_limit_exceeded", retry_after=retry_after)
 
 
 def crowded(most: int) -> ApiError:
-    """Too many clients are connected."""
+    """Return the error for too many connections."""
     message = f"more than {most:,} clients are connected: try again later, or raise --max-connections"
     return ApiError(message, status=503, code="too_many_connections", retry_after=1)
 
 
 def stopping() -> ApiError:
-    """The server is being shut down."""
+    """Return the error for a server that is shutting down."""
     return ApiError("the server is shutting down; try another", status=503, code="stopping", retry_after=1)
 
 
 def broken() -> ApiError:
-    """A fault of this server; the log says which."""
+    """Return the error for an internal failure; details are only in the log."""
     return ApiError("the server failed; its log says why", status=500, code="internal_error")
 
 
 def refusal(error: Exception) -> ApiError:
-    """The answer to an error of the library, or of the model."""
+    """Convert an error of the library or of the model to an `ApiError`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CapacityError):

@@ -1,4 +1,4 @@
-"""How many clients may be connected, and how long they may be silent before they say what they want."""
+"""Limits on the number of connections, and on how long a connection may take to send its request."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 CROWDED = "crowded"
-"""Key of a request's state: the most connections, where its own is one too many."""
+"""Key of a request's state, set on connections over the limit; its value is the limit."""
 
 _OWED_SECONDS = 10.0
 _SPARE = 64
 
 
 class Connection(H11Protocol):
-    """A connection, of which there are so many.
+    """A connection, subject to a limit on their number and to a deadline.
 
-    uvicorn's `limit_concurrency` refuses the requests of all connections while one is too many, and leaves
-    those open that never send a request. Here it is the number of connections that are served. One more is
-    marked as `CROWDED` and closed after its first answer, so that it can be told so, and a probe be answered;
-    `_SPARE` more are closed at once. Any that owes the head of a request, or the rest of a body that was
-    answered before it had come, for too long is closed.
+    uvicorn's `limit_concurrency` refuses requests of all connections while there is one too many, and keeps
+    connections open that never send a request. Here `limit_concurrency` is the number of connections that
+    are served. Up to `_SPARE` more are marked `CROWDED` and closed after their first response, so that
+    clients get an error and health probes an answer. Connections beyond that are closed at once.
+
+    A connection is closed if it takes too long to send the head of a request, or the rest of a body that was
+    answered before it had arrived.
 
     Attributes:
-        deadline: while one of these is owed: from the beginning, and since a part has come.
+        deadline: timer of the head or rest that is due; receiving a part of it does not restart the timer.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -59,7 +61,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _set_deadline(self) -> None:
-        """A byte now and then is no reason to wait for longer."""
+        """Start the deadline unless it runs: a slow trickle of bytes must not extend it."""
         if self.deadline is None and not self.transport.is_closing():
             self.deadline = self.loop.call_later(_OWED_SECONDS, self.transport.close)
 
@@ -70,7 +72,7 @@ class Connection(H11Protocol):
 
 
 def _closing(app: ASGIApp) -> ASGIApp:
-    """An application whose answers are the last of their connections."""
+    """Wrap an application: each response closes its connection."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_last(message: Message) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Lets text through until a stop string begins; holds back what may be the beginning of one.
+    """Passes text through up to the first stop string; holds back text that may begin one.
 
     Args:
-        stops: none of them empty.
+        stops: non-empty stop strings.
 
     Attributes:
-        found: whether one came; nothing is let through any more.
+        found: whether a stop string was found; no more text passes then.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """What may be shown, now that `text` has come."""
+        """Add `text`, and return the text that can be shown."""
         if self.found:
             return ""
         self._held += text
@@ -32,12 +32,12 @@ class StopStrings:
         return shown
 
     def finish(self) -> str:
-        """What was held back, if no stop string came of it."""
+        """Return the text held back, unless a stop string was found."""
         rest, self._held = self._held, ""
         return "" if self.found else rest
 
     def _unsure(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Return the number of characters at the end that may begin a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
         ends = (count for count in range(longest, 0, -1) if self._may_begin(self._held[-count:]))
         return next(ends, 0)

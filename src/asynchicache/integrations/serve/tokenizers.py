@@ -1,4 +1,4 @@
-"""Text to token ids and back, a token at a time: a checkpoint's tokenizer, or bytes where there is none."""
+"""Tokenizers with incremental decoding: a checkpoint's own, or one token per byte."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Messages, each with `role` and `content`."""
 
 _REPLACEMENT = "\ufffd"
-_CONTEXT = 5  # tokens of the prompt that are decoded with the first ones: they decide on a leading space
-_LONGEST = 8  # tokens of a character; what is no text after so many stays none
+_CONTEXT = 5  # prompt tokens decoded with the first answer tokens: they decide on a leading space
+_LONGEST = 8  # most tokens of one character; a longer sequence without text never becomes text
 
 
 class Detokenizer(Protocol):
-    """The text of one answer, as its tokens come."""
+    """Decodes the tokens of one answer as they arrive."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty within a character."""
+        """Return the text that `token` completes; empty within a character."""
         ...
 
     def finish(self) -> str:
-        """What is left when the answer ends."""
+        """Return the remaining text when the answer ends."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What the server asks of a tokenizer. Called from one thread at a time."""
+    """The tokenizer interface of the server. Called from one thread at a time."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        """A conversation, and the beginning of the assistant's next turn.
+        """Encode a conversation and the beginning of the assistant's next turn.
 
         Raises:
-            ApiError: the template refuses it, or there is none.
+            ApiError: the template refuses the conversation, or there is no template.
         """
         ...
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        """For an answer to `prompt`."""
+        """Return a detokenizer for an answer to `prompt`."""
         ...
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8, for models without a tokenizer.
+    """One token per byte of UTF-8, for models without a tokenizer.
 
-    Every sequence of tokens has a text of its own, and that text has these tokens: a conversation that
-    clients send back is the one that the model has seen, even if random weights wrote it. Bytes that are
-    no UTF-8, and tokens above 255, become characters of a private plane, U+F0000 and the token's id.
+    Decoding and encoding round-trip: a conversation that a client sends back has the tokens that the model
+    saw, even if random weights generated them. Bytes that are not valid UTF-8, and tokens above 255, become
+    private-use characters: U+F0000 plus the token's id.
 
     Args:
-        vocabulary: token ids of the model, 256 to `MOST`.
+        vocabulary: number of token ids of the model, 256 to `MOST`.
     """
 
     _ESCAPES = 0xF0000
@@ -87,7 +87,7 @@ class _ByteDetokenizer:
     def __init__(self, escapes: int, escaped: re.Pattern[str]) -> None:
         self._escapes = escapes
         self._escaped = escaped
-        self._pending = bytearray()  # the beginning of one character
+        self._pending = bytearray()  # bytes of an incomplete character
 
     def push(self, token: int) -> str:
         if token > 0xFF:
@@ -111,7 +111,7 @@ class _ByteDetokenizer:
 
     def _decoded(self) -> str:
         text = self._pending.decode()
-        # A character of the private plane that was spelt out: its bytes must not come back as one token.
+        # The model wrote a private-use character byte by byte: encoding must not turn it into one token.
         text = self._escape(self._pending) if self._escaped.search(text) else text
         self._pending.clear()
         return text
@@ -121,11 +121,11 @@ class _ByteDetokenizer:
 
 
 class CheckpointTokenizer:
-    """The tokenizer that lies beside a checkpoint's weights.
+    """A checkpoint's tokenizer.
 
     Args:
         tokenizer: a transformers `PreTrainedTokenizerBase`.
-        template: a Jinja chat template to use instead of its own.
+        template: a Jinja chat template that replaces the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -157,13 +157,13 @@ class CheckpointTokenizer:
 
 
 class _SlidingDetokenizer:
-    """Decodes the last tokens with and without the new one: the difference is what the new one adds.
+    """Decodes the last tokens with and without the new one; the difference is the new text.
 
-    Tokenizers join tokens in ways that depend on their neighbours, so a token has no text of its own. After
-    `decode_token` of Hugging Face's text-generation-inference.
+    A token's text depends on its neighbours, so tokens cannot be decoded one by one. Follows `decode_token`
+    of Hugging Face's text-generation-inference.
 
-    Not `tokenizers.decoders.DecodeStream`: it never shows bytes that are not valid UTF-8, decodes all of
-    them again with every token, and drops what is left at the end of an answer.
+    `tokenizers.decoders.DecodeStream` is unsuitable: it never emits bytes that are not valid UTF-8, decodes
+    all pending bytes again with every token, and drops the rest at the end of an answer.
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
@@ -175,7 +175,7 @@ class _SlidingDetokenizer:
         self._tokens.append(token)
         text = self._unread()
         unread = len(self._tokens) - self._read
-        if not text and unread >= _LONGEST:  # such as ends of text, without end
+        if not text and unread >= _LONGEST:  # such as a long run of end-of-text tokens
             del self._tokens[self._read :]
         if not text or (text.endswith(_REPLACEMENT) and unread < _LONGEST):
             return ""
