@@ -1,1 +1,1 @@
-"""What becomes of pages, told over ZeroMQ in the form of the engines' KV events, and followed."""
+"""Publish and follow page events over ZeroMQ, in the format of the engines' KV events."""

@@ -1,4 +1,4 @@
-"""How KV events are published: one JSON object, with the names that the engines use."""
+"""Configuration of the KV event publisher: one JSON object, with the engines' option names."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from asynchicache.options import Natural, Options, Positive
 
 
 class KvEventsConfig(Options, frozen=True, kw_only=True):
-    """Where and how events are published.
+    """Options of the publisher.
 
     Attributes:
-        endpoint: of the PUB socket. It is bound if it has a `*`, a `::`, or is `ipc://` or `inproc://`, and
-            connected to otherwise. A port is raised by `data_parallel_rank`. Default: `tcp://*:5557`.
-        replay_endpoint: of the ROUTER socket for replays and snapshots, always bound; None for none.
-        topic: in front of every message. Default: empty.
-        buffer_steps: batches that can be replayed. Default: 10,000.
-        buffer_bytes: their bytes at most. Default: 64 MiB.
-        hwm: messages that wait for a slow subscriber before it loses some. Default: 100,000.
-        max_queue_size: events that wait to be published; beyond it the stream begins anew with a
-            snapshot. Default: 100,000.
-        data_parallel_rank: in every batch. Default: 0.
-        hashes: `int64`, the first eight bytes of a digest as SGLang has them, which both engines' decoders
-            take; or `bytes`, the whole of it, which vLLM's does. Default: `int64`.
+        endpoint: address of the PUB socket. The socket binds if the address contains `*` or `::` or starts
+            with `ipc://` or `inproc://`, and connects otherwise. `data_parallel_rank` is added to the port.
+            Default: `tcp://*:5557`.
+        replay_endpoint: address of the ROUTER socket for replays and snapshots; always bound. Default: None,
+            no such socket.
+        topic: topic of all messages. Default: empty.
+        buffer_steps: most batches kept for replay. Default: 10,000.
+        buffer_bytes: most bytes of those batches. Default: 64 MiB.
+        hwm: most messages queued for a slow subscriber; further ones are dropped. Default: 100,000.
+        max_queue_size: most events queued for publication; beyond it the stream restarts with a snapshot.
+            Default: 100,000.
+        data_parallel_rank: rank in every batch. Default: 0.
+        hashes: `int64`, the first eight bytes of a digest as in SGLang, which both engines' decoders accept;
+            or `bytes`, the whole digest, which vLLM's accepts. Default: `int64`.
         media: names of the tiers: `vllm` (GPU, CPU, STORAGE) or `sglang` (GPU, CPU_PINNED, DISK).
             Default: `vllm`.
-        pools: which are published; None for all.
+        pools: pools to publish. Default: None, all.
     """
 
     subject: ClassVar[str] = "KV events: "
@@ -47,11 +49,12 @@ class KvEventsConfig(Options, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str) -> KvEventsConfig:
-        """Options as the engines take them in `--kv-events-config`, their `publisher` and
-        `enable_kv_cache_events` included, which can only say that there is one.
+        """Read options in the format of the engines' `--kv-events-config`.
+
+        The engines' `publisher` and `enable_kv_cache_events` are accepted if they enable a ZeroMQ publisher.
 
         Raises:
-            ConfigError: no JSON object, an unknown option, or a value that does not fit; names it.
+            ConfigError: not a JSON object, an unknown option, or an invalid value; names it.
         """
         try:
             options: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
@@ -63,10 +66,10 @@ class KvEventsConfig(Options, frozen=True, kw_only=True):
 
 
 def at_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of one data-parallel rank: ports are raised by it, as both engines do.
+    """Return the endpoint of one data-parallel rank: the rank is added to the port, as in both engines.
 
     Raises:
-        ConfigError: a tcp endpoint without a port that is a number, or `*` for any.
+        ConfigError: a tcp endpoint whose port is neither a number nor `*`.
     """
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{rank}" if rank else endpoint

@@ -1,7 +1,8 @@
-"""Reads KV events of vLLM, SGLang and asynchicache, old forms and new, and refuses anything else in words.
+"""Decode KV events of vLLM, SGLang and asynchicache, in old and new formats; other input is an error.
 
-Events are tagged maps (vLLM since #42892, SGLang 0.5.23) or arrays with the tag first (before); a batch is an
-array, or a map in some releases of vLLM. Fields and kinds of events that are not known are let pass.
+Events are tagged maps (vLLM since #42892, SGLang 0.5.23) or, before that, arrays that begin with the tag. A
+batch is an array, or a map in some releases of vLLM. Unknown fields are ignored, and unknown kinds of events
+are passed on.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from asynchicache.integrations.kv_events.wire import (
 )
 
 MAX_PAYLOAD_BYTES = 64 << 20
-"""What a payload may have; a batch of a thousand events of a thousand tokens has 5 MiB."""
+"""Most bytes of a payload; a batch of a thousand events of a thousand tokens has 5 MiB."""
 
 _MAX_HASH_BYTES = 64
 
-# Where fields stood in the arrays that engines sent before they sent maps. SGLang had six and, for salted
-# requests, a map behind them, which is let pass like any field of another type than is expected.
+# Order of fields in the engines' old arrays. SGLang had six fields and, for salted requests, a map after
+# them, which is ignored like any field of an unexpected type.
 _STORED_FIELDS = BlockStored.__struct_fields__[: BlockStored.__struct_fields__.index("locality")]
 _REMOVED_FIELDS = BlockRemoved.__struct_fields__[: BlockRemoved.__struct_fields__.index("locality")]
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank", "epoch")
@@ -55,10 +56,10 @@ T = TypeVar("T")
 
 
 def decode(payload: bytes) -> EventBatch:
-    """What a publisher sent.
+    """Decode the payload of one message.
 
     Raises:
-        WireFormatError: it is too long, no msgpack, or no batch of events; says which field is wrong.
+        WireFormatError: the payload is too long, not msgpack, or not a batch of events; names the field.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise WireFormatError(f"a payload of {len(payload)} bytes; {MAX_PAYLOAD_BYTES} are the most")
@@ -134,7 +135,7 @@ _READERS: Mapping[str, Callable[[object], AnyEvent]] = {
 
 
 def _named(found: object, names: Sequence[str], what: str) -> Mapping[str, Any]:
-    """The fields of a map, or of an array in this order; what is behind them is not known."""
+    """Return the fields of a map, or of an array in the order of `names`; further elements are dropped."""
     if isinstance(found, dict):
         return found
     if isinstance(found, list):
@@ -173,7 +174,7 @@ def _timestamp(found: object) -> float:
 
 
 def _optional(found: object, kind: type[T]) -> T | None:
-    """A field that may be missing, or be another thing in another release: nobody should fail for it."""
+    """Return an optional field; None if it is missing or, as in other releases, of another type."""
     return found if isinstance(found, kind) and not isinstance(found, bool) else None
 
 
@@ -182,6 +183,6 @@ def _is_integer(found: object) -> bool:
 
 
 def _shown(found: object) -> str:
-    """A value for a message, of bounded length."""
+    """Format a value for an error message, with bounded length."""
     text = repr(found)[:60] if not isinstance(found, list | dict) else f"{len(found)} elements"
     return f"{type(found).__name__} {text}"

@@ -1,4 +1,4 @@
-"""Turns what a cache tells into what goes over the wire; runs of pages become one event each."""
+"""Convert cache events to wire events; consecutive pages are merged into one event."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MEDIA = {
     "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},
     "sglang": {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"},
 }
-"""Names of the tiers. SGLang's EXTERNAL is a pool beyond its third tier, and we have three."""
+"""Names of the tiers. SGLang's EXTERNAL is a pool beyond its third tier, and has no counterpart here."""
 
 _MERGED_BLOCKS = 1024
-"""Blocks of one event at most, so that no message grows without bound."""
+"""Most blocks of one event, to bound the size of messages."""
 
 
 class _Group(NamedTuple):
-    """A pool as engines describe theirs."""
+    """A pool in the engines' terms."""
 
     number: int
     kind: str
@@ -35,8 +35,8 @@ class EventEncoder:
     """Encodes the events of one cache.
 
     Args:
-        spec: its pools.
-        config: which of them, and with which words.
+        spec: the cache's pools.
+        config: selects pools, hashes and names of tiers.
     """
 
     def __init__(self, spec: ModelSpec, config: KvEventsConfig) -> None:
@@ -50,7 +50,7 @@ class EventEncoder:
         }
 
     def encode(self, events: Iterable[PagesStored | PagesRemoved]) -> Iterator[KvEvent]:
-        """In the same order; neighbours that go on from one another are one event."""
+        """Encode events in order; consecutive events of one chain are merged."""
         last: BlockStored | BlockRemoved | None = None
         for event in events:
             group = self._groups.get(event.pool)
@@ -95,7 +95,7 @@ class EventEncoder:
 
 
 def _int64(digest: bytes) -> int:
-    """As `hash_str_to_int64` of SGLang."""
+    """Return the same integer as SGLang's `hash_str_to_int64`."""
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
@@ -108,7 +108,7 @@ def _group(index: int, pool: PoolSpec, page_size: int) -> _Group:
 
 
 def _merged(last: KvEvent | None, event: BlockStored | BlockRemoved) -> BlockStored | BlockRemoved | None:
-    """Both as one event; None where they do not follow from one another."""
+    """Merge two events; None if the second does not continue the first."""
     if isinstance(last, BlockRemoved) and isinstance(event, BlockRemoved):
         hashes = last.block_hashes + event.block_hashes
         return replace(last, block_hashes=hashes) if _alike(last, event, hashes) else None

@@ -1,4 +1,4 @@
-"""The blocks that a publisher has, by its events: a router keeps one index per worker."""
+"""An index of a publisher's blocks, built from its events: a router keeps one per worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynchicache.integrations.kv_events.wire import (
 
 
 class BlockLocation(NamedTuple):
-    """Where blocks are: a medium and the group of a hybrid model; None if the publisher names none."""
+    """The medium of blocks, and their group of a hybrid model; None if the publisher gives none."""
 
     medium: str | None
     group: int | None

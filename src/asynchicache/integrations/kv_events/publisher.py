@@ -1,8 +1,8 @@
-"""Publishes a cache's events over ZeroMQ, as the engines publish theirs, with snapshots besides.
+"""Publish a cache's events over ZeroMQ, in the engines' protocol, extended with snapshots.
 
-A PUB socket sends `[topic, sequence number, batch]`. A ROUTER socket replays: a client sends a sequence
-number and is sent what came from there on, as vLLM's and SGLang's `ZmqEventPublisher` do; or it sends
-`SNAPSHOT_REQUEST`, and is sent what is there now.
+A PUB socket sends `[topic, sequence number, batch]`. A ROUTER socket answers requests: for a sequence number
+it replays the batches from there on, as vLLM's and SGLang's `ZmqEventPublisher` do; for `SNAPSHOT_REQUEST`
+it sends the current blocks.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _Socket = zmq.asyncio.Socket
 _log = logging.getLogger(__name__)
 
 _BATCH_BLOCKS = 1024
-"""Blocks of one message, or those of one event if it has more: encoding takes a few milliseconds."""
+"""Blocks per message (more if a single event has more): encoding then takes a few milliseconds."""
 
 _MAX_REQUEST_BYTES = 1024
 
 _REPLY_SECONDS = 5.0
-"""How long a client may leave a reply unread before it is given up."""
+"""How long a client may leave a reply unread before the reply is abandoned."""
 
 
 class _Buffer:
-    """The last batches, for replay; bounded in number and in bytes."""
+    """The latest batches, for replay; bounded in number and bytes."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._batches: deque[tuple[int, bytes]] = deque()
@@ -69,20 +69,20 @@ class _Buffer:
 
 
 class KvEventPublisher:
-    """Publishes the events of one cache until it is closed; made by `open`.
+    """Publishes the events of one cache until closed; created by `open`.
 
     Attributes:
-        endpoint, replay_endpoint: where its sockets are; a port that was left to the system is known here.
-        epoch: in every batch; differs whenever a publisher is made.
+        endpoint, replay_endpoint: addresses of the sockets, with the actual port if the system chose it.
+        epoch: identifies this publisher in every batch; unique per publisher.
         sequence: number of the next batch.
-        resynchronised: how often the stream began anew, because events came faster than they were sent.
-        refused: requests that were none, and clients that left a reply unread.
+        resynchronised: how often the stream restarted because events arrived faster than they were sent.
+        refused: number of malformed requests, and of replies that a client left unread.
     """
 
     def __init__(
         self, cache: HybridCache, config: KvEventsConfig, pub: _Socket, replay: _Socket | None
     ) -> None:
-        """The sockets are open already, and stay the caller's."""
+        """`pub`, `replay`: open sockets; the caller closes them."""
         self.endpoint = _address(pub)
         self.replay_endpoint = None if replay is None else _address(replay)
         self.epoch = uuid.uuid4().hex
@@ -106,7 +106,7 @@ class KvEventPublisher:
         """Publish for the duration of an `async with`, inside that of the cache.
 
         Raises:
-            ConfigError: an endpoint cannot be used: malformed, or in use; a pool is none of the cache's.
+            ConfigError: an endpoint is malformed or in use, or the cache has no such pool.
         """
         config = config or KvEventsConfig()
         unknown = set(config.pools or ()) - {pool.name for pool in cache.spec.owners}
@@ -129,16 +129,16 @@ class KvEventPublisher:
             yield publisher
 
     async def _begin(self) -> None:
-        """What is there already comes first: replays hold it for those who know no snapshots."""
+        """Send the current blocks first, so that clients without snapshots get them by replay."""
         await self._send(self._encoder.encode(await self._cache.snapshot()))
 
     async def flush(self) -> None:
-        """Send what has happened until now."""
+        """Send all events so far."""
         async with self._sending:
             await self._send_all(self._events.take())
 
     async def _publish(self) -> None:
-        with suppress(ClosedError):  # the cache was closed first
+        with suppress(ClosedError):  # the cache was closed before the publisher
             while await self._events.wait():
                 await self.flush()
 
@@ -154,9 +154,10 @@ class KvEventPublisher:
         await self._send(self._encoder.encode(run))
 
     async def _start_anew(self, event: EventsDropped | TiersCleared) -> None:
-        """Say that what was told is void, and what is true now.
+        """Clear the consumers' state, and send a snapshot.
 
-        Engines' consumers know no clearing of some tiers, so what is in the others is told again.
+        Consumers of the engines' events do not support clearing single tiers, so the snapshot always covers
+        all tiers.
         """
         media = None
         if isinstance(event, TiersCleared):
@@ -172,7 +173,7 @@ class KvEventPublisher:
             sequence, self.sequence = self.sequence, self.sequence + 1
             self._buffer.append(sequence, payload)
             await self._pub.send_multipart([self._topic, _frame(sequence), payload])
-            await asyncio.sleep(0)  # a publication never waits, and others want their turn
+            await asyncio.sleep(0)  # sending never suspends, so yield to other tasks
 
     def _payloads(self, events: Iterable[KvEvent]) -> Iterator[bytes]:
         batch: list[KvEvent] = []
@@ -217,7 +218,7 @@ class KvEventPublisher:
                 await socket.send_multipart([frames[0], b"", *reply])
 
     async def _snapshot(self) -> list[tuple[int, bytes]]:
-        """What is there now, as batches with the number of the next one that will be sent."""
+        """Return the current blocks as batches, each with the number of the next batch to be sent."""
         snapshot = await self._cache.snapshot()
         following = self.sequence
         batches = []
@@ -244,7 +245,7 @@ def _open_sockets(context: zmq.asyncio.Context, config: KvEventsConfig) -> tuple
         return pub, None
     endpoint = at_rank(config.replay_endpoint, config.data_parallel_rank)
     replay = context.socket(zmq.ROUTER)
-    replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a slow client, for a while, instead of losing parts
+    replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a slow client instead of dropping parts
     replay.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     with _refused(endpoint):
         replay.bind(endpoint)
@@ -252,7 +253,7 @@ def _open_sockets(context: zmq.asyncio.Context, config: KvEventsConfig) -> tuple
 
 
 def _binds(endpoint: str) -> bool:
-    """The engines' rule: publishers that many connect to bind; one that joins a proxy connects."""
+    """Apply the engines' rule: a publisher with many subscribers binds; one behind a proxy connects."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
@@ -266,7 +267,7 @@ def _refused(endpoint: str) -> Iterator[None]:
 
 
 def _address(socket: _Socket) -> str:
-    """Where a socket is; for others on this machine if it is bound to every address."""
+    """Return a socket's address; the loopback address if it is bound to all interfaces."""
     address = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(address, bytes), "an endpoint is text"
     return address.rstrip(b"\x00").decode().replace("0.0.0.0", "127.0.0.1")  # noqa: S104

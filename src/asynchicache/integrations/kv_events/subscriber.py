@@ -1,4 +1,4 @@
-"""Follows a publisher of KV events, ours or an engine's: gaps are seen, replayed, or mended by a snapshot."""
+"""Follow a publisher of KV events, of this package or of an engine; repair gaps by replay or snapshot."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _Socket = zmq.asyncio.Socket
 _log = logging.getLogger(__name__)
 
 _MAX_REPLY_BYTES = 1 << 30
-"""Of a replay or snapshot in all; a snapshot of a million pages of 16 tokens has a tenth of it."""
+"""Most bytes of a replay or snapshot; a snapshot of a million pages of 16 tokens takes a tenth of it."""
 
 
 class Origin(Enum):
-    """How an update came."""
+    """How an update arrived."""
 
-    LIVE = "live"  # as it was published
-    REPLAY = "replay"  # it was missed, and asked for
-    SNAPSHOT = "snapshot"  # what is there now; it begins with AllBlocksCleared
-    LOST = "lost"  # some are missing for good: what is known is void, and what follows adds to nothing
+    LIVE = "live"  # received when published
+    REPLAY = "replay"  # missed, then replayed
+    SNAPSHOT = "snapshot"  # the current blocks; begins with AllBlocksCleared
+    LOST = "lost"  # batches are lost for good: clear the index; later updates start from empty
 
 
 class Update(NamedTuple):
-    """One thing to follow, in order.
+    """One update, to be applied in order.
 
     Attributes:
-        origin: how it came.
-        sequence: the batch's number; where there is none, of a snapshot or a loss, that of the first batch
-            behind it, or -1 if that is not known.
-        batch: the events; where some are lost, one that clears everything.
+        origin: how it arrived.
+        sequence: number of the batch. For a snapshot or a loss, the number of the first batch after it, or -1
+            if unknown.
+        batch: the events; for a loss, a single event that clears everything.
     """
 
     origin: Origin
@@ -59,16 +59,16 @@ _NOTHING = EventBatch(0.0, [AllBlocksCleared()])
 
 
 class KvEventSubscriber:
-    """Updates of one publisher, as an async iterator that ends when it is closed; made by `open`.
+    """Updates of one publisher, as an async iterator that ends on close; created by `open`.
 
     Applied in order, the updates give the publisher's blocks. Missing batches are requested as a replay. If
-    the publisher no longer has them, or was restarted, a snapshot is requested. If it has none, as engines do
-    not, an update of origin `LOST` clears everything, and later updates start from there.
+    the publisher no longer has them, or was restarted, a snapshot is requested. Engines have no snapshots:
+    then an update of origin `LOST` clears everything, and later updates start from empty.
 
     Attributes:
         gaps: how often batches were missing, or the publisher was restarted.
-        replayed, snapshots: replayed batches, and snapshots.
-        rejected: messages that were not batches.
+        replayed, snapshots: number of replayed batches, and of snapshots.
+        rejected: number of messages that were not batches.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class KvEventSubscriber:
         """Follow a publisher for the duration of an `async with`.
 
         Args:
-            endpoint: of its PUB socket.
-            replay_endpoint: of its ROUTER socket; without one, every gap is a loss.
-            topic: what its messages' topics begin with.
+            endpoint: address of its PUB socket.
+            replay_endpoint: address of its ROUTER socket; without one, every gap is a loss.
+            topic: prefix of its messages' topics.
             patience: seconds to wait for each part of a replay or snapshot.
 
         Raises:
-            ConfigError: an endpoint is malformed. An endpoint that does not answer is no error: publishers
-                come and go.
+            ConfigError: an endpoint is malformed. An endpoint that does not answer is not an error, because
+                publishers may start later.
         """
         context = zmq.asyncio.Context()
         try:
@@ -126,33 +126,33 @@ class KvEventSubscriber:
                 task = asyncio.current_task()
                 if not self._sub.closed or (task is not None and task.cancelling()):
                     raise
-                raise StopAsyncIteration from None  # it was the socket's end that cancelled the wait
+                raise StopAsyncIteration from None  # closing the socket cancelled the wait
             await self._receive(frames)
         return self._ready.popleft()
 
     def take(self) -> list[Update]:
-        """Return every update that is ready, without waiting."""
+        """Return all updates that are ready, without waiting."""
         updates = list(self._ready)
         self._ready.clear()
         return updates
 
     async def catch_up(self) -> None:
-        """Request what the publisher has sent and was not received.
+        """Request batches that were sent but not received.
 
-        A gap shows only with the next message; if messages are rare, call this from time to time.
+        A gap shows only with the next message; if messages are rare, call this periodically.
         """
         if self._expected is None:
             await self._join()
-        else:  # with the last batch that is known: a publisher that does not have it is another one
+        else:  # include the last known batch: a publisher that does not have it was restarted
             await self._mend(max(self._expected - 1, 0), self._expected)
 
     async def _join(self) -> None:
-        """Get the past: by a snapshot, or else the oldest replays."""
+        """Get earlier blocks: by a snapshot, or else by replaying all batches."""
         if not await self._take_snapshot():
             await self._take_rest()
 
     async def _receive(self, frames: list[bytes]) -> None:
-        """One live message."""
+        """Process one live message."""
         try:
             sequence, batch = _read(frames)
         except WireFormatError as error:
@@ -171,8 +171,10 @@ class KvEventSubscriber:
         self._accept(Origin.LIVE, sequence, batch)
 
     def _is_foreign(self, batch: EventBatch, sequence: int | None = None) -> bool:
-        """Whether a batch is of another publisher than those before. Engines name no epoch: one whose live
-        numbers go back was started anew."""
+        """Return whether a batch comes from another publisher than earlier ones.
+
+        Engines send no epoch: if the numbers of live batches go back, the engine was restarted.
+        """
         if batch.epoch is None and sequence is not None and sequence <= self._last_live:
             return True
         return self._epoch is not None and batch.epoch != self._epoch
@@ -206,7 +208,7 @@ class KvEventSubscriber:
     # Replays and snapshots
 
     async def _take_replay(self, first: int, end: int) -> bool:
-        """Ask for what came from a number on; whether nothing is missing then, up to `end` at least."""
+        """Replay batches from `first` on; return whether all up to `end` were received."""
         batches = await self._ask(_frame(first))
         if batches is None or any(self._is_foreign(batch) for _, batch in batches):
             return False
@@ -234,17 +236,17 @@ class KvEventSubscriber:
         if not batches:
             return False
         self.snapshots += 1
-        self._ready.clear()  # what was not taken yet is in it
+        self._ready.clear()  # the snapshot covers updates that were not taken yet
         self._ready += [Update(Origin.SNAPSHOT, sequence, batch) for sequence, batch in batches]
         self._expected, last = batches[-1]
         self._epoch = last.epoch
         return True
 
     async def _ask(self, request: bytes) -> list[tuple[int, EventBatch]] | None:
-        """The batches of a reply; None if it did not come, not to its end, or with something else in it."""
+        """Send a request and return the batches; None if the reply is missing, incomplete or malformed."""
         if self._replay_endpoint is None:
             return None
-        socket = self._context.socket(zmq.DEALER)  # a new one: it has no late parts of another reply
+        socket = self._context.socket(zmq.DEALER)  # a new socket has no late parts of an earlier reply
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
             _connect(socket, self._replay_endpoint)
@@ -259,14 +261,14 @@ class KvEventSubscriber:
     async def _collect(self, socket: _Socket) -> list[tuple[int, EventBatch]]:
         """
         Raises:
-            TimeoutError: a part did not come in time.
-            WireFormatError: a part is no batch, or there are too many.
+            TimeoutError: a part did not arrive in time.
+            WireFormatError: a part is not a batch, or the reply is too long.
         """
         batches: list[tuple[int, EventBatch]] = []
         left = _MAX_REPLY_BYTES
         while left > 0:
             async with asyncio.timeout(self._patience):
-                frames = (await socket.recv_multipart())[1:]  # behind the empty one
+                frames = (await socket.recv_multipart())[1:]  # the first is the empty delimiter
             if len(frames) == 2:
                 frames = [b"", *frames]  # engines before vLLM #45177 send no topic
             if len(frames) == 3 and frames[1] == END_OF_REPLY:
@@ -283,7 +285,7 @@ def _frame(sequence: int) -> bytes:
 def _read(frames: list[bytes]) -> tuple[int, EventBatch]:
     """
     Raises:
-        WireFormatError: these are not topic, sequence number and batch.
+        WireFormatError: the frames are not topic, sequence number and batch.
     """
     if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
         raise WireFormatError(f"{len(frames)} frames are not topic, sequence number and batch")

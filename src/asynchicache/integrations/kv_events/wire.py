@@ -1,8 +1,8 @@
-"""KV events as they are on the wire: tagged msgpack maps in a batch that is an array.
+"""The wire format of KV events: a batch is a msgpack array whose events are tagged maps.
 
-The form that vLLM 0.33 (`vllm/distributed/kv_events.py`) and SGLang 0.5.23
-(`sglang/srt/disaggregation/kv_events.py`) share; fields are the union of theirs. `epoch`, `pool` and
-`media` are ours: a decoder of the engines' skips what it does not know.
+vLLM 0.33 (`vllm/distributed/kv_events.py`) and SGLang 0.5.23 (`sglang/srt/disaggregation/kv_events.py`)
+share this format; the fields are the union of theirs. `epoch`, `pool` and `media` are additions of this
+package; the engines' decoders skip unknown fields.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Tokens: TypeAlias = list[int] | list[tuple[int, int]]
 
 SEQUENCE_BYTES = 8
 END_OF_REPLY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-"""In place of a sequence number: nothing follows."""
+"""Sequence number that marks the end of a reply."""
 
 SNAPSHOT_REQUEST = b"asynchicache-snapshot-v1"
-"""Asks a replay socket for what is there now, instead of for batches from a sequence number on."""
+"""Request to a replay socket for a snapshot of the current blocks, instead of a replay."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks that may be read from now on.
+    """Blocks that became readable.
 
     Attributes:
         block_hashes, parent_block_hash: 64-bit integers, or digests.
-        token_ids: `block_size` for each block; pairs where an engine hashes bigrams.
-        medium: the tier, in the engine's words.
-        group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window: of hybrid models, which pool.
+        token_ids: `block_size` tokens per block; pairs if an engine hashes bigrams.
+        medium: the engine's name of the tier.
+        group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window: the pool of a hybrid model.
         lora_id, lora_name, cache_salt, session_id, extra_keys, locality, ownership, lookahead_token_ids:
-            see the engines.
-        pool: our name of the pool.
+            as defined by the engines.
+        pool: the pool's name in this package.
     """
 
     block_hashes: list[BlockHash]
@@ -55,7 +55,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks that are gone from one medium; attributes as above."""
+    """Blocks removed from one medium; attributes as in `BlockStored`."""
 
     block_hashes: list[BlockHash]
     medium: str | None
@@ -66,7 +66,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Everything is gone, or everything of `media`; what follows says what is left."""
+    """All blocks were removed, or all blocks on `media`; later events report the remaining blocks."""
 
     media: list[str] | None = None
 
@@ -75,8 +75,8 @@ class UnknownEvent(NamedTuple):
     """An event of a kind that this release does not know.
 
     Attributes:
-        tag: its name.
-        fields: its content as it came, a map or a list.
+        tag: name of the kind.
+        fields: the content as received, a map or a list.
     """
 
     tag: str
@@ -88,13 +88,13 @@ AnyEvent: TypeAlias = KvEvent | UnknownEvent
 
 
 class EventBatch(NamedTuple):
-    """What one message holds.
+    """The content of one message.
 
     Attributes:
         ts: seconds since 1970, by the publisher's clock.
-        events: in order.
-        data_parallel_rank: of the publisher; None if it did not say.
-        epoch: differs whenever the publisher was started anew; None from engines.
+        events: the events, in order.
+        data_parallel_rank: rank of the publisher; None if not given.
+        epoch: changes when the publisher restarts; None from engines.
     """
 
     ts: float
@@ -107,5 +107,5 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(ts: float, events: list[KvEvent], rank: int, epoch: str) -> bytes:
-    """One message's payload."""
+    """Encode the payload of one message."""
     return _encoder.encode([ts, events, rank, epoch])

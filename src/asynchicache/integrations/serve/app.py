@@ -31,13 +31,13 @@ from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, 
 def build_app(
     api: Api, *, max_body_bytes: int, max_bodies_bytes: int, max_connections: int = 4096
 ) -> Starlette:
-    """The application.
+    """Build the application.
 
     Args:
-        api: what answers; stays the caller's.
-        max_body_bytes: longer bodies are refused.
-        max_bodies_bytes: of all that are read and answered at a time; more are refused.
-        max_connections: each may always have a share of that.
+        api: answers requests; the caller closes it.
+        max_body_bytes: most bytes of one body; longer bodies are refused.
+        max_bodies_bytes: most bytes of all bodies that are being read or answered.
+        max_connections: most connections; each has a guaranteed share of `max_bodies_bytes`.
 
     Returns:
         the application; its `state.bodies` is the `BodyRoom`.
@@ -67,14 +67,14 @@ def build_app(
 
 
 class Bodies(NamedTuple):
-    """How much a body may have, and all of them together."""
+    """Limits on one body (`most`, in bytes) and on all bodies (`room`)."""
 
     most: int
     room: BodyRoom
 
 
 class GenerationEndpoint:
-    """An ASGI application that answers one kind of request, for as long as its client is there."""
+    """An ASGI application that answers one kind of request while its client is connected."""
 
     def __init__(
         self, api: Api, kind: type[GenerationRequest], reply_type: type[Reply], bodies: Bodies
@@ -144,7 +144,7 @@ class InfoEndpoints:
         return answer.response()
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        """The error goes on to the log."""
+        """Respond with status 500; Starlette raises the error again, and uvicorn logs it."""
         answer = broken()
         self._api.counts.refuse(answer)
         return answer.response()

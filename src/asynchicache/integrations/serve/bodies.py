@@ -1,4 +1,4 @@
-"""Bodies of requests: how much memory they have together, and how long they may take to come."""
+"""Request bodies: a memory limit on all bodies together, and a deadline for receiving each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from asynchicache.integrations.serve.problems import CLIENT_LEFT, ApiError, overloaded
 
-_SLOW_SECONDS = 2.0  # after which a body that is still coming gives way to others
+_SLOW_SECONDS = 2.0  # a body that takes longer may be dropped to make room for others
 _FIRST_SECONDS = 10.0
 _LAST_SECONDS = 60.0
 _RETRY_SECONDS = 1
@@ -19,32 +19,33 @@ _RETRY_SECONDS = 1
 class BodyRoom:
     """Memory for the bodies of all requests that are being read or answered.
 
-    Each connection has a share of its own, whatever the others do; the rest is common. Where that is full,
-    the body that has been coming for longest gives way if it is slow; else the request that needs more is
-    refused. So slow senders, however many, cannot keep others out.
+    Each connection has a guaranteed share; the rest is a common part. When the common part is full, the body
+    that has been arriving for longest is dropped if it is slow; otherwise the request that needs memory is
+    refused. Slow senders therefore cannot keep others out, regardless of their number.
 
     Attributes:
-        share: bytes that each connection may always have.
-        held: bytes that are in use.
+        share: guaranteed bytes of each connection.
+        held: bytes in use.
     """
 
     def __init__(self, most: int, *, largest: int, connections: int) -> None:
         """
         Args:
-            most: bytes of all bodies.
-            largest: of one body; the common part has room for it.
-            connections: how many there may be.
+            most: most bytes of all bodies together.
+            largest: most bytes of one body; the common part has room for it.
+            connections: most connections.
         """
         self.share = min(most // 2, most - largest) // max(1, connections)
         self.held = 0
         self._most = most
         self._common = most - self.share * connections
         self._borrowed = 0
-        self._coming: dict[BodyMemory, float] = {}  # since when they need more than a share; oldest first
+        # Incomplete bodies of more than a share, with the time when each exceeded it; oldest first.
+        self._coming: dict[BodyMemory, float] = {}
 
     @contextmanager
     def memory(self) -> Iterator[BodyMemory]:
-        """For one request; given back in the end."""
+        """Return the memory of one request; released on exit."""
         memory = BodyMemory(self)
         try:
             yield memory
@@ -52,10 +53,10 @@ class BodyRoom:
             self.release(memory)
 
     def take(self, memory: BodyMemory, nbytes: int) -> None:
-        """Room for more of a body.
+        """Reserve memory for more of a body.
 
         Raises:
-            ApiError: there is none.
+            ApiError: no memory is free.
         """
         needed = max(0, memory.nbytes + nbytes - self.share) - memory.borrowed
         if needed:
@@ -67,11 +68,11 @@ class BodyRoom:
         self._borrowed += needed
 
     def complete(self, memory: BodyMemory) -> None:
-        """Its body has come, or will not; it keeps what it has."""
+        """Mark a body as complete or failed: it keeps its memory and cannot be dropped any more."""
         self._coming.pop(memory, None)
 
     def release(self, memory: BodyMemory) -> None:
-        """Twice is harmless."""
+        """Release a request's memory. Idempotent."""
         self.complete(memory)
         self.held -= memory.nbytes
         self._borrowed -= memory.borrowed
@@ -91,13 +92,13 @@ class BodyRoom:
 
 
 class BodyMemory:
-    """What one request has of a `BodyRoom`.
+    """The memory of one request in a `BodyRoom`.
 
     Attributes:
-        nbytes: all of it.
-        borrowed: what of it is more than a connection's share.
-        dismissed: the body must end, since others need its room.
-        on_dismiss: called then.
+        nbytes: bytes reserved.
+        borrowed: bytes of `nbytes` from the common part.
+        dismissed: whether the body was dropped to make room for others.
+        on_dismiss: called when the body is dropped.
     """
 
     __slots__ = ("_room", "borrowed", "dismissed", "nbytes", "on_dismiss")
@@ -110,17 +111,17 @@ class BodyMemory:
         self._room = room
 
     def take(self, nbytes: int) -> None:
-        """Room for more bytes.
+        """Reserve more bytes.
 
         Raises:
-            ApiError: there is none, or others have it now.
+            ApiError: no memory is free, or the body was dropped.
         """
         if self.dismissed:
             raise _too_slow()
         self._room.take(self, nbytes)
 
     def complete(self) -> None:
-        """The body has come: what it has is no longer taken from it."""
+        """Mark the body as complete: it cannot be dropped any more."""
         self._room.complete(self)
 
     def dismiss(self) -> None:
@@ -129,16 +130,16 @@ class BodyMemory:
 
 
 async def read_body(request: Request, most: int, memory: BodyMemory) -> bytes:
-    """The JSON body of a request.
+    """Read the JSON body of a request.
 
     Args:
-        request: whose body was not read.
-        most: bytes that it may have.
-        memory: where it counts.
+        request: a request whose body was not read yet.
+        most: most bytes of the body.
+        memory: accounts for the body.
 
     Raises:
-        ApiError: it is said to be something else, is longer than `most` bytes, does not come in time, or
-            there is no room for it.
+        ApiError: the content type is not JSON, the body is longer than `most` bytes or misses its deadline,
+            no memory is free, or the client left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -180,7 +181,7 @@ async def _read(request: Request, body: bytearray, most: int, memory: BodyMemory
 
 
 def seconds_for(nbytes: int, most: int) -> float:
-    """How long a body may take in all, of which `nbytes` of at most `most` have come."""
+    """Return the deadline of a body, in seconds from its start, after `nbytes` of `most` have arrived."""
     return _FIRST_SECONDS + (_LAST_SECONDS - _FIRST_SECONDS) * nbytes / most
 
 

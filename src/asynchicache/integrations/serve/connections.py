@@ -1,4 +1,4 @@
-"""An HTTP connection may go away at any time, and work for it ends then."""
+"""Cancel the work of a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from starlette.types import Receive
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
-    """Do `work` as long as the client is there.
+    """Run `work` while the client is connected.
 
-    A client that leaves cancels the work, wherever it is. So does cancelling this.
+    A disconnect cancels the work, and so does cancelling this call.
 
     Args:
-        receive: of the ASGI connection, whose body was read.
-        work: what is done; its errors are raised here.
+        receive: the ASGI `receive` of a request whose body was read.
+        work: the coroutine to run; its errors are raised here.
     """
     task = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive))

@@ -1,4 +1,4 @@
-"""The model that is served: a tiny one with random weights, or a checkpoint's folder."""
+"""Load the model to serve: a tiny model with random weights, or a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ TINY = "tiny"
 
 _BYTES = 256
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
-_BLOCK, _SAMPLES = 4096, 1024  # 4 MiB of a file
+_BLOCK, _SAMPLES = 4096, 1024  # about 4 MiB of each file
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with what belongs to it.
+    """A model with its tokenizer and defaults.
 
     Attributes:
-        name: what clients may call it.
-        model: in evaluation mode.
-        tokenizer: of its texts.
+        name: model name for clients.
+        model: the model, in evaluation mode.
+        tokenizer: the model's tokenizer.
         stop_ids: tokens that end a text.
-        context: positions that the model knows.
-        temperature, top_p: what its makers recommend, or OpenAI's defaults.
+        context: most positions of the model.
+        temperature, top_p: the checkpoint's recommended values, or OpenAI's defaults.
     """
 
     name: str
@@ -46,12 +46,12 @@ class LoadedModel:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids."""
         return int(_text_config(self.model).vocab_size)
 
 
 def load_tiny(seed: int) -> LoadedModel:
-    """The model of `asynchicache demo`: Qwen3.5 with random weights and a token a byte."""
+    """Return the model of `asynchicache demo`: Qwen3.5 with random weights and one token per byte."""
     model, config = build_demo_model(seed)
     tokenizer = ByteTokenizer(config.vocab_size)
     return LoadedModel(TINY, model, tokenizer, frozenset(), config.max_position_embeddings)
@@ -65,17 +65,17 @@ def load_checkpoint(
     as_bytes: bool = False,
     template: Path | None = None,
 ) -> LoadedModel:
-    """A checkpoint as `save_pretrained` writes it. Nothing is downloaded.
+    """Load a checkpoint in the format of `save_pretrained`. Nothing is downloaded.
 
     Args:
-        folder: of the checkpoint.
-        dtype: of the weights, or `auto` for that of the file.
-        device: where the model computes.
-        as_bytes: a token a byte, instead of the checkpoint's tokenizer.
-        template: a file with the chat template to use instead of the tokenizer's.
+        folder: the checkpoint's folder.
+        dtype: dtype of the weights, or `auto` for that of the file.
+        device: torch device of the model.
+        as_bytes: use one token per byte instead of the checkpoint's tokenizer.
+        template: file with a chat template that replaces the tokenizer's.
 
     Raises:
-        ConfigError: the folder has no such model or tokenizer, or they are not understood.
+        ConfigError: the folder has no model or tokenizer, or they cannot be loaded.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -100,11 +100,11 @@ def load_checkpoint(
 
 
 def weight_version(folder: Path) -> str:
-    """A name for the weights in a folder: a digest of the names, sizes, times and samples of its files.
+    """Identify the weights in a folder: a digest of names, sizes, times and samples of its files.
 
-    To read them whole would take minutes for large models. A copy with other times is taken for other
-    weights, which costs misses. Of two trainings of one model names and sizes are equal, and in images that
-    are built reproducibly the times too; then the samples tell them apart.
+    Reading whole files would take minutes for large models. A copy with other times counts as other weights,
+    which only costs misses. Two trainings of one model have equal names and sizes, and in reproducibly built
+    images equal times; the samples then distinguish them.
     """
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns, _sample(file)) for file in files]
@@ -112,7 +112,7 @@ def weight_version(folder: Path) -> str:
 
 
 def _sample(file: Path) -> str:
-    """A digest of blocks all over a file; of the whole file if it is small."""
+    """Digest blocks spread over a file; the whole file if it is small."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as data:
         for start in range(0, size, max(_BLOCK, size // _SAMPLES)):
@@ -144,7 +144,7 @@ def _tokenizer(folder: Path, template: Path | None) -> CheckpointTokenizer:
 
 
 def _stop_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Where the model's texts end, as its generation config and its configuration say."""
+    """Return the end-of-text tokens of the model's generation config and model config."""
     configs = (model.generation_config, _text_config(model))
     return frozenset(token for config in configs for token in _ids(getattr(config, "eos_token_id", None)))
 

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
+"""Replies in OpenAI's format: whole, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ STREAM_END = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer.
+    """Token counts of one answer.
 
     Attributes:
-        prompt_tokens: of the request; `cached_tokens` of them were not computed again.
-        completion_tokens: generated, also those of a stop string or an end of text that is not shown.
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: generated tokens, including a stop string or end of text that is not shown.
+        cached_tokens: tokens of the prompt that came from the cache.
     """
 
     prompt_tokens: int
@@ -37,12 +38,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, in the shape of an endpoint.
+    """Formats one reply of an endpoint.
 
     Args:
-        number: makes the id.
+        number: unique part of the id.
         created: seconds since the epoch.
-        model: its name.
+        model: name of the model.
         usage_wanted: whether chunks have the field `usage`, null in all but the last.
     """
 
@@ -56,24 +57,24 @@ class Reply:
     CHUNK: ClassVar[str]
 
     def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Return the body of a reply that is not streamed."""
         body = self._body(self.WHOLE, [self._choice(self._full(text), reason)])
         return msgspec.json.encode(body | {"usage": usage.as_json()})
 
     def opening(self) -> bytes:
-        """What a stream begins with, before any text; may be empty."""
+        """Return the first chunk of a stream, before any text; may be empty."""
         return b""
 
     def piece(self, text: str) -> bytes:
-        """A chunk of text."""
+        """Return a chunk of text."""
         return self._chunk([self._choice(self._part(text), None)])
 
     def closing(self, reason: FinishReason) -> bytes:
-        """The chunk that says why the answer ended."""
+        """Return the chunk with the finish reason."""
         return self._chunk([self._choice(self._part(""), reason)])
 
     def used(self, usage: Usage) -> bytes:
-        """The chunk after that, if usage is wanted."""
+        """Return the chunk with token counts, after `closing`; empty if not requested."""
         return self._chunk([], usage) if self.usage_wanted else b""
 
     def _full(self, text: str) -> Body:
@@ -97,7 +98,7 @@ class Reply:
 
 
 class CompletionReply(Reply):
-    """Of `/v1/completions`."""
+    """Replies of `/v1/completions`."""
 
     __slots__ = ()
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
@@ -121,5 +122,5 @@ class ChatReply(Reply):
 
 
 def server_sent(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return b"data: " + data + b"\n\n"

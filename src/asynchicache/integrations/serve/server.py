@@ -1,4 +1,4 @@
-"""The server: binds, opens model and cache, serves until it is told to stop, and drains."""
+"""The server: bind, open model and cache, serve until stopped, and drain."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from asynchicache.integrations.transformers.model import PrefixCachedModel
 
 _log = logging.getLogger(__name__)
 
-_KEEP_ALIVE = 60  # seconds; longer than the pauses of clients, which else meet a connection that closes
+_KEEP_ALIVE = 60  # seconds; longer than pauses of clients, or they would reuse a closing connection
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How a model is served.
+    """Settings of the server.
 
     Attributes:
-        cache: options of the cache; its `storage` is opened beside the server, and again when it fails.
-        name: what clients call the model; empty for its own.
-        page_size: tokens of a page.
-        max_running, max_waiting: requests that generate, and that wait for that; more get status 429.
-        max_context: tokens of a prompt and its answer; 0 for what model and cache have room for.
-        answer_tokens: how many are generated if a chat does not say.
-        max_body_bytes: longer requests get status 413.
-        max_bodies_bytes: of all requests that are read and answered at a time; more get status 429.
-        max_connections: what is sent over more gets status 503, but for questions how the server is.
-        drain_seconds: how long requests may go on when the server is told to stop.
+        cache: options of the cache; the server starts even if `storage` cannot be opened, and retries.
+        name: model name for clients; empty for the model's own name.
+        page_size: tokens per page.
+        max_running: most requests that generate at a time.
+        max_waiting: most requests in the queue; more get status 429.
+        max_context: most tokens of a prompt and its answer; 0 for the limit of model and cache.
+        answer_tokens: default limit on the answer of a chat.
+        max_body_bytes: most bytes of a body; longer ones get status 413.
+        max_bodies_bytes: most bytes of all bodies that are being read or answered; more get status 429.
+        max_connections: most connections; generation requests on further ones get status 503.
+        drain_seconds: how long running requests may continue after the server is stopped.
         attach_seconds: pause between attempts to open storage.
-        kv_events: where events of pages are published, as JSON; empty for nowhere.
-        trace: make OpenTelemetry spans, with the process's provider.
+        kv_events: configuration of the KV event publisher, as JSON; empty for none.
+        trace: create OpenTelemetry spans, with the process's provider.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -73,10 +74,10 @@ class ServeSettings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes one that is free.
+    """Return a listening socket; port 0 takes a free port.
 
     Raises:
-        ConfigError: the address cannot be had; says why.
+        ConfigError: the address cannot be bound; says why.
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port {port} must be 0 to 65535; 0 takes a free one")
@@ -92,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """Where a listener is reached: `http://127.0.0.1:8000`."""
+    """Return the URL of a listener, such as `http://127.0.0.1:8000`."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -107,16 +108,16 @@ async def serve(
 
     Args:
         loaded: the model.
-        settings: how it is served.
-        listener: bound; closed at the end.
-        ready: called with the server, once requests are taken.
+        settings: settings of the server.
+        listener: a bound socket; closed at the end.
+        ready: called with the server once it accepts requests.
 
     Returns:
-        what became of the requests.
+        results of requests.
 
     Raises:
-        ConfigError: model, cache and settings do not fit each other.
-        CapacityError: the pools need more memory than there is.
+        ConfigError: model, cache and settings do not match.
+        CapacityError: the pools do not fit into memory.
     """
     async with open_api(loaded, settings) as api:
         app = build_app(
@@ -129,7 +130,7 @@ async def serve(
             app,
             access_log=False,
             log_config=None,
-            http=Connection,  # of h11: httptools, which uvicorn prefers, takes headers of any size
+            http=Connection,  # h11: httptools, uvicorn's default, does not limit the size of headers
             ws="none",
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE,
@@ -138,13 +139,13 @@ async def serve(
         )
         server = ApiServer(config, api, ready)
         await server.serve(sockets=[listener])
-        await api.idle()  # those that drained in vain were cancelled, and end now
+        await api.idle()  # requests that did not drain in time were cancelled, and end now
         return api.counts
 
 
 @asynccontextmanager
 async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterator[Api]:
-    """A model with its cache, ready to answer; on leaving, what was computed goes to storage.
+    """Open a model with its cache; on exit, pages in memory are written to storage.
 
     Raises:
         ConfigError, CapacityError: as `serve`.
@@ -191,7 +192,7 @@ def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Serv
 
 @asynccontextmanager
 async def _signals(cache: HybridCache, settings: ServeSettings) -> AsyncIterator[None]:
-    """Spans and events, as far as they are wanted.
+    """Open tracing and the KV event publisher, if configured.
 
     Raises:
         ConfigError: a package is missing, or an endpoint cannot be used.
@@ -216,10 +217,10 @@ async def _signals(cache: HybridCache, settings: ServeSettings) -> AsyncIterator
 
 @asynccontextmanager
 async def _storage(cache: HybridCache, config: CacheConfig, pause: float) -> AsyncIterator[None]:
-    """Storage as soon as it can be opened: a server that has none for now serves from memory.
+    """Attach storage, and retry if it cannot be opened; until then the server uses memory only.
 
     Raises:
-        ConfigError: it can never be opened with these options.
+        ConfigError: the options are invalid, so that retrying cannot help.
     """
     if config.storage is None or await _attached(cache, config.storage, config.storage_options):
         yield
@@ -258,8 +259,10 @@ async def _drain(cache: HybridCache, seconds: float) -> None:
 
 
 class ApiServer(uvicorn.Server):
-    """Stops by signal as uvicorn does, but comes back to close the cache: uvicorn would raise the signal
-    again, and the process would die of it."""
+    """A uvicorn server that returns after a signal, so that the cache can be closed.
+
+    uvicorn itself raises the signal again after serving, which ends the process.
+    """
 
     def __init__(self, config: uvicorn.Config, api: Api, ready: Callable[[ApiServer], object]) -> None:
         super().__init__(config)
@@ -282,9 +285,9 @@ class ApiServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Take no more requests, and end when those that are here are answered; at once if called again."""
+        """Refuse new requests, and end when running ones are answered; if called again, end at once."""
         self.api.stopping = True
         self.force_exit = self.should_exit
         self.should_exit = True
         for task in self.server_state.tasks if self.force_exit else ():
-            task.cancel()  # from Python 3.12.1 on uvicorn waits for every connection, forced or not
+            task.cancel()  # since Python 3.12.1, uvicorn waits for all connections even with force_exit

@@ -1,4 +1,4 @@
-"""A transformers model with a cache before it, which serves many requests at once."""
+"""A transformers model with a prefix cache, which serves concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from asynchicache.types import token_array
 
 
 class PrefixCachedModel:
-    """Generates text with a model that computes no prefix twice.
+    """Generates text; reuses cached prefixes of earlier prompts and outputs.
 
-    Made by `open`; confined to the loop that opened it. One thread of its own runs the model: the loop
-    computes nothing. Prompts are prefilled one after the other, in pieces, and sequences decode between
-    the pieces. Prompts and outputs are published, so that the next turn of a conversation resumes at the
-    last whole page of this one. A failure of the cache costs hits, never a request.
+    Created by `open`; confined to the event loop that opened it. The model runs on a separate thread. Prompts
+    are prefilled one at a time, in chunks; running sequences decode between the chunks. Prompts and outputs
+    are published to the cache, so the next turn of a conversation resumes at the last whole page of this
+    turn. A failure of the cache costs hits, and never fails a request.
 
     Attributes:
-        cache: what was computed; its statistics, storage and invariants.
-        capacity_tokens: prompts and outputs of all requests that run, in whole pages, are never more.
+        cache: the prefix cache.
+        capacity_tokens: most tokens of all running requests, prompt and output, in whole pages.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class PrefixCachedModel:
         prefill_chunk: int = 512,
         decode_batch: int = 32,
     ) -> AsyncIterator[Self]:
-        """A model that serves for the duration of an `async with`; leaving it cancels what runs.
+        """Open a model for the duration of an `async with`; leaving it cancels running requests.
 
         Args:
-            model: a causal language model in evaluation mode; nobody else may use it meanwhile.
-            config: the cache's options; by default those of `CacheConfig`, on the model's device.
-            page_size: tokens of a page.
-            tokenizer: reads tokens for stop strings, and knows the end token.
-            storage: an open backend to use instead of the configured one; it stays the caller's.
-            max_running: requests that are prefilled or decode.
-            max_waiting: requests that wait for room; more are refused.
-            prefill_chunk: tokens of a prompt that are computed at once, before others have their turn.
-            decode_batch: sequences that decode in one forward; 1 computes each by itself.
+            model: a causal language model in evaluation mode, for exclusive use.
+            config: the cache's options. Default: those of `CacheConfig`, on the model's device.
+            page_size: tokens per page.
+            tokenizer: decodes tokens for stop strings, and gives the end token.
+            storage: an open backend to use instead of the configured one; the caller closes it.
+            max_running: most requests that prefill or decode at a time.
+            max_waiting: most requests in the queue; more are refused.
+            prefill_chunk: tokens per prefill forward; other requests run between chunks.
+            decode_batch: most sequences per decode forward; 1 decodes each by itself.
 
         Raises:
             UnsupportedModelError: a layer of the model has no pool.
@@ -110,12 +110,12 @@ class PrefixCachedModel:
 
     @property
     def running(self) -> int:
-        """Requests that are served now."""
+        """Number of running requests."""
         return self._admission.running
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room."""
+        """Number of requests in the queue."""
         return self._admission.waiting
 
     def generate(
@@ -130,23 +130,23 @@ class PrefixCachedModel:
         stop: Sequence[str] = (),
         traceparent: str | None = None,
     ) -> Generation:
-        """Begin to serve a prompt; the tokens come as they are computed.
+        """Start a generation; its tokens arrive as they are computed.
 
         Args:
-            tokens: ids of the prompt, prefix-stable: the next turn repeats them and the output.
-            max_new_tokens: where the output ends at the latest.
-            sampling: how tokens are chosen; by default the likeliest.
-            namespace, salt: prefixes of different ones never meet, as of `HybridCache.request`.
-            stop_token_ids: the output ends with any of these; None: with the model's end tokens.
-            stop: strings; the output ends with the token that completes one. They need a tokenizer.
-            traceparent: the W3C header of the span that the request belongs to, for a tracer of the cache.
+            tokens: token ids of the prompt. A later turn hits if it begins with this prompt and its output.
+            max_new_tokens: most tokens of the output.
+            sampling: how tokens are chosen. Default: greedy.
+            namespace, salt: prefixes are shared only if both are equal; see `HybridCache.request`.
+            stop_token_ids: tokens that end the output. Default: the model's end tokens.
+            stop: strings; the output ends with the token that completes one. Needs a tokenizer.
+            traceparent: W3C header of the parent span, for a tracer of the cache.
 
         Raises:
-            InvalidTokensError: no tokens, or ids that the model does not know.
-            UsageError: options that cannot be.
-            CapacityError: prompt and output can never fit into `capacity_tokens`.
-            BusyError: too many requests wait.
-            ClosedError: it is closed.
+            InvalidTokensError: no tokens, or ids outside the model's vocabulary.
+            UsageError: invalid options.
+            CapacityError: prompt and output exceed `capacity_tokens`.
+            BusyError: the queue is full.
+            ClosedError: the model is closed.
         """
         if self._closed:
             raise ClosedError("the model is closed: generate inside `async with`")
@@ -165,7 +165,7 @@ class PrefixCachedModel:
         return Generation(job)
 
     async def drain(self) -> None:
-        """Until no request runs or waits, and what they published is written; new ones may follow."""
+        """Wait until no request is running or queued and published pages are written. Stays usable."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self.cache.drain()
@@ -191,9 +191,9 @@ class PrefixCachedModel:
         await queued.entered.wait()
         async with request:
             await request.prefetch()
-            request.rest()  # it keeps nothing from others while it waits for its turn
+            request.rest()  # releases its leases, so that they do not block eviction while it waits
             async with self._prefilling:
-                request.rematch()  # those before it may have published a part of its prompt
+                request.rematch()  # earlier requests may have published a part of this prompt
                 row = await self._prefill(job, request)
         await self._decoder.run(row)
         async with self._request(job) as output:
@@ -205,7 +205,7 @@ class PrefixCachedModel:
         )
 
     async def _prefill(self, job: GenerationJob, request: Request) -> Row:
-        """The prompt up to the first token of its output."""
+        """Prefill the prompt and choose the first token of the output."""
         prefilled = await self._runner.prefill(request, job.prompt.tolist(), len(job.prompt))
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit
