@@ -1,4 +1,4 @@
-"""Admission control: a first come, first served queue in front of a limited number of requests and tokens."""
+"""Admission control: a FIFO queue, and limits on the number of running requests and their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynchicache.errors import BusyError, CapacityError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How many requests run at once, how many of them decode together, and how many may wait.
+    """Limits on running requests, on rows of a decode batch, and on queued requests.
 
     Raises:
         ConfigError: a limit is below 1, or max_waiting below 0.
@@ -44,18 +44,18 @@ class QueuedRequest:
         self._admission = admission
 
     def leave(self) -> None:
-        """Give its tokens back, or leave the queue; calling it twice is harmless."""
+        """Release the request's tokens, or leave the queue. Idempotent."""
         self._admission.left(self)
 
 
 class PromptAdmission:
     """Admits requests while all their prompt and output tokens fit.
 
-    Requests do not overtake: a long one at the head of the queue would wait forever behind short ones.
+    Requests do not overtake each other: otherwise short requests could starve a long one.
 
     Args:
-        tokens: the most prompt and output tokens of all running requests.
-        limits: on the number of requests.
+        tokens: most prompt and output tokens of all running requests.
+        limits: limits on the number of requests.
     """
 
     def __init__(self, tokens: int, limits: AdmissionLimits) -> None:
@@ -72,10 +72,10 @@ class PromptAdmission:
         return len(self._queue)
 
     def join(self, tokens: int) -> QueuedRequest:
-        """Queue a request of `tokens` tokens; it is admitted at once if it fits and no other waits.
+        """Queue a request of `tokens` tokens; admitted at once if it fits and the queue is empty.
 
         Raises:
-            CapacityError: it can never fit.
+            CapacityError: the request can never fit.
             BusyError: the queue is full.
         """
         if tokens > self._tokens:

@@ -1,4 +1,4 @@
-"""Between a request of a `HybridCache` and the `DynamicCache` that a model works on."""
+"""Copies between the slots of a `HybridCache` request and the model's `DynamicCache`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from asynchicache.specs import ModelSpec, PoolSpec
 
 
 class CacheBridge:
-    """Copies what a request's slots hold to model memory, and back.
+    """Copies the content of a request's slots to model memory, and back.
 
-    Its methods touch device memory, and only read what they ask of a request: they may run on the
-    model's thread while the event loop goes on, as long as the request is not changed meanwhile.
+    Methods access device memory and only read the request. They may run on the model's thread while the
+    event loop runs, as long as the request does not change meanwhile.
 
     Args:
-        config: of the model.
-        cache: whose spec is the model's, or has it in it.
-        spec: the model's own, if the cache's is that of a target with its draft.
-        prefix: of the draft's pools, if the model is the draft: as given to `ModelSpec.with_draft`.
+        config: the model's configuration.
+        cache: a cache whose spec is, or contains, the model's spec.
+        spec: the model's own spec, if the cache is for a target with its draft.
+        prefix: prefix of the draft's pools, if the model is the draft; as given to `ModelSpec.with_draft`.
 
     Attributes:
-        pools: the model's part of the cache's device memory, layer by layer.
+        pools: the model's part of the cache's device memory, by layer.
         has_states: whether the model has recurrent layers.
-        window_pages: pages of sliding windows that a prefix needs at its end; 0 if there are none.
+        window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CacheBridge:
         self.has_states = any(not pool.per_token for pool in others)
         self.window_pages = max((pool.coverage.pages or 0 for pool in self._windows), default=0)
         self._state = next((pool.name for pool in others if not pool.per_token), None)
-        # A draft's pools have the slots of their target's.
+        # The draft's pools share the slots of the target's pools.
         self._owners = {name: cache.spec.pool(full).slots_of or full for name, full in names.items()}
 
     def restore(self, request: Request) -> DynamicCache:
-        """Model memory that holds the `request.hit.tokens` tokens that were restored.
+        """Return model memory with the first `request.hit.tokens` tokens.
 
         Args:
-            request: loaded, its ticket awaited, and not extended yet.
+            request: loaded, with its ticket awaited, and not extended yet.
         """
         tokens = request.hit.tokens
         return restore(
@@ -81,7 +81,7 @@ class CacheBridge:
         )
 
     def _window(self, request: Request, pool: PoolSpec) -> list[int]:
-        """Slots of the last pages before the hit's end, as many as the model looks at."""
+        """Return the slots of the last pages of the hit that the window covers."""
         slots = request.pages(self._owners[pool.name])
         return slots[-min(pool.coverage.pages or 0, len(slots)) :] if slots else []
 
@@ -100,18 +100,19 @@ class CacheBridge:
     ) -> None:
         """Copy the pages that tokens `start` to `stop` complete, and the states if `stop` ends a page.
 
-        Call it where a forward ended, before `request.checkpoint(stop)` or `request.snapshot(stop)`.
+        Call it after a forward that ended at `stop`, before `request.checkpoint(stop)` or
+        `request.snapshot(stop)`.
 
         Args:
-            request: extended to `stop` tokens at least.
-            memory: holds exactly `stop` tokens, if the model has states and none are given.
-            start: what was saved before, or restored.
-            stop: where the forward ended.
-            row: which sequence of `memory`.
-            states: taken when `memory` held `stop` tokens, if it holds more by now.
+            request: extended to at least `stop` tokens.
+            memory: holds exactly `stop` tokens, if the model has states and `states` is None.
+            start: tokens saved or restored before.
+            stop: end of the forward.
+            row: index of the sequence in `memory`.
+            states: states saved at `stop` tokens, if `memory` holds more by now.
 
         Raises:
-            UsageError: the states are those of another length, or pages are not there.
+            UsageError: the states are of another length, or pages are missing.
         """
         for pool in (self._full, *self._windows):
             self._save_pages(request, memory, pool, start, stop, row)
@@ -123,7 +124,7 @@ class CacheBridge:
     ) -> None:
         owner = self._owners[pool.name]
         base = request.first_page(owner)
-        begin = max(start // self._page_size, base)  # pages that the window has left are not wanted any more
+        begin = max(start // self._page_size, base)  # skip pages that the window has passed
         slots = request.pages(owner)[begin - base : stop // self._page_size - base]
         write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row)
 

@@ -17,7 +17,7 @@ from asynchicache.integrations.transformers.snapshot import SavedStates, save_st
 from asynchicache.integrations.transformers.thread import ModelThread
 
 _SHORT = 256
-"""Padding up to this many tokens costs next to nothing."""
+"""Padding up to this number of tokens costs almost nothing."""
 
 
 class Row:
@@ -25,10 +25,10 @@ class Row:
 
     Attributes:
         job: the request.
-        memory: its cache, before it joins a batch and after it has left.
+        memory: the sequence's cache, before it joins a batch and after it has left.
         length: tokens that the model has computed.
-        states: at the last page boundary that a decode step has reached; None before the first.
-        left: done when it has left its batch; fails if the model does.
+        states: states at the last page boundary that a decode step reached; None before the first.
+        left: done when the row has left its batch; fails if the model does.
     """
 
     def __init__(self, job: GenerationJob, memory: DynamicCache) -> None:
@@ -40,13 +40,14 @@ class Row:
 
     @property
     def over(self) -> bool:
-        """Whether it needs no more steps, or its waiter was cancelled."""
+        """Whether the row needs no more steps, or its waiter was cancelled."""
         return self.job.finish_reason is not None or self.left.done()
 
 
 class DecodeBatch:
-    """Rows that are decoded together. Shorter ones are padded, so lengths must not differ too much: a batch
-    takes at most twice the memory of its rows.
+    """Rows that are decoded together.
+
+    Shorter rows are padded, so lengths must be similar: a batch takes at most twice the memory of its rows.
 
     Attributes:
         rows: current rows; changed by `step`, on the model's thread.
@@ -65,10 +66,10 @@ class DecodeBatch:
         return max(lengths) <= max(2 * min(lengths), _SHORT)
 
     def step(self, leaving: Sequence[Row], joining: Sequence[Row]) -> list[int | RuntimeError]:
-        """Remove rows, which get their own memory back, and add others; then decode one token of each.
+        """Remove rows, which get their own memory back, and add others; then decode one token of each row.
 
         Returns:
-            in the order of `rows`, the token or the reason why there is none.
+            the token, or the error, of each of `rows`, in order.
         """
         if leaving:
             self._release(leaving)
@@ -106,7 +107,7 @@ class DecodeBatch:
             if row.length % self._context.page_size == 0 and self._context.bridge.has_states:
                 row.states = save_states(self._memory, row.length, row=number)
         if (longest + 1) % self._context.page_size == 0:
-            # Shorter rows are less than a page past a boundary of their own.
+            # One page more: a shorter row may be up to a page past a boundary of its own.
             self._context.trim(self._memory, more_pages=1)
         return [_choose(row, one) for row, one in zip(self.rows, logits, strict=True)]
 
@@ -130,7 +131,7 @@ class Decoder:
         """Decode until the sequence has ended or was cancelled; then `row.memory` is its own again.
 
         Raises:
-            Exception: what the model raised.
+            Exception: the model's error.
         """
         row.job.decoding = True
         if row.over:
@@ -185,7 +186,7 @@ class Decoder:
             return
         for row, token in zip(batch.rows, tokens, strict=True):
             if isinstance(token, RuntimeError):
-                _fail(row, token)  # so it is over, and leaves at the next step
+                _fail(row, token)  # `row.over` is then true, and the row leaves at the next step
             else:
                 _take(row, token)
         for row in concerned:

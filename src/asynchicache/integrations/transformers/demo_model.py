@@ -1,4 +1,4 @@
-"""A small hybrid model with random weights, big enough that a prefix cache pays on two CPU cores."""
+"""A small hybrid model with random weights, large enough to benefit from a prefix cache on two CPU cores."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 VOCABULARY = 256
-"""Token ids are bytes: every text can be encoded, every output decoded."""
+"""Token ids are bytes, so any text can be encoded and any output decoded."""
 
 _DECAY = (-5.0, -3.0)
 
 
 def build_demo_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedConfig]:
-    """A Qwen3.5 text model: three gated delta net layers, one attention layer, 10.7 million weights.
+    """Build a Qwen3.5 text model: three gated delta net layers, one attention layer, 10.7 million weights.
 
-    Measured on two cores in float32: 736 tokens take about 100 ms at once, and 14 ms when all but the
-    last 40 are in the cache; one step of ten sequences takes 9 ms.
+    Measured on two cores in float32: a prompt of 736 tokens takes about 100 ms, and 14 ms if all but the
+    last 40 are cached; a decode step of ten sequences takes 9 ms.
 
     Args:
-        seed: of the weights. The caller's random state is left as it was.
+        seed: seed of the weights. The caller's random state does not change.
 
     Returns:
         the model in evaluation mode, float32, and its configuration.
@@ -48,15 +48,15 @@ def build_demo_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedConfig]:
 
 
 def randomize_weights(model: torch.nn.Module, seed: int) -> None:
-    """Draw weights anew so that every part of the cache has a visible effect on the logits.
+    """Redraw weights so that every part of the cache visibly affects the logits.
 
-    Transformers' own initialisation (a deviation of 0.02, fast decay) forgets within a few tokens:
-    a model that lost its whole recurrent state would still answer the same. Matrices get a deviation of
-    1/sqrt(fan_in) here, and decay rates (`A_log`) are drawn so that states remember tens of tokens.
+    With transformers' initialisation (standard deviation 0.02, fast decay) states forget within a few
+    tokens: losing the whole recurrent state would not change the answer. Here matrices get a standard
+    deviation of 1/sqrt(fan_in), and decay rates (`A_log`) let states remember tens of tokens.
 
     Args:
         model: changed in place; norms, biases and other vectors stay.
-        seed: of a generator of its own.
+        seed: seed of a separate generator.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -68,5 +68,5 @@ def randomize_weights(model: torch.nn.Module, seed: int) -> None:
 
 
 def encode_text(text: str) -> list[int]:
-    """The UTF-8 bytes of `text` as token ids, each below `VOCABULARY`; prefix-stable."""
+    """Return the UTF-8 bytes of `text` as token ids, each below `VOCABULARY`; prefix-stable."""
     return list(text.encode())

@@ -1,4 +1,4 @@
-"""Forwards of a transformers model on a cache, with everything that it would otherwise guess."""
+"""Forwards of a transformers model on a cache, with explicit positions and mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from asynchicache.errors import UsageError
 
 _FED_ONE_BY_ONE = frozenset({"jamba"})
-"""Mamba-1: its scan of several tokens begins at zero, whatever state it is given."""
+"""Mamba-1: its scan of several tokens starts from a zero state and ignores the cached one."""
 
 
 def prefill(
@@ -18,14 +18,14 @@ def prefill(
 ) -> torch.Tensor:
     """Run `tokens[start:stop]` of one sequence on a cache that holds `tokens[:start]`.
 
-    One forward; behind a prefix, one for each token where the model would drop its state otherwise (Jamba).
+    Uses one forward; after a prefix, one forward per token if the model would ignore its state (Jamba).
 
     Args:
-        model: whose cache it is.
-        cache: extended in place to `stop` tokens.
+        model: the model.
+        cache: its cache, extended in place to `stop` tokens.
         tokens: the sequence from its beginning.
         start: tokens in the cache.
-        stop: where to end, at most `len(tokens)`; a state can be saved there and nowhere before.
+        stop: end, at most `len(tokens)`; states can be saved only there.
 
     Returns:
         logits after token `stop - 1`, `[vocabulary]`.
@@ -43,7 +43,7 @@ def prefill(
 
 
 def feeds_one_by_one(model: PreTrainedModel) -> bool:
-    """Whether behind a prefix the model computes one token at a time."""
+    """Return whether the model must compute one token at a time after a prefix."""
     return model.config.get_text_config(decoder=True).model_type in _FED_ONE_BY_ONE
 
 
@@ -55,14 +55,14 @@ def decode(
     *,
     padding: Sequence[int] = (),
 ) -> torch.Tensor:
-    """One decode step of a batch whose sequences end at the same place of the cache.
+    """Run one decode step of a batch whose sequences all end at the end of the cache.
 
     Args:
-        model: whose cache it is.
-        cache: extended in place to `length + 1` tokens.
+        model: the model.
+        cache: its cache, extended in place to `length + 1` tokens.
         last_tokens: the next token of each sequence.
-        length: tokens in the cache, padding included.
-        padding: how many of them lie before each sequence and mean nothing; none by default.
+        length: tokens in the cache, including padding.
+        padding: padding tokens on the left of each sequence. Default: none.
 
     Returns:
         logits after these tokens, `[batch, vocabulary]`.
@@ -77,7 +77,7 @@ def decode(
 def _forward(
     model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, start: int, padding: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Logits after the last of `ids` `[batch, n]`, which follow `start` cached tokens."""
+    """Return logits after the last of `ids` `[batch, n]`, which follow `start` cached tokens."""
     held = cache.get_seq_length()
     if held != start:
         raise UsageError(f"the cache holds {held} tokens, not {start}")
@@ -86,7 +86,7 @@ def _forward(
     with torch.no_grad():  # inference mode would mark the cache's tensors, and generate could not update them
         output = model(
             input_ids=ids,
-            # Bamba restarts its positions at 0 in every forward that is not told them.
+            # Without explicit positions, Bamba restarts them at 0 in every forward.
             position_ids=torch.arange(start, stop, device=ids.device).expand(batch, -1) - before,
             # A mask inferred from the padding token's id would drop that token from a prompt.
             attention_mask=(torch.arange(stop, device=ids.device).expand(batch, -1) >= before).long(),

@@ -1,4 +1,4 @@
-"""One request as its reader sees it, and as those who serve it do."""
+"""A request: `Generation` for its reader, `GenerationJob` for the code that serves it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from asynchicache.types import MissReason, Tier
 
 
 class GenerationJob:
-    """What is served: a prompt, the tokens that follow, and how it ended.
+    """A prompt, its output so far, and its result.
 
     Attributes:
-        prompt: its token ids.
-        namespace, salt, traceparent: as of `HybridCache.request`.
-        sampler, rule: how tokens are chosen, and which is the last.
-        generated: token ids so far; the last of them was not fed to the model yet.
-        hit: what the cache served.
-        decoding: it is past its prefill, so it ends at its next token when it is told to.
+        prompt: token ids of the prompt.
+        namespace, salt, traceparent: as in `HybridCache.request`.
+        sampler: chooses tokens.
+        rule: decides when the output ends.
+        generated: token ids so far; the last one was not fed to the model yet.
+        hit: the part of the prompt that the cache served.
+        decoding: whether the prefill is done; `cancel` then takes effect at the next token.
         finish_reason, ttft_s: None until known.
     """
 
@@ -53,11 +54,11 @@ class GenerationJob:
 
     @property
     def tokens(self) -> array[int]:
-        """The prompt and what was generated."""
+        """The prompt and the generated tokens."""
         return self.prompt + array("q", self.generated)
 
     def take(self, token: int) -> None:
-        """The model's next token."""
+        """Append the model's next token."""
         if self.ttft_s is None:
             self.ttft_s = self._loop.time() - self._arrived
         self.generated.append(token)
@@ -65,14 +66,14 @@ class GenerationJob:
         self.news.set()
 
     def cancel(self) -> None:
-        """Have it end soon, and keep what was computed."""
+        """End the generation soon; tokens computed so far are kept."""
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
             if not self.decoding and self.task is not None:
                 self.task.cancel()
 
     def abandon(self) -> None:
-        """As `cancel`, from whichever thread collects garbage."""
+        """Call `cancel` from any thread; for `__del__`, which may run in any thread."""
         if self.finish_reason is None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.cancel)
 
@@ -80,9 +81,9 @@ class GenerationJob:
 class Generation:
     """The tokens of one request: an async iterator of ids, and a context manager that closes it.
 
-    Work goes on whether or not anybody reads. When the iteration ends, the output is published: the next
-    turn meets it. Cancelling a reader that waits for a token cancels the
-    generation; so does letting go of it.
+    The generation continues even if no one reads it. When the iteration ends, the output has been published
+    for the next turn. Cancelling a reader that waits for a token cancels the generation, and so does dropping
+    the last reference to it.
     """
 
     def __init__(self, job: GenerationJob) -> None:
@@ -96,27 +97,30 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids generated so far, those that were not read yet included."""
+        """The ids generated so far, including ids not yet read."""
         return list(self._job.generated)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were not computed; known at the first token, as the next two are."""
+        """Prompt tokens served from the cache; known at the first token.
+
+        `tokens_by_tier` and `miss_reason` are known from then on, too.
+        """
         return self._job.hit.tokens
 
     @property
     def tokens_by_tier(self) -> Mapping[Tier, int]:
-        """The same tokens, counted at the farthest tier that any of them came from."""
+        """`cached_tokens` by tier; all count at the farthest tier that any of them came from."""
         return self._job.hit.by_tier
 
     @property
     def miss_reason(self) -> MissReason:
-        """Why it was not more."""
+        """Why the hit was not longer."""
         return self._job.hit.reason
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the call of `generate` to the first token, waiting included."""
+        """Seconds from the call of `generate` to the first token, including queueing."""
         return self._job.ttft_s
 
     @property
@@ -128,11 +132,11 @@ class Generation:
         return self
 
     async def __anext__(self) -> int:
-        """The next token id.
+        """Return the next token id.
 
         Raises:
-            StopAsyncIteration: there are no more.
-            Exception: what the model raised.
+            StopAsyncIteration: the output has ended.
+            Exception: the model's error.
         """
         job = self._job
         try:
@@ -149,9 +153,9 @@ class Generation:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End it, wherever it is. When this returns nothing is held for it any more.
+        """End the generation, and release its resources before returning.
 
-        What was computed is published before, so that a reader who has seen enough loses nothing.
+        Tokens computed so far are published first, so stopping early loses no cache content.
         """
         self._closed = True
         self._job.cancel()

@@ -1,7 +1,7 @@
-"""Pool memory, layer by layer, as the cache layers of transformers see it.
+"""Pool memory by layer, in the terms of transformers' cache layers.
 
-A `PoolMap` binds a `ModelSpec` to the tensors of its device pools. What a cache layer keeps per token is
-mapped to `PageMemory`, what it keeps per sequence to `StateMemory`; a hybrid layer has both, an MLP neither.
+A `PoolMap` binds a `ModelSpec` to the tensors of its device pools. Per-token content of a cache layer maps to
+`PageMemory`, per-sequence content to `StateMemory`; a hybrid layer has both, an MLP neither.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
 PageMemory = dict[str, torch.Tensor]
-"""One layer of a pool of pages: by what transformers' cache layer calls it (`keys`, `values`,
-`indexer_keys`, `indexer_position_ids`), memory `[slots, page_size, *shape]`."""
+"""One layer of a pool of pages: memory `[slots, page_size, *shape]` by the field name of transformers' cache
+layer (`keys`, `values`, `indexer_keys`, `indexer_position_ids`)."""
 
 _PAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "keys": ("keys",),
@@ -25,7 +25,7 @@ _PAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "index_keys": ("indexer_keys",),
     "index_positions": ("indexer_position_ids",),
 }
-"""By tensor, the fields of a cache layer that it holds; the latent's sections are two of them."""
+"""Fields of a cache layer by tensor of the pool; the latent's two sections are two fields."""
 
 _STATE_FIELDS: Mapping[str, tuple[str, int]] = {
     "conv": ("conv", 0),
@@ -33,15 +33,15 @@ _STATE_FIELDS: Mapping[str, tuple[str, int]] = {
     "ngram_conv": ("conv", 1),
     "ngram_tokens": ("conv", 2),
 }
-"""By tensor, the kind of state and its number in the cache layer."""
+"""Kind of state and its number in the cache layer, by tensor of the pool."""
 
 
 class StateMemory(NamedTuple):
-    """One layer of a pool of states, by the number that transformers gives a layer's states.
+    """One layer of a pool of states, by transformers' number of the state in its layer.
 
     Attributes:
         conv: `[slots, channels, kernel]`, or `[slots, kernel]` of token ids.
-        recurrent: `[slots, heads, ...]`; empty where a layer keeps convolutions only.
+        recurrent: `[slots, heads, ...]`; empty if the layer has convolution states only.
     """
 
     conv: dict[int, torch.Tensor]
@@ -58,13 +58,13 @@ class PoolMap:
 
     Attributes:
         spec: as given.
-        pages: by pool that owns slots, layer -> memory of its pages, of pools that share them too.
+        pages: pool that owns slots -> layer -> memory of its pages, including pools that share the slots.
         states: layer -> memory of its states; empty for a model without recurrence.
-        slots: by pool that owns slots, how many it has.
+        slots: pool that owns slots -> number of slots.
 
     Raises:
-        ConfigError: memory is missing, or its shape or dtype is not the spec's.
-        UnsupportedModelError: the spec has a pool that transformers' layers do not map to.
+        ConfigError: memory is missing, or its shape or dtype differs from the spec.
+        UnsupportedModelError: transformers' layers have no counterpart of a pool.
     """
 
     def __init__(self, spec: ModelSpec, pools: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -84,7 +84,7 @@ class PoolMap:
                 _add_states(self.states, pool, memory)
 
     def check_slots(self, pool: str, slots: Sequence[int]) -> None:
-        """Raise `UsageError` if a slot is not one of the pool's."""
+        """Raise `UsageError` if the pool does not have a slot."""
         count = self.slots[pool]
         if slots and not 0 <= min(slots) <= max(slots) < count:
             raise UsageError(
@@ -92,7 +92,7 @@ class PoolMap:
             )
 
     def check_state(self, slot: int) -> None:
-        """Raise `UsageError` if `slot` is not one of the state pool's, or there is no such pool."""
+        """Raise `UsageError` if the state pool does not have `slot`, or there is no such pool."""
         states = next((pool.name for pool in self.spec.owners if not pool.per_token), None)
         if states is None:
             raise UsageError(f"state slot {slot}: model {self.spec.model!r} has no states")
@@ -126,7 +126,7 @@ def _check_tensor(pool: PoolSpec, spec: TensorSpec, page_size: int, memory: torc
 
 
 def _add_pages(layers: dict[int, PageMemory], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
-    """Views of every layer's part of the memory; of sections, one view each."""
+    """Add views of each layer's part of the memory, one per section."""
     for spec in pool.tensors:
         fields = _PAGE_FIELDS.get(spec.name, ())
         if len(fields) != max(len(spec.sections), 1):

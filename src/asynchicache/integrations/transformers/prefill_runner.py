@@ -22,7 +22,7 @@ from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 
 _FEW = 16
-"""Forwards of one token each, before calls of other requests run."""
+"""One-token forwards in a row before calls of other requests run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Prefilled:
 
     Attributes:
         memory: the model's cache from now on.
-        hit: the part that was cached.
-        logits: after the last computed token, `[vocabulary]`; None if no token was computed.
+        hit: the part that came from the cache.
+        logits: logits after the last computed token, `[vocabulary]`; None if no token was computed.
     """
 
     memory: DynamicCache
@@ -51,7 +51,7 @@ class PrefillRunner:
     def __init__(
         self, model: PreTrainedModel, cache: HybridCache, thread: ModelThread, *, prefill_chunk: int
     ) -> None:
-        """`prefill_chunk`: tokens of one forward, before calls of other requests run."""
+        """`prefill_chunk`: tokens per forward; calls of other requests run between forwards."""
         bridge, size = CacheBridge(model.config, cache), cache.spec.page_size
         full, *windows = [_device_pages(cache, pool.name) for pool in cache.spec.owners if pool.per_token]
         # A window pool need not hold a whole prompt: one chunk must fit beside one window.

@@ -1,4 +1,4 @@
-"""One cache layer of transformers: the rows of its tokens, and its states, in one form for all kinds."""
+"""Uniform access to the token rows and states of transformers' cache layers of all supported kinds."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KINDS = (
     LinearAttentionAndFullAttentionLayer,
     DummyLayer,
 )
-"""Exactly these: a subclass may keep more than is copied here."""
+"""Exact types: a subclass may have content that is not copied here."""
 
 CacheLayer = DynamicLayer | LinearAttentionLayer | DummyLayer
 
 
 def held_fields(layer: DynamicLayer) -> set[str]:
-    """What a layer keeps of each token, by the names of `layers.PageMemory`."""
+    """Return the per-token fields of a layer, named as in `layers.PageMemory`."""
     names = {"keys", "values"} if layer.is_initialized else set()
     if isinstance(layer, DynamicIndexedLayer):
         names |= {"indexer_keys"} if layer.is_indexer_initialized else set()
@@ -40,13 +40,13 @@ def held_fields(layer: DynamicLayer) -> set[str]:
 
 
 def first_held(layer: DynamicLayer) -> int:
-    """The first token whose keys a layer still has; 0 unless it has a window."""
+    """Return the index of the first token whose keys a layer still has; 0 unless it has a window."""
     held: int = layer.keys.shape[-2] if layer.is_initialized else 0
     return int(layer.get_seq_length()) - held
 
 
 def rows_of(layer: DynamicLayer, field: str, row: int) -> torch.Tensor:
-    """One field of all tokens that a layer holds, of one sequence: `[tokens, *shape]`."""
+    """Return one field of one sequence, for all tokens that the layer holds: `[tokens, *shape]`."""
     held: torch.Tensor = getattr(layer, field)
     if field == "indexer_keys":  # [batch, tokens, width]
         return held[row]
@@ -56,12 +56,12 @@ def rows_of(layer: DynamicLayer, field: str, row: int) -> torch.Tensor:
 
 
 def fill_rows(layer: DynamicLayer, rows: Mapping[str, torch.Tensor], tokens: int) -> None:
-    """Give an empty layer the last rows of a sequence of `tokens` tokens; it keeps copies.
+    """Copy the last rows of a sequence of `tokens` tokens to an empty layer.
 
     Args:
-        layer: empty.
-        rows: by field, `[at most tokens, *shape]`; of a window, all that it sees at least.
-        tokens: the length of the sequence.
+        layer: an empty layer.
+        rows: by field, `[at most tokens, *shape]`; for a window layer at least all rows in the window.
+        tokens: length of the sequence.
     """
     fields = {name: rows[name].transpose(0, 1).contiguous()[None] for name in ("keys", "values")}
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -79,7 +79,7 @@ def fill_rows(layer: DynamicLayer, rows: Mapping[str, torch.Tensor], tokens: int
 
 
 def states_of(layer: LinearAttentionLayer, row: int) -> StateMemory:
-    """The states that a layer has of one sequence, as views `[1, ...]`."""
+    """Return the states of one sequence, as views `[1, ...]`."""
     conv, recurrent = layer.is_conv_states_initialized, layer.is_recurrent_states_initialized
     return StateMemory(
         {number: layer.conv_states[number][row : row + 1] for number, known in conv.items() if known},
@@ -94,7 +94,7 @@ def states_of(layer: LinearAttentionLayer, row: int) -> StateMemory:
 def check_states(found: StateMemory, index: int, memory: StateMemory) -> None:
     """
     Raises:
-        UsageError: the layer keeps other states than the pool, or none yet.
+        UsageError: the layer has other states than the pool, or none yet.
     """
     if not found.conv:
         raise UsageError(f"layer {index} has no state yet; run a forward first")
@@ -106,7 +106,7 @@ def check_states(found: StateMemory, index: int, memory: StateMemory) -> None:
 
 
 def fill_states(layer: LinearAttentionLayer, memory: StateMemory, slot: int) -> None:
-    """Fill an empty layer through its own methods: they copy, and mark the state as present."""
+    """Fill an empty layer through its update methods, which copy and mark the state as present."""
     for number, conv in memory.conv.items():
         layer.update_conv_state(conv[slot : slot + 1], state_idx=number)
     for number, recurrent in memory.recurrent.items():

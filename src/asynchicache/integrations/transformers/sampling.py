@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits."""
+"""Choose the next token from logits."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from transformers import (
 from asynchicache.errors import ConfigError
 
 _MAX_SEED = 2**64 - 1
-_COLDEST = torch.finfo(torch.float32).tiny  # a kernel may take a smaller number for 0
+_COLDEST = torch.finfo(torch.float32).tiny  # a kernel may flush a smaller number to 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Take the likeliest token, or draw one.
+    """Sampling options.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token and ignores the other options.
-        top_p: draw among the likeliest tokens whose probabilities sum up to this. Default: 1, all.
-        top_k: draw among the k likeliest tokens; tokens with the k-th one's logit stay too. Default: 0, all.
-        seed: of the draws, 0 to 2**64 - 1; None picks one at random.
+        temperature: divides the logits; 0 takes the likeliest token and ignores the other options.
+        top_p: sample from the likeliest tokens whose probabilities sum up to this. Default: 1, all.
+        top_k: sample from the k likeliest tokens and any with the same logit as the k-th. Default: 0, all.
+        seed: seed of the sequence's random numbers, 0 to 2**64 - 1. Default: None, a random one.
 
     Raises:
-        ConfigError: a value is out of its range; the message names it.
+        ConfigError: a value is out of range; the message names it.
     """
 
     temperature: float = 0.0
@@ -53,7 +53,7 @@ GREEDY = Sampling()
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. Each draw continues the sequence's random numbers."""
+    """Chooses the tokens of one sequence, with its own random number generator."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._greedy = sampling.temperature == 0
@@ -68,14 +68,14 @@ class Sampler:
         """Choose a token id by its logits `[vocabulary]`.
 
         Raises:
-            RuntimeError: the largest logit is not a finite number: the model has failed.
+            RuntimeError: the largest logit is not finite: the model has failed.
         """
         if self._greedy:
             return _likeliest(logits)
         scores = logits.detach().to("cpu", torch.float32)
-        # Below the likeliest's 0 a division may overflow: to minus infinity, which is probability 0.
+        # The maximum is 0; division by a small temperature may overflow to -inf, which is probability 0.
         likely = self._warpers(None, (scores - scores.max()).unsqueeze(0)).softmax(-1)
-        # Drawn in vocabulary order: in order of probability, a rounding error would swap two close tokens.
+        # Draw in vocabulary order: sorted by probability, a rounding error could swap two close tokens.
         return int(torch.multinomial(likely[0], 1, generator=self._generator))
 
 
@@ -90,7 +90,7 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 def _likeliest(logits: torch.Tensor) -> int:
-    # argmax takes NaN for the largest number, and answers 0 where all logits are minus infinity.
+    # argmax treats NaN as the largest number, and returns 0 if all logits are minus infinity.
     token = logits.argmax()
     best = float(logits[token])
     if not math.isfinite(best):

@@ -1,4 +1,4 @@
-"""When a sequence has been generated to its end."""
+"""Stop conditions of a generation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class StopRule:
-    """Where the output of one request ends.
+    """Decides where the output of one request ends.
 
-    Not transformers' `StopStringCriteria`: it decodes the whole vocabulary for each new set of strings, which
-    takes seconds for 128,000 tokens and would block the event loop.
+    Transformers' `StopStringCriteria` is unsuitable: it decodes the whole vocabulary for each new set of
+    strings, which takes seconds for 128,000 tokens and would block the event loop.
 
     Args:
-        max_new_tokens: 1 at least.
-        token_ids: any of these is the last token.
-        strings: the output ends with the token that completes any of these.
-        tokenizer: reads tokens, for the strings.
+        max_new_tokens: most tokens, at least 1.
+        token_ids: tokens that end the output.
+        strings: the output ends with the token that completes one of these.
+        tokenizer: decodes tokens to find the strings.
 
     Raises:
-        UsageError: no tokens wanted, an empty string, or strings without a tokenizer.
+        UsageError: `max_new_tokens` is below 1, a string is empty, or strings are given without a tokenizer.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class StopRule:
         self._ids = frozenset(token_ids)
         self._strings = tuple(strings)
         self._tokenizer = tokenizer
-        # A token stands for a byte at least. A character may be begun by the token before.
+        # A token stands for at least one byte; one more token, as the previous may begin a character.
         self._tail = max((len(text.encode()) for text in strings), default=0) + 1
 
     def reached(self, generated: Sequence[int]) -> FinishReason | None:
-        """Why the output ends with its last token, or None if it goes on."""
+        """Return why the output ends with its last token; None if it continues."""
         if generated[-1] in self._ids or self._spelt(generated):
             return "stop"
         return "length" if len(generated) >= self.max_new_tokens else None
@@ -62,7 +62,7 @@ class StopRule:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The ids that end an output, as the model's generation options and its tokenizer say."""
+    """Return the end tokens of the model's generation config and of the tokenizer."""
     generation = getattr(model, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     ids = {ends} if isinstance(ends, int) else set(ends or ())

@@ -1,4 +1,4 @@
-"""The only thread that may use a model and its memory, so that the event loop is never blocked."""
+"""The thread that runs a model and accesses its memory, so that the event loop is never blocked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """Runs calls one at a time, in the order of submission. Long work should be split into several calls, so
-    that calls of other requests run in between."""
+    """Runs calls one at a time, in order of submission.
+
+    Long work should be split into several calls, so that calls of other requests run in between.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: of the model. The thread uses as many torch threads as the caller's."""
+        """`device`: the model's device. The thread takes over the caller's number of torch threads."""
         self._device = device
         self._executor = ThreadPoolExecutor(
             1, "model", initializer=partial(torch.set_num_threads, torch.get_num_threads())
@@ -27,8 +29,8 @@ class ModelThread:
     async def run(self, call: Callable[[], T]) -> T:
         """Run `call` and return its result when the device has finished what it enqueued.
 
-        If the waiter is cancelled, a call that has not started is dropped. A call that has started is waited
-        for, because it may write to pages that the waiter is about to free.
+        If the waiter is cancelled, a call that has not started is dropped. A call that has started is
+        awaited first, because it may write to pages that the waiter is about to free.
         """
         job = self._executor.submit(self._finish, call)
         done = asyncio.wrap_future(job)
@@ -57,7 +59,7 @@ class ModelThread:
 
 
 async def _ended(done: asyncio.Future[T]) -> None:
-    """Wait for the result, however often the waiter is cancelled."""
+    """Wait for the result, even if the waiter is cancelled repeatedly."""
     while not done.done():
         try:
             await asyncio.wait([done])
