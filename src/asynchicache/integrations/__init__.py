@@ -1,1 +1,1 @@
-"""Serving engines on the cache, and what operators and routers read of it."""
+"""Adapters for serving engines, and exporters of metrics, traces and events."""

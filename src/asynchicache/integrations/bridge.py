@@ -1,13 +1,13 @@
 """An event loop in its own thread, for engines without one: submit a coroutine, poll for its result.
 
-The adapters of synchronous engines use it. No code of the engine runs on the loop: finished jobs are put in a
-queue that the engine polls.
+The adapters of synchronous engines use it. No engine code runs on the loop: finished jobs go to a queue that
+the engine polls.
 
-Not anyio's blocking portal, because jobs lend the engine's memory to storage calls:
-- The future of a portal is cancelled at once, while its coroutine still runs. A job ends with its coroutine.
-- A cancel scope cancels again in every iteration of the loop. A coroutine that first waits for its storage
-  call to end would keep the CPU busy until then. A job's task is cancelled once.
-- Leaving a portal waits for its tasks and its thread without limit. `close` has one.
+anyio's blocking portal is unsuitable, because storage calls of a job use the engine's memory:
+- A portal's future is cancelled at once, while its coroutine still runs. A job ends with its coroutine.
+- A cancel scope cancels again in every loop iteration. A coroutine that waits for its storage call to end
+  would keep the CPU busy until then. A job's task is cancelled once.
+- Leaving a portal waits for its tasks and its thread without a time limit. `close` has one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_OBEY_SECONDS = 1.0  # for cancelled coroutines to end, and then for the thread
-_TIDY_SECONDS = 0.2  # of the thread's second, for tasks that still run when the loop has stopped
-_EXIT_SECONDS = 1.0  # for the thread, at the exit of a process that did not close its bridge
+_OBEY_SECONDS = 1.0  # for cancelled coroutines to end, and again for the thread to end
+_TIDY_SECONDS = 0.2  # part of the thread's second, for tasks that still run after the loop stopped
+_EXIT_SECONDS = 1.0  # for the thread to end, at the exit of a process that did not close its bridge
 
 
 class JobState(Enum):
     """The state of a job. All but the first are final."""
 
-    PENDING = "pending"  # waits for room, or runs
+    PENDING = "pending"  # waiting for bytes, or running
     DONE = "done"  # has a result
     FAILED = "failed"  # raised
     CANCELLED = "cancelled"  # `cancel` was called
@@ -53,8 +53,8 @@ class Job(Generic[T]):
     """One coroutine on a `LoopBridge`. Every method may be called from any thread.
 
     Attributes:
-        tag: given by the submitter, to recognise the job.
-        nbytes: bytes that it counts towards the bridge's limit.
+        tag: set by the submitter to recognise the job.
+        nbytes: bytes that count towards the bridge's limit.
         state: its current state.
     """
 
@@ -71,8 +71,8 @@ class Job(Generic[T]):
         """
         Args:
             cancel: asks the bridge to cancel the job.
-            guard: raises where waiting would never end.
-            nbytes, tag: see above.
+            guard: raises if waiting would never end.
+            nbytes, tag: as the attributes.
         """
         self.tag = tag
         self.nbytes = nbytes
@@ -85,11 +85,11 @@ class Job(Generic[T]):
         self._seen = False
 
     def done(self) -> bool:
-        """Whether it has ended and no longer uses the memory that was lent to it."""
+        """Return whether the job has ended and no longer uses the engine's memory."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds, without limit if None; return whether it has ended.
+        """Wait up to `timeout` seconds (None: no limit); return whether the job has ended.
 
         Raises:
             UsageError: called on the bridge's own loop, which would deadlock.
@@ -100,12 +100,12 @@ class Job(Generic[T]):
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what the coroutine returned, or raise what it raised.
+        """Return the coroutine's result, or raise its error.
 
         Raises:
-            TimeoutError: its deadline passed (`done` is true), or it did not end within `timeout` seconds.
-            CancelledError: it was cancelled (`concurrent.futures`).
-            CapacityError: it was shed.
+            TimeoutError: the deadline passed (`done` is true), or the job did not end within `timeout` s.
+            CancelledError: the job was cancelled (`concurrent.futures`).
+            CapacityError: the job was shed.
             ClosedError: the bridge ended before the job did; or as `wait`.
             UsageError: as `wait`.
         """
@@ -115,10 +115,10 @@ class Job(Generic[T]):
         return cast("T", self._value)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what `result` would raise; None if it would return.
+        """Return the error that `result` would raise; None if it would return.
 
         Raises:
-            TimeoutError: it has not ended in `timeout` seconds.
+            TimeoutError: the job did not end within `timeout` seconds.
             UsageError, ClosedError: as `wait`.
         """
         if not self.wait(timeout):
@@ -127,7 +127,7 @@ class Job(Generic[T]):
         return self._error
 
     def cancel(self) -> bool:
-        """Ask it to end; False if it has ended. Its result is kept if the coroutine returns first."""
+        """Request cancellation; False if the job has ended. A result returned meanwhile is kept."""
         if self._ended.is_set():
             return False
         self._cancel(self)
@@ -149,12 +149,12 @@ class Job(Generic[T]):
 
 
 class ByteGate:
-    """Limits the bytes in flight; waiters are admitted first come, first served.
+    """Limits the bytes in flight; waiters are admitted in FIFO order.
 
     An operation larger than the limit runs alone; one of 0 bytes never waits. Confined to its loop.
 
     Args:
-        limit: bytes; None for no limit.
+        limit: most bytes in flight; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -175,7 +175,7 @@ class ByteGate:
             if not turn.cancelled():  # admitted, but cancelled before it could run
                 self.leave(nbytes)
             else:
-                self._admit()  # smaller ones may have waited behind it
+                self._admit()  # smaller operations may have queued behind this one
             raise
 
     def leave(self, nbytes: int) -> None:
@@ -198,10 +198,10 @@ class ByteGate:
 
 @dataclass(slots=True, eq=False)
 class _RunningJob:
-    """A job and what the loop needs to run it.
+    """A job and its state on the loop.
 
     Attributes:
-        ending: its final state if its coroutine is cancelled; set before the cancellation.
+        ending: the job's final state if its coroutine is cancelled; set before the cancellation.
     """
 
     job: Job[Any]
@@ -216,8 +216,8 @@ class _RunningJob:
 class LoopBridge:
     """One event loop in a daemon thread. Every method may be called from any thread but the loop's own.
 
-    A job ends when its coroutine has ended, also after a deadline or `cancel`: only then does the engine get
-    its memory back. If a coroutine ignores cancellation, its job does not end until `close` gives up on it.
+    A job ends when its coroutine has ended, even after a deadline or `cancel`; until then the engine must not
+    reuse its memory. If a coroutine ignores cancellation, its job does not end until `close` abandons it.
 
     After a fork the child's bridge is closed, because it has no loop; the parent's continues.
     """
@@ -231,10 +231,10 @@ class LoopBridge:
     ) -> None:
         """
         Args:
-            name: of the thread.
-            max_bytes: of jobs that run at once; more wait in the loop, in order, or are shed. A job that
-                is larger runs alone. None: no limit.
-            loop_factory: makes the loop, e.g. `uvloop.new_event_loop`.
+            name: name of the thread.
+            max_bytes: most bytes of running jobs; further jobs wait in FIFO order or are shed. A larger job
+                runs alone. None: no limit.
+            loop_factory: creates the loop, e.g. `uvloop.new_event_loop`.
 
         Raises:
             ConfigError: `max_bytes` is not above 0.
@@ -244,7 +244,7 @@ class LoopBridge:
         self._max_bytes = max_bytes
         self._gate = ByteGate(max_bytes)
         self._changed = threading.Condition()
-        """Guards what follows; notified when a job has ended."""
+        """Guards the attributes below; notified when a job has ended."""
         self._runs: dict[Job[Any], _RunningJob] = {}
         self._bytes = 0
         self._finished: deque[Job[Any]] = deque()
@@ -258,7 +258,7 @@ class LoopBridge:
 
     @property
     def pending(self) -> int:
-        """Jobs that have not ended."""
+        """Number of jobs that have not ended."""
         return len(self._runs)
 
     @property
@@ -282,8 +282,8 @@ class LoopBridge:
         Args:
             coro: the coroutine.
             nbytes: counted towards `max_bytes`; a job of 0 never waits and is never shed.
-            deadline_s: seconds from now, including the wait for room, after which the coroutine is cancelled
-                and the job ends as timed out; None for no deadline.
+            deadline_s: seconds from now, including the wait for `max_bytes`, after which the coroutine is
+                cancelled and the job ends as timed out; None for no deadline.
             tag: lets the submitter recognise the job.
             wait: above `max_bytes`, wait inside the loop; False: shed the job at once.
             queued: report the job in `finished` when it has ended; False if the caller waits for it.
@@ -322,8 +322,8 @@ class LoopBridge:
             job.cancel()
 
     def finished(self) -> list[Job[Any]]:
-        """Return the jobs that have ended since the last call, in the order of their ends; never waits."""
-        if self._forked:  # a thread of the parent may have held the lock, which nothing releases here
+        """Return the jobs that have ended since the last call, in the order of completion; never waits."""
+        if self._forked:  # a thread of the parent may have held the lock, which is never released here
             return []
         with self._changed:
             jobs = list(self._finished)
@@ -345,14 +345,14 @@ class LoopBridge:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Refuse new jobs, wait for the pending ones, cancel the rest, and end the thread.
 
-        `finished` still returns jobs that ended. Calling `close` twice is harmless.
+        `finished` still returns jobs that ended. Idempotent.
 
         Args:
-            timeout_s: seconds for jobs to end by themselves; cancelled ones get 1 s more.
+            timeout_s: seconds for jobs to end by themselves; cancelled jobs get 1 s more.
 
         Returns:
             False if a job or the thread did not end. Such a job fails with `ClosedError`, and its coroutine
-            may still use the memory that was lent to it.
+            may still use the engine's memory.
 
         Raises:
             UsageError: called on the bridge's own loop.
@@ -431,21 +431,21 @@ class LoopBridge:
     def _request_cancel(self, job: Job[Any]) -> None:
         if self._forked:
             return
-        with suppress(RuntimeError):  # the loop is closed, and so is the job
+        with suppress(RuntimeError):  # the loop is closed, so the job has ended
             self._loop.call_soon_threadsafe(self._end_early, job, JobState.CANCELLED)
 
     def _tell(
         self, run: _RunningJob, state: JobState, value: object = None, error: BaseException | None = None
     ) -> None:
         """Report a job's end to its submitter. The caller holds the lock."""
-        if run.queued:  # first, so that a job that is done is in the queue already
+        if run.queued:  # before `finish`, so that a job that is done is already in the queue
             self._finished.append(run.job)
         run.job.finish(state, value, error)
 
     def _end(
         self, run: _RunningJob, state: JobState, value: object = None, error: BaseException | None = None
     ) -> None:
-        """Record that a job has ended; a no-op if it had before."""
+        """Record that a job has ended; a no-op if it ended before."""
         with self._changed:
             if self._runs.pop(run.job, None) is not None:
                 self._bytes -= run.job.nbytes
@@ -463,7 +463,7 @@ class LoopBridge:
     # The loop's thread.
 
     def _serve(self) -> None:
-        """Run the loop. However it ends, no job stays pending and no submitter waits forever."""
+        """Run the loop. When it ends, for any reason, pending jobs fail, so no submitter waits forever."""
         why = "the loop of the bridge was stopped"
         try:
             asyncio.set_event_loop(self._loop)
@@ -478,16 +478,16 @@ class LoopBridge:
             self._abandon(self._refusal)
 
     def _tidy(self) -> None:
-        """Cancel the tasks that still run, give them a moment, and close the loop."""
+        """Cancel remaining tasks, wait for them briefly, and close the loop."""
         try:
-            self._loop.run_until_complete(asyncio.sleep(0))  # the latest submissions start
+            self._loop.run_until_complete(asyncio.sleep(0))  # lets the latest submissions start
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
             if left:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=_TIDY_SECONDS))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        except RuntimeError as error:  # stopped once more meanwhile
+        except RuntimeError as error:  # the loop was stopped again meanwhile
             logger.warning("the loop of the bridge did not end tidily: %s", error)
         finally:
             self._loop.close()
@@ -515,7 +515,7 @@ class LoopBridge:
             self._gate.leave(run.job.nbytes)
 
     def _ended(self, run: _RunningJob, task: asyncio.Task[object]) -> None:
-        """Report how a coroutine ended; it may never have started."""
+        """Report the result of a coroutine, which may never have started."""
         run.coro.close()
         if run.timer is not None:
             run.timer.cancel()

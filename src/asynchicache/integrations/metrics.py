@@ -1,6 +1,6 @@
-"""What a cache's statistics say, as a table of metrics: names, labels, and how each is read.
+"""A table of metrics of a cache: names, labels, and how each is read from the statistics.
 
-It knows no metrics library; `integrations.prometheus` shows it to Prometheus.
+Independent of metrics libraries; `integrations.prometheus` exports it to Prometheus.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX = "asynchicache_"
 
 Value: TypeAlias = float | Distribution
 Samples: TypeAlias = Iterable[tuple[tuple[str, ...], Value]]
-"""Label values, in the order of the family's labels, and what was counted."""
+"""Label values, in the order of the family's labels, and the value."""
 
 _OPS = ("exists", "get", "put", "delete", "touch")
 
@@ -27,8 +27,8 @@ class Family(NamedTuple):
     """One metric.
 
     Attributes:
-        name: without the prefix; counters end in `_total`, durations in `_seconds`.
-        help: what it counts, in a line.
+        name: name without the prefix; counters end in `_total`, durations in `_seconds`.
+        help: one-line description.
         labels: names of its labels.
         samples: reads it from the statistics.
     """

@@ -1,9 +1,9 @@
-"""OpenTelemetry spans of what a cache does, beneath the span of the request that it does it for.
+"""OpenTelemetry spans of a cache's operations, as children of the request's span.
 
     instrument(cache)
     async with cache.request(tokens, traceparent=headers.get("traceparent")) as request: ...
 
-Nothing here is imported, and a cache does no more than compare an attribute with None, until `instrument`.
+Without `instrument`, this module is never imported, and a cache only compares an attribute with None.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
 
 PREFIX = "asynchicache."
-"""Of the names of spans and of their attributes."""
+"""Prefix of the names of spans and attributes."""
 
 _propagator = TraceContextTextMapPropagator()
 
 
 def instrument(cache: HybridCache, provider: TracerProvider | None = None) -> None:
-    """Trace what a cache does from now on; `cache.trace(None)` ends it.
+    """Start tracing a cache; `cache.trace(None)` stops it.
 
     Args:
-        cache: which.
-        provider: makes the spans; the application's global one if None.
+        cache: the cache.
+        provider: creates the spans. Default: the application's global provider.
     """
     cache.trace(CacheTracer(cache, trace.get_tracer("asynchicache", tracer_provider=provider)))
 
 
 class CacheTracer:
-    """Begins the spans of one cache; see `docs/howto/observability.md` for their attributes."""
+    """Starts the spans of one cache; see `docs/howto/observability.md` for their attributes."""
 
     def __init__(self, cache: HybridCache, tracer: trace.Tracer) -> None:
         self._page_size = cache.spec.page_size
@@ -52,15 +52,17 @@ class CacheTracer:
     def request(
         self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
     ) -> Request:
-        """A request whose spans are beneath `traceparent`, or beneath the current span if that is None or
-        malformed."""
+        """Return a request whose spans are children of `traceparent`.
+
+        They are children of the current span if `traceparent` is None or malformed.
+        """
         current = context_api.get_current()
         carrier = {} if traceparent is None else {"traceparent": traceparent}
         return TracedRequest(controller, tokens, seed, self, _propagator.extract(carrier, context=current))
 
     @contextmanager
     def span(self, name: str, **attributes: str | int) -> Iterator[trace.Span]:
-        """A span that is the current one inside; an exception is recorded, and goes on."""
+        """Open a span as the current one; an exception is recorded and propagates."""
         with self._tracer.start_as_current_span(PREFIX + name, attributes=_named(attributes)) as span:
             yield span
 
@@ -81,7 +83,7 @@ class CacheTracer:
 
 
 class OpenSpan:
-    """A span that ends elsewhere than it began."""
+    """A span that is ended explicitly, with `finish`."""
 
     __slots__ = ("_span",)
 
@@ -97,7 +99,7 @@ class OpenSpan:
 
 
 class TracedRequest(Request):
-    """A request that makes spans of its phases, and whose copies and evictions are beneath its parent."""
+    """A request with spans for its phases; its copies and evictions are children of its parent span."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class TracedRequest(Request):
         return hit
 
     def load(self, *, counted: bool = True) -> Ticket:
-        with self._beneath_parent():  # the span is the copy's: it ends when the bytes have landed
+        with self._beneath_parent():  # the copy has its own span, which ends when the copy completes
             return super().load(counted=counted)
 
     def extend(self, tokens: int) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""An engine's host memory as pages of bytes: where they lie, and whether storage can use them in place."""
+"""An engine's host memory as pages of bytes: their location, and whether storage can use them in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynchicache.layouts import ALIGNMENT
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-_MOST_STORED_PARTS = 4  # more objects per page cost storage more than a copy costs here
+_MOST_STORED_PARTS = 4  # more objects per page would cost storage more than a copy costs
 
 
 class TensorLike(Protocol):
@@ -48,7 +48,7 @@ def tensor_memory(tensor: TensorLike) -> memoryview:
     """Return a writable view of a contiguous host tensor, which must outlive the view.
 
     Raises:
-        ConfigError: it is on a device, or not contiguous.
+        ConfigError: the tensor is on a device, or not contiguous.
     """
     if str(tensor.device) != "cpu" or not tensor.is_contiguous():
         raise ConfigError(
@@ -86,14 +86,14 @@ class PagePart:
 
 
 class PageMemory:
-    """Pages of equal size, each of one or more parts that may lie anywhere.
+    """Pages of equal size, each of one or more parts at any addresses.
 
-    Storage holds a *unit* as one object. A unit is a part, if a page has a few parts of equal size that lie
-    back to back in whole blocks of 4,096 bytes, as `[parts, pages, bytes]`; otherwise it is the whole page.
+    Storage holds a *unit* as one object. A unit is a part if a page has a few parts of equal size that are
+    contiguous in whole blocks of 4,096 bytes, as `[parts, pages, bytes]`; otherwise it is the whole page.
     This depends on the geometry only, never on addresses, so that two processes agree.
 
     Attributes:
-        pages: their number.
+        pages: number of pages.
         page_bytes: bytes of one page, all parts.
         units: objects per page.
         unit_bytes: bytes of one object.
@@ -102,12 +102,12 @@ class PageMemory:
     def __init__(self, parts: Sequence[PagePart], pages: int, *, owner: object = None) -> None:
         """
         Args:
-            parts: of a page, in the order in which they are stored.
-            pages: their number.
+            parts: parts of a page, in the order in which they are stored.
+            pages: number of pages.
             owner: kept alive while the memory is used.
 
         Raises:
-            ConfigError: no pages or parts, pages that overlap, or memory that cannot be written.
+            ConfigError: no pages or parts, overlapping pages, or read-only memory.
         """
         if pages < 1 or not parts:
             raise ConfigError(f"{pages} pages of {len(parts)} parts; there must be 1 of each at least")
@@ -127,7 +127,7 @@ class PageMemory:
         """Take pages along the first dimension of a contiguous view `[pages, ...]`.
 
         Raises:
-            ConfigError: it has only one dimension, or is not contiguous, empty, or read-only.
+            ConfigError: the view has only one dimension, or is not contiguous, empty, or read-only.
         """
         if view.ndim < 2 or not view.c_contiguous or not view.nbytes:
             raise ConfigError(
@@ -143,7 +143,7 @@ class PageMemory:
         """Take pages of a contiguous host tensor `[pages, ...]`, or `[parts, pages, ...]` (keys and values).
 
         Raises:
-            ConfigError: it is on a device, not contiguous, or of another shape.
+            ConfigError: the tensor is on a device, not contiguous, or of another shape.
         """
         memory = tensor_memory(tensor)
         pages = tensor.shape[0] if parts == 1 else tensor.shape[1]
@@ -160,12 +160,12 @@ class PageMemory:
         """Take pages at addresses in this process's memory.
 
         Args:
-            parts: for each part its address in page 0, the distance to the next page, and its bytes.
-            pages: their number.
-            owner: keeps the memory alive.
+            parts: for each part, its address in page 0, its stride to the next page, and its size in bytes.
+            pages: number of pages.
+            owner: kept alive while the memory is used.
 
         Raises:
-            ConfigError: an address is not valid, or pages overlap.
+            ConfigError: an address is invalid, or pages overlap.
         """
         ends = [address + pages * stride for address, stride, _ in parts]
         if [address for address, _, _ in parts[1:]] == ends[:-1]:  # back to back: one run
@@ -180,8 +180,9 @@ class PageMemory:
         return cls(cuts, pages, owner=owner)
 
     def in_place(self) -> memoryview | None:
-        """Return all units as one range of memory, in the order `part * pages + page`; None if storage cannot
-        use them in place, because a unit is not aligned or does not fill its blocks.
+        """Return all units as one range of memory, in the order `part * pages + page`.
+
+        None if storage cannot use them in place, because a unit is not aligned or does not fill its blocks.
         """
         address = self._parts[0].ctypes.data
         if self._whole or not self._dense(0) or address % ALIGNMENT or self.unit_bytes % ALIGNMENT:
@@ -190,7 +191,7 @@ class PageMemory:
         return self._first.memory[start : start + self.units * self.pages * self.unit_bytes]
 
     def obstacle(self) -> str:
-        """Say why storage cannot use the pages in place."""
+        """Return why storage cannot use the pages in place."""
         if self._whole:
             return f"a page has {len(self._parts)} parts that are not equal blocks back to back"
         if not self._dense(0):
@@ -200,7 +201,7 @@ class PageMemory:
         return f"its memory does not start on a multiple of {ALIGNMENT}"
 
     def unit(self, index: int) -> list[Bytes]:
-        """Return the pieces of unit `part * pages + page`, or of a page that is stored whole."""
+        """Return the pieces of unit `part * pages + page`; if pages are stored whole, of page `index`."""
         if self._whole:
             return [part[index] for part in self._parts]
         part, page = divmod(index, self.pages)
@@ -229,9 +230,9 @@ class PageMemory:
 
 
 def copy_pieces(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> None:
-    """Copy pieces to pieces of other lengths, in order; their total lengths are equal.
+    """Copy pieces, in order, to pieces of other lengths but the same total length.
 
-    The interpreter lock is released while a piece is copied.
+    Releases the interpreter lock while copying a piece.
     """
     if len(sources) == len(destinations):
         for source, destination in zip(sources, destinations, strict=True):

@@ -1,4 +1,4 @@
-"""One pool of an engine's pages in storage: units, equal calls made once, staging, one outcome a page."""
+"""One pool of an engine's pages in storage: units, merged transfers, staging, and one outcome per page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PageKey: TypeAlias = str | bytes
 logger = logging.getLogger(__name__)
 
 _KEY_TAG = b"asynchicache-foreign-key-v1"
-_CHUNK_BYTES = 16 << 20  # staged at once, so that copying and storing overlap
+_CHUNK_BYTES = 16 << 20  # bytes staged at a time, so that copies overlap with storage calls
 _ORDER = (
     Outcome.TIMEOUT,
     Outcome.CORRUPT,
@@ -46,7 +46,7 @@ _ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class PagePoolStatistics:
-    """One pool.
+    """Statistics of one pool.
 
     Attributes:
         storage: calls, outcomes, bytes and latencies, in units; the breaker.
@@ -66,11 +66,11 @@ class _UnitTransfer:
     """One unit in flight between memory and storage.
 
     Attributes:
-        key: in storage.
+        key: key in storage.
         unit: index in memory.
-        outcome: of the transfer.
+        outcome: result of the transfer.
         followers: units of other calls that need the same bytes.
-        closing: followers are being served; it is too late for more.
+        closing: whether followers are being served; no more can join.
     """
 
     key: ObjectKey
@@ -88,8 +88,8 @@ class _PageCopy(NamedTuple):
 class PagePool:
     """One pool of pages; opened by `PageStore.open_pool`, confined to its loop.
 
-    A key is any text or bytes that identify a page's content. Keys are hashed, and are never part of a path.
-    The content of a key must not change: a page that exists is not written again.
+    A key is any text or bytes that identify the content of a page. Keys are hashed and never part of a path.
+    The content of a key must not change, because an existing page is not written again.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PagePool:
         """Return for each key whether a `get` now would very likely hit.
 
         Raises:
-            ClosedError: the pool is closed; all calls raise it.
+            ClosedError: the pool is closed; all methods raise it.
         """
         self._check_open()
         if not keys:
@@ -138,7 +138,7 @@ class PagePool:
         The content of a page that is not a HIT is undefined.
 
         Raises:
-            UsageError: the numbers of keys and pages differ, a page does not exist, or a key is neither text
+            UsageError: `keys` and `pages` differ in length, a page does not exist, or a key is neither text
                 nor bytes.
         """
         transfers = self._unit_transfers(keys, pages)
@@ -152,7 +152,7 @@ class PagePool:
         """
         transfers = self._unit_transfers(keys, pages)
         if not self._writes:
-            return [Outcome.EXISTS] * len(keys)  # or will exist: another rank writes them
+            return [Outcome.EXISTS] * len(keys)  # another rank writes these pages, before or after this call
         return await self._run_to_end(self._move(transfers, self._writing, self._write))
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Outcome]:
@@ -164,7 +164,7 @@ class PagePool:
         return self._by_page(batch.outcomes)
 
     async def clear(self) -> int:
-        """Delete every page; return the number of units.
+        """Delete all pages; return the number of units.
 
         Raises:
             StorageError: the backend failed.
@@ -176,14 +176,14 @@ class PagePool:
         return PagePoolStatistics(self._guard.statistics(), self.memory.units, self.staged, self._joined)
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit; calling it twice is harmless."""
+        """Wait for running calls, up to a time limit. Idempotent."""
         self._closed = True
         touched = await self._guard.aclose()
         if touched:
             logger.error("%r: the backend may still write to %d of its pages", self, len(touched))
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if not touched:  # else the backend may still write to the memory
+        if not touched:  # otherwise the backend may still write to the memory
             self._slots.close()
 
     # Units.
@@ -293,7 +293,7 @@ class PagePool:
     async def _ask(self, call: _Call, transfers: list[_UnitTransfer], slots: Sequence[int]) -> BatchResult:
         try:
             return await call([transfer.key for transfer in transfers], slots)
-        except ClosedError:  # it was closed meanwhile
+        except ClosedError:  # the pool was closed meanwhile
             return BatchResult([Outcome.FAILED] * len(transfers))
 
     async def _in_chunks(
@@ -334,12 +334,12 @@ class PagePool:
         _give_back(slots, batch, staging)
 
     async def _deliver(self, transfers: list[_UnitTransfer], batch: BatchResult, slots: list[Bytes]) -> None:
-        """Copy what was read to every unit that needs it.
+        """Copy units that were read to all units that need them.
 
         Args:
-            transfers: what was read.
-            batch: the outcomes.
-            slots: the staging slots that hold it; empty if it was read in place.
+            transfers: transfers that were read.
+            batch: their outcomes.
+            slots: staging slots with the content; empty if it was read in place.
         """
         copies: list[_PageCopy] = []
         for place, (transfer, outcome) in enumerate(zip(transfers, batch.outcomes, strict=True)):
@@ -379,7 +379,7 @@ def _settle(transfer: _UnitTransfer, outcome: Outcome, table: _Table) -> None:
 
 
 async def _released(batch: BatchResult) -> None:
-    """Wait until the backend no longer uses the slots, without limit."""
+    """Wait until the backend no longer uses the slots, without a time limit."""
     if batch.lingering is not None:
         await asyncio.wait([batch.lingering])
 
@@ -388,7 +388,7 @@ def _give_back(slots: list[int], batch: BatchResult, staging: StagedSlots) -> No
     """Give staging slots back once the backend no longer uses them."""
 
     def free(call: asyncio.Future[None]) -> None:
-        if not call.cancelled():  # else it is unknown whether the backend still uses them
+        if not call.cancelled():  # if cancelled, the backend may still use the slots
             staging.give(slots)
 
     if batch.lingering is None:

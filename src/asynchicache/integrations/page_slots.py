@@ -14,18 +14,18 @@ from asynchicache.types import trailing_pages
 
 
 def opaque_pool(name: str, nbytes: int) -> PoolSpec:
-    """A pool whose slots hold `nbytes` opaque bytes."""
+    """Return the spec of a pool whose slots hold `nbytes` opaque bytes."""
     tensor = TensorSpec("bytes", (0,), (nbytes,), "uint8")
     return PoolSpec(name, (tensor,), trailing_pages(1), per_token=False)
 
 
 class PlacedSlots:
-    """An engine's pages as slots (a `storage.binding.SlotMemory`); their headers lie in a slab of ours.
+    """An engine's pages as slots (a `storage.binding.SlotMemory`), with headers in a separate slab.
 
     Args:
-        name: of the pool.
-        memory: one run of slots, aligned; each fills its blocks.
-        slot_bytes: bytes of one.
+        name: name of the pool.
+        memory: consecutive slots, aligned; each fills its blocks.
+        slot_bytes: bytes of a slot.
     """
 
     def __init__(self, name: str, memory: memoryview, slot_bytes: int) -> None:
@@ -47,7 +47,7 @@ class PlacedSlots:
         return self._headers.memory, self._memory
 
     def close(self) -> None:
-        """Release the memory; calling it twice is harmless."""
+        """Release the memory. Idempotent."""
         self._headers.close()
         self._memory = memoryview(b"")
 
@@ -57,16 +57,16 @@ class PlacedSlots:
 
 
 class StagedSlots(HostPool):
-    """Our own slots that pages are copied through; callers take and give them back, first come, first served.
+    """Staging slots that pages are copied through. Callers take and return them, in FIFO order.
 
     Args:
-        name: of the pool.
+        name: name of the pool.
         nbytes: bytes of a page.
-        slots: how many.
-        timeout_s: seconds that `take` waits. A server that hangs keeps the slots of its calls.
+        slots: number of slots.
+        timeout_s: seconds that `take` waits: calls to a server that hangs keep their slots.
 
     Raises:
-        CapacityError: the system has no memory for them.
+        CapacityError: the system has no memory for the slots.
     """
 
     def __init__(self, name: str, nbytes: int, slots: int, timeout_s: float) -> None:
@@ -77,7 +77,7 @@ class StagedSlots(HostPool):
         self._freed = asyncio.Event()
 
     async def take(self, most: int) -> list[int]:
-        """Take up to `most` free slots; wait until one is free, and return none after the timeout."""
+        """Take up to `most` free slots; wait until one is free. Empty after the timeout."""
         try:
             async with asyncio.timeout(self._timeout_s), self._queue_lock:
                 while not self._free:

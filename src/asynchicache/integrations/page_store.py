@@ -1,6 +1,6 @@
 """Storage for engines with their own host memory and keys: pools of opaque pages over any backend.
 
-A call returns only when storage no longer uses its pages, also after a deadline or a cancellation.
+A call returns only when storage no longer uses its pages, even after a deadline or a cancellation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asynchicache.storage.protocol import StorageBackend
 logger = logging.getLogger(__name__)
 
 _LOCAL = frozenset({"file", "memory"})
-"""Backends whose calls always end. A read from a dead server cannot be cancelled: in place it would hold the
-caller's page until the network gives up; through a staging slot it costs only its deadline."""
+"""Backends whose calls always end. A read from a dead server cannot be cancelled: in place, it would hold the
+caller's page until the network times out; through a staging slot, it costs only its deadline."""
 
 
 class PageStoreConfig(Options, frozen=True, kw_only=True):
@@ -77,11 +77,11 @@ class PageIdentity:
         engine: the engine that wrote the pages, e.g. `sglang`.
         model: name of the model.
         weight_version: identifies the weights.
-        dtype: of the content.
-        layout: the memory order of the content.
-        shard: which part of a sharded page this rank has: up to 32 of a-z, 0-9, `/` and `-`. Empty if every
+        dtype: dtype of the content.
+        layout: memory order of the content.
+        shard: name of this rank's part of a sharded page: up to 32 of a-z, 0-9, `/` and `-`. Empty if every
             rank holds the same bytes (MLA), so that one key serves all ranks.
-        salt: separates pages from others in the same storage.
+        salt: separates deployments that share a storage.
     """
 
     engine: str
@@ -130,13 +130,13 @@ class PageStore:
     ) -> Self:
         """
         Args:
-            config: which storage.
-            port: clock and threads. None: real ones, which are closed with the store.
+            config: storage options.
+            port: clock and threads. Default: real ones, closed with the store.
             backend: an open backend to use instead of the configured one; the caller closes it.
 
         Raises:
-            ConfigError: there is no such backend, or its options are wrong.
-            StorageError: it cannot be used.
+            ConfigError: the backend is unknown, or its options are invalid.
+            StorageError: the storage cannot be used.
         """
         async with AsyncExitStack() as stack:
             if port is None:
@@ -156,13 +156,13 @@ class PageStore:
         """Open a pool; also possible while others are in use.
 
         Args:
-            name: of the pool: a-z, 0-9 and `_`.
-            memory: where its pages lie in this process.
-            identity: of the pages.
+            name: name of the pool: a-z, 0-9 and `_`.
+            memory: the pages in this process.
+            identity: identity of the pages.
             writes: False if another rank writes the same pages: `put` then does nothing.
 
         Raises:
-            ConfigError: the name or the shard has characters that a key may not have, or the pool is open.
+            ConfigError: the name or the shard has invalid characters, or the pool is open already.
             CapacityError: no memory for staging slots.
             StorageError: the storage cannot be used, or took longer than `storage_limits.opening`.
             ClosedError: the store is closed.
@@ -199,7 +199,7 @@ class PageStore:
             await pool.aclose()
 
     async def clear(self) -> int:
-        """Delete every page of the open pools, of these weights and shards; return the number of units.
+        """Delete all pages of the open pools, of these weights and shards; return the number of units.
 
         Raises:
             StorageError: the backend failed.
@@ -212,7 +212,7 @@ class PageStore:
         return {name: pool.statistics() for name, pool in self._pools.items()}
 
     async def aclose(self) -> None:
-        """Wait for running calls, with a limit, and close everything; calling it twice is harmless.
+        """Wait for running calls, up to a time limit, and close everything. Idempotent.
 
         A backend that raises, or does not close within `storage_limits.closing` seconds, is abandoned.
         """

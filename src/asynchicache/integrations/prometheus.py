@@ -1,8 +1,8 @@
-"""Prometheus metrics of a cache, read from its statistics when somebody scrapes; nothing is counted twice.
+"""Prometheus metrics of a cache, read from its statistics at each scrape.
 
     registry.register(CacheCollector(cache))
 
-`docs/reference/metrics.md` explains each of them.
+`docs/reference/metrics.md` describes each metric.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _log = logging.getLogger(__name__)
 
 
 class CacheCollector(Collector):
-    """Collects the metrics of one cache; made on the cache's event loop, read from any thread.
+    """Collects the metrics of one cache. Create it on the cache's event loop; any thread may read it.
 
-    A scrape from another thread asks the loop for the statistics. If it does not answer in time, or the
-    cache is closed, the last ones that were read are given: a scrape never hangs with the loop.
+    A scrape from another thread requests the statistics from the loop. If the loop does not answer in time,
+    or the cache is closed, the scrape returns the last statistics, so it never hangs with the loop.
 
     Args:
-        cache: whose statistics are read.
-        labels: added to every metric, to tell several caches of one process apart.
+        cache: the cache.
+        labels: labels added to every metric, to distinguish several caches of one process.
         patience: seconds that a scrape waits for the loop.
 
     Raises:
-        ConfigError: a label has a name that a metric uses itself.
+        ConfigError: a metric already uses a label's name.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CacheCollector(Collector):
             yield self._filled(family, statistics)
 
     def describe(self) -> list[Metric]:
-        """The metrics without values, so that registering collects nothing."""
+        """Return the metrics without values, so that registering does not collect them."""
         return [self._info(), *(self._empty(family) for family in FAMILIES)]
 
     def _statistics(self) -> CacheStatistics:
@@ -113,6 +113,6 @@ class CacheCollector(Collector):
 
 
 def buckets(seen: Distribution) -> list[tuple[str, float]]:
-    """Cumulative counts, as Prometheus wants them."""
+    """Return cumulative counts by upper bound, as Prometheus expects."""
     bounds = [*map(str, SECONDS), "+Inf"]
     return list(zip(bounds, accumulate(seen.counts), strict=True))

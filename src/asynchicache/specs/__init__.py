@@ -1,4 +1,4 @@
-"""What a pool is, and which pools a model has."""
+"""Pool specs, and the pools of a model."""
 
 from asynchicache.specs.model import ModelSpec
 from asynchicache.specs.pools import DTYPE_BYTES, PoolSpec, TensorSpec

@@ -1,4 +1,4 @@
-"""What attention layers leave in a cache: keys and values, latents, windows of them, index keys."""
+"""Recipes of attention layers: keys and values, latents, windows, and index keys."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from asynchicache.specs.parts import INDEX, KV, WINDOW, Layer, LayerTensor, Pool
 _LATENT_MODELS = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "kimi_linear"}
 )
-"""Models that cache the latent itself; others with a `kv_lora_rank` cache keys and values."""
+"""Models that cache the latent; other models with a `kv_lora_rank` cache keys and values."""
 
 LEAST_WINDOW = 2
-"""A window of one token sees nothing that was computed before."""
+"""Smallest window: a window of one token needs nothing from the cache."""
 
 
 def full_attention(layer: Layer) -> tuple[LayerTensor, ...]:
-    """Keys (after RoPE) and values of every token, or their latent."""
+    """Return keys (after RoPE) and values of every token, or their latent."""
     if layer.has("kv_lora_rank"):
         return _latent_attention(layer)
     return _keys_and_values(layer, KV)
 
 
 def sliding_attention(layer: Layer) -> tuple[LayerTensor, ...]:
-    """Keys and values of the last `sliding_window` tokens."""
+    """Return keys and values of the last `sliding_window` tokens."""
     return _windowed(layer, layer.size("sliding_window", least=LEAST_WINDOW))
 
 
 def chunked_attention(layer: Layer) -> tuple[LayerTensor, ...]:
-    """Keys and values of the current chunk (Llama 4).
+    """Return keys and values of the current chunk (Llama 4).
 
-    Transformers keeps the last `attention_chunk_size - 1` tokens whatever the chunk's begin is, and so do
-    pages here: at the begin of a chunk they are more than the model looks at, never fewer.
+    As in transformers, these are always the last `attention_chunk_size - 1` tokens. Early in a chunk, that is
+    more than the model reads, and never less.
     """
     return _windowed(layer, layer.size("attention_chunk_size", least=LEAST_WINDOW))
 
 
 def indexed_attention(layer: Layer) -> tuple[LayerTensor, ...]:
-    """Attention whose tokens are picked by an indexer (DSA, DeepSeek-V3.2), and the indexer's keys."""
+    """Return the content of attention with an indexer (DSA, DeepSeek-V3.2), and the indexer's keys."""
     return full_attention(layer) + _index_keys(layer)
 
 
@@ -49,7 +49,7 @@ def _windowed(layer: Layer, window: int) -> tuple[LayerTensor, ...]:
 
 
 def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[LayerTensor, ...]:
-    """MHA and GQA."""
+    """Return keys and values (MHA and GQA)."""
     if layer.has("multi_query") and not layer.has("num_key_value_heads"):
         raise layer.unsupported("its head counts are not named num_key_value_heads")
     heads = layer.size("num_key_value_heads" if layer.has("num_key_value_heads") else "num_attention_heads")
@@ -67,9 +67,9 @@ def _head_dim(layer: Layer) -> int:
 
 
 def _latent_attention(layer: Layer) -> tuple[LayerTensor, ...]:
-    """The compressed latent, and the RoPE key behind it, of every token (MLA, DeepSeek-V2).
+    """Return the compressed latent of every token, followed by the RoPE key (MLA, DeepSeek-V2).
 
-    One tensor, as serving engines have it. All heads read the same latent, so every tensor-parallel rank
+    They are one tensor, as in serving engines. All heads read the same latent, so every tensor-parallel rank
     holds all of it. GLM-5 has no RoPE key: its width is 0.
     """
     if layer.model_type not in _LATENT_MODELS:
@@ -78,7 +78,7 @@ def _latent_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     return (LayerTensor(KV, "latent", (1, sum(sections)), layer.dtype, sections=sections, replicated=True),)
 
 
-# Indexers. Which layers have one is data: others use the choice of the layer before.
+# Indexers. The configuration lists the layers with an indexer; other layers reuse the previous selection.
 
 
 def _index_keys(layer: Layer) -> tuple[LayerTensor, ...]:
@@ -93,15 +93,15 @@ def _keys_of_own_indexer(layer: Layer) -> tuple[LayerTensor, ...]:
 
 
 def _pooled_keys(layer: Layer) -> tuple[LayerTensor, ...]:
-    """A key, the gate's score of each channel, and whether the token counts."""
+    """Return a key, the gate's score for each channel, and a flag whether the token counts."""
     return _index_part(layer, 2 * layer.size("index_head_dim") + 1) if _has_indexer(layer) else ()
 
 
 def _has_indexer(layer: Layer) -> bool:
     """
     Raises:
-        ConfigError: `indexer_types` says nothing of the layer.
-        UnsupportedModelError: it says something unknown.
+        ConfigError: `indexer_types` has no entry for the layer.
+        UnsupportedModelError: the entry is unknown.
     """
     kinds: Sequence[str] | None = getattr(layer.config, "indexer_types", None)
     if kinds is None:
@@ -114,9 +114,9 @@ def _has_indexer(layer: Layer) -> bool:
 
 
 def _keys_and_positions(layer: Layer) -> tuple[LayerTensor, ...]:
-    """Index keys (Qwen4-Exp), and, with the first layer that has them, all tokens' positions.
+    """Return index keys (Qwen4-Exp), and for the first layer of this kind also the positions of all tokens.
 
-    Three numbers a token: time, height and width of multimodal RoPE.
+    A position has three numbers: time, height and width of multimodal RoPE.
     """
     keys = _index_part(layer, layer.size("indexer_head_dim")) if layer.has("indexer_n_heads") else ()
     kinds: Sequence[str] = getattr(layer.config, "layer_types", ())
@@ -135,4 +135,4 @@ _INDEXERS: Mapping[str, Recipe] = {
     "glm5_next_text": _pooled_keys,
     "qwen4_exp_text": _keys_and_positions,
 }
-"""By model, because the layer type `indexed_attention` stands for all of them."""
+"""Recipes by model type, because all of them use the layer type `indexed_attention`."""

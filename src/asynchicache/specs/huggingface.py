@@ -1,6 +1,6 @@
-"""The pools of a model, read off its Hugging Face configuration without loading transformers.
+"""Derive the pools of a model from its Hugging Face configuration, without loading transformers.
 
-Every kind of layer has one recipe, which says as data what the layer leaves in a
+Each kind of layer has a recipe, which returns the tensors that the layer keeps in a
 `transformers.DynamicCache`. A new kind of layer is a new entry of `_RECIPES`.
 """
 
@@ -24,7 +24,7 @@ from asynchicache.types import ALL_PAGES, Coverage, trailing_pages
 
 
 class ModelDescription(NamedTuple):
-    """What a configuration says about a cache; the fields of `ModelSpec` that follow from it."""
+    """The fields of `ModelSpec` that follow from a configuration."""
 
     model: str
     layers: int
@@ -33,17 +33,17 @@ class ModelDescription(NamedTuple):
 
 
 def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = None) -> ModelDescription:
-    """The pools of the model that `config` describes.
+    """Return the pools of the model that `config` describes.
 
     Args:
-        config: of a decoder, or a composite one whose `get_text_config` names the decoder.
-        page_size: tokens of a page; a window is so many whole pages.
-        dtype: what the model computes in; by default the configuration's own, and float32 if it
-            names none (what a model built from it without a dtype gets).
+        config: configuration of a decoder, or a composite one whose `get_text_config` returns it.
+        page_size: tokens per page; windows are rounded up to whole pages.
+        dtype: dtype that the model computes in. Default: the configuration's, or float32 if it has none (as
+            for a model built from it without a dtype).
 
     Raises:
-        UnsupportedModelError: a layer leaves something that no pool describes; names layer and model.
-        ConfigError: the configuration contradicts itself, or is none.
+        UnsupportedModelError: no pool describes the cache content of a layer; names layer and model.
+        ConfigError: the configuration contradicts itself, or `config` is not a configuration.
     """
     if not hasattr(config, "model_type"):
         kind = type(config).__name__
@@ -69,7 +69,7 @@ def _nothing(layer: Layer) -> tuple[LayerTensor, ...]:
 
 
 _REUSED = "dummy"
-"""A layer that reads another layer's cache, in transformers' words."""
+"""Transformers' name for a layer that reads another layer's cache."""
 
 _RECIPES: Mapping[str, Recipe] = {
     "full_attention": full_attention,
@@ -96,7 +96,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "is_encoder_decoder": ((True,), "only decoders have pools"),
     "use_bidirectional_attention": ((True, "all"), "a page depends on the tokens after it"),
 }
-"""What a configuration may not set, to which values, and why; whatever its layers are."""
+"""Attributes that a configuration may not set, the refused values, and why."""
 
 
 def _text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
@@ -118,7 +118,7 @@ def _dtype_name(config: HuggingFaceConfig) -> str | None:
 
 
 def _layer_kinds(text: HuggingFaceConfig) -> list[str]:
-    """The kind of each layer, by the rule that `transformers.DynamicCache` goes by."""
+    """Return the kind of each layer, by the same rule as `transformers.DynamicCache`."""
     count = getattr(text, "num_hidden_layers", None)
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"{text.model_type}: num_hidden_layers is {count!r}, not a positive integer")
@@ -131,7 +131,7 @@ def _layer_kinds(text: HuggingFaceConfig) -> list[str]:
 
 
 def _without_reuse(text: HuggingFaceConfig, kinds: Sequence[str]) -> list[str]:
-    """Layers that read another layer's keys and values (Gemma 3n, Gemma 4) keep nothing themselves."""
+    """Mark layers that read another layer's keys and values (Gemma 3n, Gemma 4): they have no cache."""
     try:
         modes: Sequence[str | None] | None = getattr(text, "kv_sharing_modes", None)
     except ValueError as error:  # a property, in some classes, that checks the layer types
@@ -153,7 +153,7 @@ def _inferred_kind(config: object) -> str:
 
 
 def _layer_configs(text: HuggingFaceConfig, count: int) -> Sequence[object]:
-    """Each layer's own configuration; they differ in heterogeneous models only."""
+    """Return the configuration of each layer; they differ only in heterogeneous models."""
     configs: Sequence[object] | None = getattr(text, "per_layer_config", None)
     return [text] * count if configs is None else configs
 
@@ -170,9 +170,9 @@ _Placed = tuple[int, LayerTensor]
 
 
 def _covered(model_type: str, parts: Sequence[_Placed]) -> Sequence[_Placed]:
-    """Parts of which one pool at least covers every page, because prefixes are matched by that pool.
+    """Ensure that a pool covers every page, because prefixes are matched by that pool.
 
-    A model whose attention layers all have windows keeps every page of them.
+    If all attention layers have windows, the cache keeps every page of them.
     """
     kinds = {part.pool for _, part in parts}
     if KV in kinds:
@@ -187,7 +187,7 @@ def _covered(model_type: str, parts: Sequence[_Placed]) -> Sequence[_Placed]:
 
 
 def _pools(model_type: str, parts: Iterable[_Placed], page_size: int) -> tuple[PoolSpec, ...]:
-    """Parts of all layers gathered into pools: those of every page, those of windows, then states."""
+    """Collect the parts of all layers into pools: full coverage first, then windows, then states."""
     found: dict[PoolKind, dict[str, list[_Placed]]] = {}
     for index, part in parts:
         same = found.setdefault(part.pool, {}).setdefault(part.tensor, [])
@@ -225,7 +225,7 @@ def _tensor_spec(placed: Sequence[_Placed]) -> TensorSpec:
 
 
 def _coverage(kind: PoolKind, parts: Sequence[LayerTensor], page_size: int) -> Coverage:
-    """What a prefix needs of a pool; of windows of several widths, the widest."""
+    """Return the pages of a pool that a prefix needs; with several window sizes, those of the largest."""
     if not kind.per_token:
         return trailing_pages(1)
     windows = [part.window for part in parts if part.window is not None]
@@ -233,5 +233,5 @@ def _coverage(kind: PoolKind, parts: Sequence[LayerTensor], page_size: int) -> C
 
 
 def window_coverage(window: int, page_size: int) -> Coverage:
-    """The trailing pages that hold the `window` - 1 tokens which the next one sees beside itself."""
+    """Return the trailing pages that hold the `window` - 1 tokens before the next one."""
     return trailing_pages(-(-(window - 1) // page_size))

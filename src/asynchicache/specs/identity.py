@@ -1,4 +1,4 @@
-"""What makes cached bytes of one model differ from another's, as a string for the fingerprint."""
+"""The identity of a model's cached bytes, as a string for the fingerprint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynchicache.errors import ConfigError
 
 
 class HuggingFaceConfig(Protocol):
-    """What is asked of a `transformers.PreTrainedConfig`; sizes are read by attribute name."""
+    """The interface used of a `transformers.PreTrainedConfig`; sizes are read by attribute name."""
 
     model_type: str
 
@@ -39,11 +39,11 @@ _VOLATILE = frozenset(
 
 
 def identity(config: HuggingFaceConfig) -> str:
-    """The model type and a digest of everything in `config` that may change cached bytes.
+    """Return the model type and a digest of all fields of `config` that may affect cached bytes.
 
-    The digest is the SHA-256 of `config.to_diff_dict()` as sorted, compact JSON, without the fields
-    that say where a model came from, what it returns, or its dtype (which the layout names). What
-    is unknown stays in: a field too many costs a miss, a field too few gives wrong bytes.
+    The digest is the SHA-256 of `config.to_diff_dict()` as sorted, compact JSON, without fields for the
+    model's origin, its outputs, or its dtype (part of the layout). Unknown fields are included: a superfluous
+    field costs a miss, a missing one gives wrong bytes.
     """
     text = json.dumps(_canonical(config.to_diff_dict()), sort_keys=True, separators=(",", ":"))
     return f"{config.model_type}:{hashlib.sha256(text.encode()).hexdigest()}"

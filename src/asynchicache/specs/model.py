@@ -1,4 +1,4 @@
-"""A model as the pools that its cache consists of."""
+"""The pools of a model's cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asynchicache.types import check_number
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The pools of one model, cut into pages of `page_size` tokens.
+    """The pools of one model, in pages of `page_size` tokens.
 
     Attributes:
-        model: a name for people and for the fingerprint, e.g. `qwen3_5`.
-        page_size: tokens of a page.
-        layers: layers of the model, those without a cache included.
-        pools: the first covers all pages; the others follow it. Those without bytes are left out.
-        identity: whatever else makes cached bytes differ (head counts, rope, ...), for the fingerprint.
+        model: name of the model, for people and for the fingerprint, e.g. `qwen3_5`.
+        page_size: tokens per page.
+        layers: number of layers, including layers without a cache.
+        pools: the pools; the first covers all pages, and the others depend on it. Empty pools are dropped.
+        identity: everything else that affects cached bytes (head counts, rope, ...), for the fingerprint.
     """
 
     model: str
@@ -56,18 +56,18 @@ class ModelSpec:
         dtype: str | None = None,
         model: str | None = None,
     ) -> ModelSpec:
-        """The spec of a model that transformers runs with a `DynamicCache`.
+        """Return the spec of a model that transformers runs with a `DynamicCache`.
 
         Args:
-            config: of a decoder, or a composite one whose `get_text_config` names the decoder.
-            page_size: tokens of a page.
-            dtype: what the model computes in, e.g. `bfloat16`; by default the configuration's own,
-                and float32 if it names none.
-            model: the name in fingerprints; by default the configuration's model type.
+            config: configuration of a decoder, or a composite one whose `get_text_config` returns it.
+            page_size: tokens per page.
+            dtype: dtype that the model computes in, e.g. `bfloat16`. Default: the configuration's, or float32
+                if it has none.
+            model: name in fingerprints. Default: the configuration's model type.
 
         Raises:
-            UnsupportedModelError: a layer leaves something that no pool describes; names both.
-            ConfigError: the configuration contradicts itself, or pages of no tokens.
+            UnsupportedModelError: no pool describes the cache content of a layer; names layer and model.
+            ConfigError: the configuration contradicts itself, or `page_size` is below 1.
         """
         _check_page_size(page_size)
         found = describe(config, page_size, dtype=dtype)
@@ -80,34 +80,34 @@ class ModelSpec:
         scale_dtype: str = "float32",
         pools: Collection[str] | None = None,
     ) -> ModelSpec:
-        """The same model with quantised pages, and their scales as further tensors of each page.
+        """Return the spec of the model with quantised pages, and scales as additional tensors of each page.
 
-        Each floating-point tensor `x` of a quantised pool becomes one of `dtype`, and `x_scale` joins it: one
-        scale for each token and head, and for each section (latent and RoPE key have different ranges).
+        Each floating-point tensor `x` of a quantised pool gets `dtype`, and a tensor `x_scale` is added: one
+        scale per token, head and section (latent and RoPE key have different ranges).
 
         Args:
             dtype: `float8_e4m3fn`, `float8_e5m2`, `int8` or `uint8`.
-            scale_dtype: of the scales.
-            pools: which pools of pages; by default all that own slots (`dsa` does not).
+            scale_dtype: dtype of the scales.
+            pools: pools of pages to quantise. Default: all that own slots (`dsa` does not).
 
         Raises:
-            ConfigError: another dtype, a pool without pages, or one that is quantised already.
+            ConfigError: an unsupported dtype, a pool without pages, or a pool that is already quantised.
         """
         return replace(self, pools=quantise(self.pools, pools, dtype, scale_dtype))
 
     def with_draft(self, draft: ModelSpec, *, prefix: str = "draft") -> ModelSpec:
-        """The same model with the pools of a draft model, which share the slots of the target's.
+        """Return the spec of the model with the pools of a draft model, which share the target's slots.
 
-        The draft reads the same tokens, so its pages are there when the target's are: a slot of `kv` is a
-        slot of `draft_kv`. Its layers are numbered after the target's. `weight_version` must name the
-        weights of both.
+        The draft reads the same tokens, so it has a page whenever the target has it: a slot of `kv` is also a
+        slot of `draft_kv`. The draft's layers are numbered after the target's. `weight_version` must identify
+        the weights of both models.
 
         Args:
-            draft: of the same page size.
-            prefix: before the names of the draft's pools.
+            draft: spec of the draft, with the same page size.
+            prefix: prefix of the names of the draft's pools.
 
         Raises:
-            ConfigError: another page size, or no pool of the target keeps what the draft needs.
+            ConfigError: page sizes differ, or no pool of the target covers the pages that the draft needs.
         """
         if draft.page_size != self.page_size:
             raise ConfigError(
@@ -126,14 +126,17 @@ class ModelSpec:
         return self._by_name[name]
 
     def depends_on(self, name: str) -> str | None:
-        """The pool whose page of the same digest a page of this pool is useless without: the first that owns
-        slots, which covers every page; None for that one."""
+        """Return the pool that pages of this pool depend on; None for that pool itself.
+
+        It is the first pool that owns slots, which covers every page. Without its page of the same digest, a
+        page of this pool is useless.
+        """
         first = self.owners[0].name
         return None if name == first else first
 
     @cached_property
     def owners(self) -> tuple[PoolSpec, ...]:
-        """The pools that have slots of their own."""
+        """Pools that own slots."""
         return tuple(pool for pool in self.pools if pool.slots_of is None)
 
     def _check_layers(self, pool: PoolSpec) -> None:

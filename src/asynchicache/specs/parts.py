@@ -1,4 +1,4 @@
-"""The words of a recipe: one layer of a model, and the tensors that it leaves in a cache."""
+"""Types for recipes: a layer of a model, and the tensors that it keeps in the cache."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ STATE = PoolKind("mamba", per_token=False)
 
 
 class LayerTensor(NamedTuple):
-    """One tensor that one layer leaves in the cache.
+    """One tensor that one layer keeps in the cache.
 
     Attributes:
-        pool: where it belongs.
-        tensor: its name in the pool.
-        shape: of one token, or of one whole state.
+        pool: pool of the tensor.
+        tensor: name of the tensor in the pool.
+        shape: shape for one token, or for one whole state.
         dtype: a key of `DTYPE_BYTES`.
-        sections: widths along the last dimension that model code keeps apart; empty: one.
-        replicated: every tensor-parallel rank holds the same bytes.
-        window: tokens that the layer sees, the current one included; None: all of them.
+        sections: widths along the last dimension that model code keeps separate; empty: a single section.
+        replicated: whether every tensor-parallel rank holds the same bytes.
+        window: tokens that the layer attends to, including the current one; None: all.
     """
 
     pool: PoolKind
@@ -47,7 +47,7 @@ class LayerTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a model, and the configuration that says how large it is."""
+    """One layer of a model, and the configuration with its sizes."""
 
     model_type: str
     index: int
@@ -59,10 +59,10 @@ class Layer:
         return getattr(self.config, name, None) is not None
 
     def size(self, name: str, *, least: int = 1) -> int:
-        """The configuration's size `name`.
+        """Return the size `name` of the configuration.
 
         Raises:
-            ConfigError: it is not there, no integer, or below `least`.
+            ConfigError: the size is missing, not an integer, or below `least`.
         """
         value = getattr(self.config, name, None)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -78,4 +78,4 @@ class Layer:
 
 
 Recipe = Callable[[Layer], tuple[LayerTensor, ...]]
-"""What a kind of layer leaves in the cache."""
+"""Returns the tensors that a kind of layer keeps in the cache."""

@@ -1,4 +1,4 @@
-"""What a pool is, as data: tensors, coverage, whose slots it uses. No code asks for a pool's name."""
+"""Pools as data: tensors, coverage, and shared slots. No code depends on the name of a pool."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DTYPE_BYTES: Mapping[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes of an element; the keys are torch's names, without `torch.`."""
+"""Bytes per element; keys are torch's names without `torch.`."""
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
-"""What storage can name: a page's header has 64 bytes for it."""
+"""Names that storage accepts: a page's header has 64 bytes for the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class TensorSpec:
 
     Attributes:
         name: unique within the pool, e.g. `keys`, `values`, `conv`, `recurrent`.
-        layers: global layer numbers that have this tensor, ascending.
-        shape: of one token (`[kv_heads, head_dim]`), or of one whole state (`[heads, k, v]`).
+        layers: global numbers of the layers that have this tensor, ascending.
+        shape: shape for one token (`[kv_heads, head_dim]`), or for one whole state (`[heads, k, v]`).
         dtype: a key of `DTYPE_BYTES`.
-        sections: widths along the last dimension that model code keeps apart, as latent and RoPE key of
-            MLA; they add up to it, and one may be 0. Empty: the tensor is one.
+        sections: widths along the last dimension that model code keeps separate, such as latent and RoPE key
+            of MLA; they sum up to that dimension, and one may be 0. Empty: a single section.
     """
 
     name: str
@@ -62,22 +62,22 @@ class TensorSpec:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one layer of one token, or of one layer of one state."""
+        """Bytes per layer of one token, or of one state."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One kind of cached thing.
+    """One pool: a kind of cache content.
 
     Attributes:
-        name: in keys, statistics and messages; 1 to 64 of a-z, 0-9 and `_`.
-        tensors: what one page (or state) consists of; all are mandatory. Of a state those without bytes
-            are left out, the convolution's where a model has none say; if none is left, so is the pool.
-        coverage: which of its pages a prefix needs.
+        name: name in keys, statistics and messages; 1 to 64 of a-z, 0-9 and `_`.
+        tensors: tensors of one page (or state); all are mandatory. Empty tensors of a state are dropped, e.g.
+            the convolution's if a model has none; `ModelSpec` drops a pool without tensors.
+        coverage: the pages that a prefix needs.
         per_token: True if a slot holds `page_size` tokens, False if it holds one whole state.
-        slots_of: the pool whose slots this one shares (`dsa` shares those of `kv`), or None.
-        replicated: True if every rank holds the same bytes, so that one key serves all.
+        slots_of: the pool whose slots this pool shares (`dsa` shares those of `kv`), or None.
+        replicated: True if every rank holds the same bytes, so that one key serves all ranks.
     """
 
     name: str
@@ -103,9 +103,9 @@ class PoolSpec:
             raise ConfigError(f"pool {self.name!r}: a state covers the end of a prefix only")
 
     def item_bytes(self, tensor: TensorSpec, page_size: int) -> int:
-        """Bytes of one layer of `tensor` in one slot."""
+        """Return the bytes of one layer of `tensor` in one slot."""
         return tensor.unit_bytes * (page_size if self.per_token else 1)
 
     def slot_bytes(self, page_size: int) -> int:
-        """Bytes of one slot, all tensors and layers, without padding."""
+        """Return the bytes of one slot, for all tensors and layers, without padding."""
         return sum(self.item_bytes(t, page_size) * len(t.layers) for t in self.tensors)

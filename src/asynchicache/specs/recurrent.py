@@ -1,4 +1,4 @@
-"""What recurrent layers leave in a cache: one state for everything before, not a row for each token."""
+"""Recipes of recurrent layers, which keep one state for the whole prefix instead of a row per token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asynchicache.errors import ConfigError
 from asynchicache.specs.parts import STATE, Layer, LayerTensor, Recipe
 
 STATE_DTYPE = "float32"
-"""Recurrent states are float32 whatever the model's dtype: they accumulate over the whole prefix."""
+"""Recurrent states are always float32, because they accumulate over the whole prefix."""
 
 
 def linear_attention(layer: Layer) -> tuple[LayerTensor, ...]:
-    """The state of a linear attention or state space layer, by the model's own recipe."""
+    """Return the state of a linear attention or state space layer, by the model's recipe."""
     recipe = _RECIPES.get(layer.model_type)
     if recipe is None:
         raise layer.unsupported("no recipe for this model's recurrent state")
@@ -23,7 +23,7 @@ def linear_attention(layer: Layer) -> tuple[LayerTensor, ...]:
 
 
 def short_convolution(layer: Layer) -> tuple[LayerTensor, ...]:
-    """The inputs that a gated short convolution still sees (LFM2); no recurrent state."""
+    """Return the recent inputs of a gated short convolution (LFM2); it has no recurrent state."""
     shape = (layer.size("hidden_size"), layer.size("conv_L_cache"))
     return (LayerTensor(STATE, "conv", shape, layer.dtype),)
 
@@ -49,13 +49,13 @@ def _gated_delta_net(layer: Layer) -> tuple[LayerTensor, ...]:
 
 
 def _delta_net_with_ngrams(layer: Layer) -> tuple[LayerTensor, ...]:
-    """A gated delta net; in layers with per-layer embeddings also what their n-grams look back on.
+    """A gated delta net; in layers with per-layer embeddings also the history of their n-grams (Qwen4-Exp).
 
-    That is the input of a dilated convolution, and the last token ids themselves (Qwen4-Exp).
+    The history consists of the input of a dilated convolution and of the last token ids.
     """
     parts = _gated_delta_net(layer)
     numbers: Sequence[int] = getattr(layer.config, "ple_layer_ids", None) or ()
-    if layer.index + 1 not in numbers:  # they count from 1
+    if layer.index + 1 not in numbers:  # `ple_layer_ids` count from 1
         return parts
     ngram = layer.size("ngram_size", least=2)
     channels = layer.size("hc_count") * layer.size("hidden_size")
@@ -73,16 +73,16 @@ def _kimi_delta_attention(layer: Layer) -> tuple[LayerTensor, ...]:
 
 
 def _mamba1(layer: Layer) -> tuple[LayerTensor, ...]:
-    """A state for each channel (Mamba-1), as Jamba names its sizes."""
+    """One state per channel (Mamba-1), with Jamba's names of sizes."""
     inner = _expanded(layer)
     return _state(layer, inner, layer.size("mamba_d_conv"), (inner, layer.size("mamba_d_state")))
 
 
 @dataclass(frozen=True, slots=True)
 class _Mamba2:
-    """How one family names the sizes of its Mamba-2 layers.
+    """The attribute names of one family for the sizes of its Mamba-2 layers.
 
-    `inner` is the width of the layer as the family derives it, or None where it is heads x head_dim.
+    `inner` derives the layer's width as the family does; None if the width is heads x head_dim.
     """
 
     heads: str
@@ -135,4 +135,4 @@ _RECIPES: Mapping[str, Recipe] = {
         "n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv", _expanded
     ),
 }
-"""By model, because the layer type `linear_attention` stands for all of them."""
+"""Recipes by model type, because all of them use the layer type `linear_attention`."""

@@ -1,7 +1,7 @@
-"""Pools of a model made from those of another: quantised, or with a draft model's beside them.
+"""Variants of a model's pools: quantised, or with the pools of a draft model.
 
-Both are data only. Scales are further tensors of a page, and a draft's pools share the slots of their
-target's, so everything that moves pages moves them along.
+Both are only data. Scales are additional tensors of a page, and a draft's pools share the target's slots, so
+all code that moves pages also moves scales and draft pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 def quantise(
     pools: Sequence[PoolSpec], names: Collection[str] | None, dtype: str, scale_dtype: str
 ) -> tuple[PoolSpec, ...]:
-    """Pools whose tensors are quantised; arguments and errors as `ModelSpec.with_quantised_kv`."""
+    """Return quantised pools; arguments and errors as `ModelSpec.with_quantised_kv`."""
     if dtype not in _QUANTISED:
         raise ConfigError(f"keys and values quantised to {dtype!r}; it must be one of {list(_QUANTISED)}")
     if scale_dtype not in _FLOATS:
@@ -43,14 +43,14 @@ def _quantised(pool: PoolSpec, dtype: str, scale_dtype: str) -> PoolSpec:
         if tensor.dtype in _QUANTISED:
             raise ConfigError(f"pool {pool.name!r}: {tensor.name} is {tensor.dtype} already")
         if tensor.dtype not in _FLOATS:
-            tensors.append(tensor)  # positions and the like are not rounded
+            tensors.append(tensor)  # integers, such as positions, stay exact
             continue
         tensors += [replace(tensor, dtype=dtype), _scale(tensor, scale_dtype)]
     return replace(pool, tensors=tuple(tensors))
 
 
 def _scale(tensor: TensorSpec, dtype: str) -> TensorSpec:
-    """One scale for each token and head; for each section too, because their ranges differ."""
+    """Return the scales of a tensor: one per token and head, and per section because ranges differ."""
     sections = sum(width > 0 for width in tensor.sections)
     shape = (*tensor.shape[:-1], sections) if sections > 1 else tensor.shape[:-1]
     return TensorSpec(f"{tensor.name}_scale", tensor.layers, shape, dtype)
@@ -62,16 +62,16 @@ def _scale(tensor: TensorSpec, dtype: str) -> TensorSpec:
 def draft_pools(
     owners: Sequence[PoolSpec], pools: Sequence[PoolSpec], first_layer: int, prefix: str
 ) -> tuple[PoolSpec, ...]:
-    """The pools of a draft model, on the slots of its target's.
+    """Return the pools of a draft model, on the slots of the target's pools.
 
     Args:
         owners: the target's pools that own slots.
-        pools: the draft's.
-        first_layer: what the draft's layers are numbered from.
-        prefix: before the pools' names.
+        pools: the draft's pools.
+        first_layer: number of the draft's first layer.
+        prefix: prefix of the pools' names.
 
     Raises:
-        ConfigError: no pool of the target keeps what a pool of the draft needs.
+        ConfigError: no pool of the target covers the pages that a pool of the draft needs.
     """
     return tuple(_draft_pool(owners, pool, first_layer, prefix) for pool in pools)
 

@@ -1,6 +1,6 @@
-"""Caches joined into one batch, and taken out of it again.
+"""Join caches into one batch, and select sequences of a batch.
 
-Sequences end at the same place; shorter ones have padding on the left, which a mask hides.
+Sequences of a batch end at the same position; shorter ones have padding on the left, which a mask hides.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from asynchicache.integrations.transformers.snapshot import check_kinds
 
 
 def stack(caches: Sequence[DynamicCache], *, padded: bool = False) -> DynamicCache:
-    """Caches as one batch, their rows in order; nothing is shared with them.
+    """Copy caches to one batch, with their rows in order.
 
     Args:
-        caches: of one or more sequences each.
+        caches: caches of one or more sequences each.
         padded: whether their lengths may differ.
 
     Raises:
-        UsageError: there are none, or their lengths or layers differ.
-        UnsupportedModelError: a layer is of a kind whose content is not copied here.
+        UsageError: no caches, or their lengths or layers differ.
+        UnsupportedModelError: a layer is of an unsupported kind.
     """
     lengths = {cache.get_seq_length() for cache in caches}
     if not caches or (len(lengths) != 1 and not padded) or len({len(cache) for cache in caches}) != 1:
@@ -43,12 +43,12 @@ def stack(caches: Sequence[DynamicCache], *, padded: bool = False) -> DynamicCac
 
 
 def select(cache: DynamicCache, rows: Sequence[int], drop: int = 0) -> DynamicCache:
-    """Some of the sequences of a batch; nothing is shared with it.
+    """Copy some sequences of a batch.
 
     Args:
         cache: the batch.
-        rows: which, in order; one at least.
-        drop: tokens of padding before all of these, which are left out.
+        rows: indices of the sequences, in order; at least one.
+        drop: tokens of padding to remove on the left of all of them.
     """
     with torch.no_grad():
         return _cache([_select(layer, list(rows), drop) for layer in cache.layers])
@@ -56,7 +56,7 @@ def select(cache: DynamicCache, rows: Sequence[int], drop: int = 0) -> DynamicCa
 
 def _cache(layers: list[CacheLayer]) -> DynamicCache:
     cache = DynamicCache()
-    cache.layer_class_to_replicate = None  # every layer is given; none is to be made on demand
+    cache.layer_class_to_replicate = None  # all layers are given; transformers must not add any
     cache.layers = layers
     return cache
 
@@ -85,7 +85,7 @@ def _empty_like(layer: CacheLayer) -> CacheLayer:
 
 def _join_rows(joined: DynamicLayer, layers: Sequence[DynamicLayer]) -> None:
     same = len({layer.get_seq_length() for layer in layers}) == 1
-    # Rows that a window has dropped are never made up, but as padding of a shorter sequence.
+    # With equal lengths, keep only rows that all windows have; otherwise pad shorter sequences.
     held = (min if same else max)(layer.keys.shape[-2] for layer in layers)
     joined.update(
         torch.cat([_wide(layer.keys, held, -2) for layer in layers]),
@@ -101,7 +101,7 @@ def _join_rows(joined: DynamicLayer, layers: Sequence[DynamicLayer]) -> None:
 
 
 def _wide(rows: torch.Tensor, held: int, dim: int) -> torch.Tensor:
-    """The last `held` rows along dimension -1 or -2, zeros before them if there are fewer."""
+    """Return the last `held` rows along dimension -1 or -2, with zeros on the left if there are fewer."""
     missing = held - rows.shape[dim]  # a negative padding cuts
     return pad(rows, (missing, 0) if dim == -1 else (0, 0, missing, 0)) if missing else rows
 

@@ -1,4 +1,4 @@
-"""`generate` for those who have no event loop: the model's own, resumed from a cache that it fills."""
+"""A blocking `generate` with a prefix cache, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _ONE = ("num_beams", "num_return_sequences")
 
 
 class CachedGenerate:
-    """A model whose `generate` computes no prefix twice; made by `prefix_cached`, one call at a time.
+    """A model whose `generate` reuses cached prefixes; created by `prefix_cached`. Runs one call at a time.
 
     Attributes:
-        hit: what the cache served of the last prompt.
+        hit: the part of the last prompt that the cache served.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class CachedGenerate:
         salt: str | None = None,
         **options: Any,
     ) -> Any:
-        """As the model's own `generate`, with the same options and the same result.
+        """Call the model's `generate`, with the same options and the same result.
 
         Args:
-            inputs: token ids `[1, length]`; or `input_ids`, as a tokenizer names them.
-            namespace, salt: prefixes of different ones never meet, as of `HybridCache.request`.
-            options: of `generate`, but for those that bring a cache of their own, and beams.
+            inputs: token ids `[1, length]`; or pass them as `input_ids`, as tokenizers name them.
+            namespace, salt: prefixes are shared only if both are equal; see `HybridCache.request`.
+            options: options of `generate`, except those that bring their own cache, and beams.
 
         Raises:
-            UsageError: a batch of several prompts, padding, or an option that is not served.
+            UsageError: several prompts, padding, or an unsupported option.
             InvalidTokensError: no tokens.
-            ClosedError: it is closed.
+            ClosedError: the cache is closed.
         """
         ids = _checked_ids(inputs, options)
         tokens = ids[0].tolist()
@@ -92,14 +92,14 @@ class CachedGenerate:
         return output
 
     def statistics(self) -> CacheStatistics:
-        """What the cache did so far."""
+        """Return the statistics of the cache."""
         return self._bridge.call(self._read_statistics())
 
     async def _read_statistics(self) -> CacheStatistics:
         return self._cache.statistics()
 
     async def _begin(self, tokens: list[int], namespace: str | None, salt: str | None) -> Prefilled:
-        """The prompt in the model's memory, as far as it must be computed before `generate`."""
+        """Restore the cached prefix, and prefill up to where `generate` takes over."""
         try:
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
                 await request.prefetch()
@@ -108,7 +108,7 @@ class CachedGenerate:
             return Prefilled(new_cache(self._model.config), Hit(0, reason=MissReason.DEVICE_CAPACITY), None)
 
     def _end_of_prefill(self, length: int) -> int:
-        """Where states can be saved, and windows are still there; what follows is left to `generate`."""
+        """Return where the prefill ends: the last point to save states and windows before `generate`."""
         if feeds_one_by_one(self._model):
             return length - 1
         context = self._runner.context
@@ -123,7 +123,7 @@ class CachedGenerate:
         namespace: str | None,
         salt: str | None,
     ) -> None:
-        """Publish what `generate` has computed."""
+        """Publish the tokens that `generate` computed."""
         length = int(memory.get_seq_length())
         with suppress(CapacityError):  # longer than all device pages
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
@@ -131,7 +131,7 @@ class CachedGenerate:
 
 
 class _PageTap(StoppingCriteria):  # type: ignore[misc]
-    """Never stops; keeps the states at each page boundary, and drops what windows have left."""
+    """Never stops; saves the states at page boundaries, and trims windows."""
 
     def __init__(self, memory: DynamicCache, context: PrefixContext) -> None:
         self.states: SavedStates | None = None
@@ -148,10 +148,10 @@ class _PageTap(StoppingCriteria):  # type: ignore[misc]
 
 
 def _checked_ids(inputs: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
-    """The prompt's ids `[1, length]`; takes them, and their mask, out of the options.
+    """Check the options, and return the prompt's ids `[1, length]`; removes ids and mask from `options`.
 
     Raises:
-        UsageError, InvalidTokensError: they, or an option, cannot be served.
+        UsageError, InvalidTokensError: invalid ids, or an unsupported option.
     """
     ids = options.pop("input_ids", inputs)
     mask = options.pop("attention_mask", None)
@@ -184,13 +184,12 @@ def prefix_cached(
     storage: StorageBackend | None = None,
     prefill_chunk: int = 512,
 ) -> Iterator[CachedGenerate]:
-    """A cache before a model's `generate`, for the duration of a `with`; leaving it writes what is due.
+    """Add a prefix cache to a model's `generate` for the duration of a `with`; exit finishes pending writes.
 
-    The cache lives on an event loop in a thread of its own; the arguments are those of
-    `PrefixCachedModel.open`.
+    The cache runs on an event loop in its own thread. Arguments are those of `PrefixCachedModel.open`.
 
     Raises:
-        UnsupportedModelError, ConfigError, CapacityError, StorageError: as there.
+        UnsupportedModelError, ConfigError, CapacityError, StorageError: as in `PrefixCachedModel.open`.
     """
     bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
 

@@ -1,6 +1,6 @@
-"""Copies one request's prefix between the cache and the model's memory.
+"""Copy one request's prefix between the cache and the model's memory.
 
-A failure here costs hits, never the request: nothing more of the request is published afterwards.
+A failure here never fails the request: it costs hits, and the request publishes nothing more.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PrefixContext:
     """How the model's thread uses a cache.
 
     Attributes:
-        page_size: tokens of a page.
+        page_size: tokens per page.
         bridge: copies between slots and the model's memory.
-        piece: the most tokens that get pages at once, so that a window pool need not hold a whole prompt.
+        piece: most tokens to reserve pages for at once, so that a window pool need not hold a whole prompt.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefixContext:
 
     def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
         """Drop rows that no later forward or publication reads; on the model's thread."""
-        if self.bridge.window_pages:  # else there are no windows, or all of their pages are kept
+        if self.bridge.window_pages:  # otherwise there are no windows, or their pages are all kept
             trim_windows(memory, self.page_size, pages=self.bridge.window_pages + more_pages)
 
 
@@ -93,22 +93,23 @@ class CachedPrefix:
             self.hit = Hit(0, reason=MissReason.TRANSFER_FAILED)
 
     async def save(self, memory: DynamicCache, stop: int) -> None:
-        """Copy what a forward that ended at `stop` has computed to pages that the request owns.
+        """Copy tokens computed by a forward that ended at `stop` to pages that the request owns.
 
         Args:
-            memory: holds `stop` tokens, and of windows everything since the last call.
+            memory: holds `stop` tokens; window layers hold all rows since the last call.
+            stop: end of the forward.
         """
         start = self._request.reserved
         if not self._over and stop > start and await self._reserve(stop):
             await self._copy(memory, start, stop, None)
 
     async def save_late(self, memory: DynamicCache, stop: int, states: SavedStates | None) -> None:
-        """Save after windows have moved on: of windows, only the pages that `stop` needs are copied.
+        """Save after windows have been trimmed: window pages are copied only if `stop` needs them.
 
         Args:
             memory: holds `stop` tokens, or more if `states` are given.
-            stop: where a forward ended.
-            states: at `stop`.
+            stop: end of a forward.
+            states: states at `stop`.
         """
         start = self._request.reserved
         for end in self._context.pieces(start, stop):
@@ -134,7 +135,7 @@ class CachedPrefix:
         return not self._over
 
     async def publish(self, stop: int, *, final: bool) -> None:
-        """Publish what was saved up to `stop`; `final`: the request publishes nothing more."""
+        """Publish tokens saved up to `stop`; `final`: the request publishes nothing more."""
         if self._over or stop > self._request.reserved:
             return
         try:

@@ -1,7 +1,7 @@
-"""Bytes between a `transformers.DynamicCache` and pool memory.
+"""Copies between a `transformers.DynamicCache` and pool memory.
 
-Only copies are made in either direction. Transformers updates recurrent states in place, so memory
-that was shared with a cache would be overwritten by that cache's next decode step.
+Memory is never shared: transformers updates recurrent states in place, so the next decode step of a cache
+would overwrite shared pool memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asynchicache.integrations.transformers.rows import (
 
 
 def new_cache(config: PreTrainedConfig) -> DynamicCache:
-    """An empty cache with the layers that `config` asks for.
+    """Return an empty cache with the layers of `config`.
 
-    Layers with a window keep what left it, until `trim_windows`: a forward of many tokens would drop
-    rows before their pages could be copied. What the model computes is the same.
+    Window layers keep rows that left the window until `trim_windows`: otherwise a forward of many tokens
+    would drop rows before their pages are copied. The model's results do not change.
 
     Raises:
-        UnsupportedModelError: a layer is of a kind whose content is not copied here.
+        UnsupportedModelError: a layer is of an unsupported kind.
     """
     cache = DynamicCache(config=config)
     check_kinds(cache)
@@ -46,7 +46,7 @@ def new_cache(config: PreTrainedConfig) -> DynamicCache:
 def check_kinds(cache: DynamicCache) -> None:
     """
     Raises:
-        UnsupportedModelError: a layer is of a kind whose content is not copied here.
+        UnsupportedModelError: a layer is of an unsupported kind.
     """
     for index, layer in enumerate(cache.layers):
         if type(layer) not in KINDS:
@@ -56,14 +56,14 @@ def check_kinds(cache: DynamicCache) -> None:
 
 
 def trim_windows(cache: DynamicCache, page_size: int, *, pages: int = 0) -> None:
-    """Let layers with a window drop the rows that no later forward sees and that are whole pages.
+    """Drop rows of window layers that no later forward reads and that belong to complete pages.
 
-    Call it when the pages so far were written; without it memory grows as with full attention.
+    Call it after those pages were written; without it memory grows as with full attention.
 
     Args:
-        cache: of sequences of the same length.
-        page_size: tokens of a page.
-        pages: whole pages to keep nevertheless, because they are written later.
+        cache: a cache of sequences of equal length.
+        page_size: tokens per page.
+        pages: complete pages to keep, because they are written later.
     """
     for layer in _windows(cache):
         if layer.is_initialized:
@@ -91,15 +91,15 @@ def write_pages(
     """Copy whole pages of one sequence from `cache` to pool memory.
 
     Args:
-        cache: of one or more sequences.
-        pools: where to.
+        cache: a cache of one or more sequences.
+        pools: the destination.
         first_page: index of the first page to copy; it begins at token `first_page * page_size`.
-        slots: where the pages go, in order; as many pages as slots are copied.
-        pool: whose slots these are; by default those of the pool that covers every page.
-        row: which sequence of the batch.
+        slots: destination slots, one per page, in order.
+        pool: the pool of `slots`. Default: the pool that covers every page.
+        row: index of the sequence in the batch.
 
     Raises:
-        UsageError: the cache does not hold these pages, or a slot or the pool is not there.
+        UsageError: the cache does not hold these pages, or a slot or the pool does not exist.
     """
     name = pools.spec.pools[0].name if pool is None else pool
     if name not in pools.pages:
@@ -134,19 +134,18 @@ def _write_layer(
 
 
 def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0) -> None:
-    """Copy the states of one sequence, which stand for all of the tokens now in `cache`.
+    """Copy the states of one sequence, which represent all tokens now in `cache`.
 
-    Recurrent layers keep no history: a state at a page's end can only be taken by ending a forward
-    there.
+    Recurrent layers keep no history: to get the state at the end of a page, end a forward there.
 
     Args:
-        cache: of one or more sequences.
-        pools: where to.
-        slot: the state slot that takes all layers.
-        row: which sequence of the batch.
+        cache: a cache of one or more sequences.
+        pools: the destination.
+        slot: state slot for all layers.
+        row: index of the sequence in the batch.
 
     Raises:
-        UsageError: the cache has no states yet, or others than the pool, or the slot is not the pool's.
+        UsageError: the cache has no states yet or other states than the pool, or the slot does not exist.
     """
     _check_row(cache, row)
     found = {index: states_of(cache.layers[index], row) for index in pools.states}
@@ -162,8 +161,7 @@ class SavedStates:
 
 
 def save_states(cache: DynamicCache, tokens: int, *, row: int = 0) -> SavedStates:
-    """Copies of the states of now, of a sequence that has `tokens` tokens; for a decode loop that does not
-    know yet where it will end."""
+    """Copy the current states of a sequence of `tokens` tokens; for decode loops of unknown length."""
     layers = {
         index: StateMemory(*({n: held.clone() for n, held in kind.items()} for kind in states_of(layer, row)))
         for index, layer in enumerate(cache.layers)
@@ -173,7 +171,7 @@ def save_states(cache: DynamicCache, tokens: int, *, row: int = 0) -> SavedState
 
 
 def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
-    """As `write_states`, from copies that were made before."""
+    """As `write_states`, from saved copies."""
     pools.check_state(slot)
     with torch.no_grad():
         for index, memory in pools.states.items():
@@ -202,21 +200,21 @@ def restore(
     *,
     window_slots: Sequence[int] = (),
 ) -> DynamicCache:
-    """A new cache of one sequence that holds exactly the first `tokens` tokens.
+    """Return a new cache of one sequence with exactly the first `tokens` tokens.
 
     Args:
-        config: of the model that will read the cache.
-        pools: where from.
-        kv_slots: the slots of the sequence's pages from its beginning; further ones are not read.
-        tokens: whole pages; 0 gives an empty cache.
-        state_slot: the states after `tokens` tokens; None exactly if the model has none, or
+        config: configuration of the model that will read the cache.
+        pools: the source.
+        kv_slots: slots of the sequence's pages from its beginning; slots after `tokens` are not read.
+        tokens: number of tokens, in whole pages; 0 gives an empty cache.
+        state_slot: slot of the states after `tokens` tokens; None if and only if the model has no states or
             `tokens` is 0.
-        window_slots: of the pool of windows, if the model has one: the last pages before `tokens`, in
-            order, as many as the pool's coverage asks, or all if there are fewer.
+        window_slots: slots of the window pool, if the model has one: the last pages before `tokens`, in
+            order; the number that the pool's coverage requires, or all if there are fewer.
 
     Raises:
-        UsageError: tokens are no whole pages, slots are too few or not the pool's, a state is
-            missing or too many.
+        UsageError: `tokens` is not whole pages, slots are too few or do not exist, or `state_slot` is missing
+            or unexpected.
     """
     pages, rest = divmod(tokens, pools.spec.page_size)
     if tokens < 0 or rest or pages > len(kv_slots):
@@ -246,7 +244,7 @@ def _check_state_slot(pools: PoolMap, tokens: int, state_slot: int | None) -> No
 def _page_slots(
     pools: PoolMap, kv_slots: Sequence[int], window_slots: Sequence[int]
 ) -> Mapping[str, Sequence[int]]:
-    """By pool, the slots of the last pages of the prefix."""
+    """Return the slots of the pages to read, by pool."""
     slots: dict[str, Sequence[int]] = {}
     for name in pools.pages:
         needed = pools.spec.pool(name).coverage.pages
@@ -273,14 +271,14 @@ def _restore_pages(
 
 
 def _scatter(memory: torch.Tensor, slots: Sequence[int], rows: torch.Tensor) -> None:
-    """The first rows of `[tokens, *shape]` to `slots` of `memory` `[slots, page_size, *shape]`."""
+    """Copy the first rows of `[tokens, *shape]` to `slots` of `memory` `[slots, page_size, *shape]`."""
     rows = _fitting(rows[: len(slots) * memory.shape[1]], memory[:, 0])
     pages = rows.reshape(len(slots), *memory.shape[1:])
     memory.index_copy_(0, _index(memory, slots), pages.to(memory.device))
 
 
 def _gather(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """The rows of some pages, `[tokens, *shape]`."""
+    """Return the rows of some pages, `[tokens, *shape]`."""
     return memory.index_select(0, _index(memory, slots)).flatten(0, 1)
 
 
@@ -289,7 +287,7 @@ def _index(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
 
 
 def _fitting(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`source`, if its items are those of `memory`; a copy would broadcast or convert in silence."""
+    """Return `source` if its item shape and dtype match `memory`: a copy would silently convert."""
     item = memory.shape[1:]
     if source.shape[-len(item) :] != item or source.dtype != memory.dtype:
         raise UsageError(
