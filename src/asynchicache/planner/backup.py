@@ -358,7 +358,8 @@ class BackupPlanner:
             node: the end of the path.
             component_id: the component.
             answers: by page number, ascending, whether storage has the page.
-            written: nodes with a write in flight since storage was asked (`noting_writes`). They keep their mark.
+            written: nodes with a write in flight since storage was asked (`noting_writes`). They keep their
+                mark.
         """
         storing = self.storing().union(written)
         lost = [page for page, there in answers.items() if not there]
