@@ -1,4 +1,4 @@
-"""Pages in the memory of other machines, by Mooncake Store: moved without a copy, shared, evictable."""
+"""Storage backend on Mooncake Store: pages in the memory of other machines, zero-copy, shared, evictable."""
 
 from asynchicache.backends.mooncake.backend import MooncakeBackend, open_backend
 from asynchicache.backends.mooncake.options import MooncakeOptions

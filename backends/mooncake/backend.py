@@ -1,4 +1,4 @@
-"""A Mooncake cluster that holds the pages of many pools."""
+"""The Mooncake backend: one cluster that holds the pages of many pools."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class MooncakeBackend:
-    """The pools of one cluster, which is joined when the first of them is opened.
+    """The pools of one cluster. Opening the first pool joins the cluster.
 
-    Calls block for up to half a minute when a node or the master dies, so they have threads of their own.
+    Calls run in dedicated threads because they block for up to 30 s when a node or the master dies.
 
     Args:
-        options: which cluster, and how.
-        store: a `MooncakeDistributedStore` that is set up already, such as the serving engine's own; it
-            stays the caller's to close, after this backend. By default the backend makes its own.
+        options: the cluster, and how to use it.
+        store: an initialised `MooncakeDistributedStore`, such as the serving engine's own. The caller must
+            close it, after this backend. Default: the backend creates one.
     """
 
     name = "mooncake"
@@ -45,21 +45,21 @@ class MooncakeBackend:
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> MooncakeEngine:
-        """Register the pool's memory, and join the cluster first if need be.
+        """Join the cluster if necessary and register the pool's memory.
 
         Raises:
             StorageError: the pool is open with another binding, Mooncake is not installed, its master does
-                not answer, or it refuses the options or the memory.
+                not answer, or Mooncake refuses the options or the memory.
             ClosedError: the backend is closed.
         """
         self._check_open()
         return await self._engines.open(binding, partial(self._open, binding))
 
     async def clear(self) -> int:
-        """Delete every page of the namespace, of all pools and models; other keys are not touched.
+        """Delete all pages of the namespace, for all pools and models. Other keys are kept.
 
         Returns:
-            How many there were.
+            The number of deleted pages.
 
         Raises:
             StorageError: the cluster cannot be joined, or does not answer.
@@ -88,7 +88,7 @@ class MooncakeBackend:
         )
 
     async def _join(self) -> MooncakeClient:
-        """The cluster, joined once; tried again by the next pool if that fails."""
+        """Join the cluster once. If joining fails, the next pool tries again."""
         if self._joining is None or (self._joining.done() and self._joining.exception() is not None):
             self._joining = asyncio.create_task(self._client())
         return await asyncio.shield(self._joining)
@@ -100,10 +100,10 @@ class MooncakeBackend:
         return MooncakeClient(store, options.master_address, options.replicas, large)
 
     async def _leave(self) -> None:
-        """Close the store, unless it is the caller's; no call runs any more."""
+        """Close the store unless the caller owns it. No call may be running."""
         joined, self._joining = self._joining, None
         if joined is not None:
-            await asyncio.wait([joined])  # `clear` may be joining still
+            await asyncio.wait([joined])  # `clear` may still be joining
         if joined is not None and joined.exception() is None and self._given is None:
             await self._run(joined.result().close)
 
@@ -115,11 +115,11 @@ class MooncakeBackend:
 
 
 def open_backend(options: Mapping[str, object], port: Port) -> MooncakeBackend:
-    """The Mooncake engine. The cluster is joined, and may be found missing, when a pool is opened.
+    """Create the Mooncake backend. Opening a pool joins the cluster and reports whether it is reachable.
 
     Args:
         options: see `MooncakeOptions`.
-        port: not needed; every backend is given one.
+        port: unused; every backend receives one.
 
     Raises:
         ConfigError: an option is missing, unknown, or breaks its rule.

@@ -1,6 +1,6 @@
-"""What Mooncake's numbers mean to the core.
+"""Translate Mooncake's return codes to outcomes.
 
-The numbers are those of `ErrorCode` in Mooncake's `mooncake-store/include/types.h`, as of 0.3.13.
+The codes are those of `ErrorCode` in Mooncake 0.3.13, `mooncake-store/include/types.h`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from asynchicache.types import Outcome
 
 
 class MooncakeCode(IntEnum):
-    """Return codes that a call for one key may end with, and that mean something of their own."""
+    """Per-key return codes that this backend distinguishes."""
 
     OK = 0
     NO_AVAILABLE_HANDLE = -200  # no node has room, or there is no node
     INVALID_PARAMS = -600
-    REPLICA_IS_NOT_READY = -703  # somebody is writing it
+    REPLICA_IS_NOT_READY = -703  # a write is in flight
     OBJECT_NOT_FOUND = -704
     OBJECT_ALREADY_EXISTS = -705
     OBJECT_HAS_LEASE = -706
-    LEASE_EXPIRED = -707  # it may have been evicted, and its room used again, while it was read
+    LEASE_EXPIRED = -707  # the object may have been evicted and overwritten during the read
     REPLICA_NOT_FOUND = -710
     REPLICA_IS_GONE = -712
     BUSY = -714
@@ -33,7 +33,7 @@ class MooncakeCode(IntEnum):
 
 
 _GET: dict[int, Outcome] = {
-    # Keys, pointers and sizes are always valid here, so the object is of another size than a page.
+    # Keys, pointers and sizes are always valid here, so the object's size differs from a page's.
     MooncakeCode.INVALID_PARAMS: Outcome.CORRUPT,
     MooncakeCode.REPLICA_IS_NOT_READY: Outcome.MISS,
     MooncakeCode.OBJECT_NOT_FOUND: Outcome.MISS,
@@ -43,7 +43,7 @@ _GET: dict[int, Outcome] = {
     MooncakeCode.CHECKSUM_MISMATCH: Outcome.CORRUPT,
 }
 _PUT: dict[int, Outcome] = {
-    MooncakeCode.OK: Outcome.STORED,  # or it was there already: Mooncake does not tell, and keeps the first
+    MooncakeCode.OK: Outcome.STORED,  # or it existed: Mooncake keeps the first and returns OK as well
     MooncakeCode.OBJECT_ALREADY_EXISTS: Outcome.EXISTS,
     MooncakeCode.NO_AVAILABLE_HANDLE: Outcome.REJECTED,
     MooncakeCode.QUOTA_EXCEEDED: Outcome.REJECTED,
@@ -56,11 +56,11 @@ _AWAY = frozenset({MooncakeCode.RPC_FAIL, MooncakeCode.RPC_TIMEOUT})
 
 
 def get_outcome(code: int, nbytes: int) -> Outcome:
-    """What a read ended with; HIT if `nbytes` arrived, which are still to be checked.
+    """Outcome of a read: HIT if `nbytes` arrived. The caller must still verify the checksum.
 
     Args:
-        code: the bytes that were read, or a negative code.
-        nbytes: the bytes that a page has.
+        code: the number of bytes read, or a negative code.
+        nbytes: size of a stored page.
     """
     if code >= 0:
         return Outcome.HIT if code == nbytes else Outcome.CORRUPT
@@ -68,20 +68,20 @@ def get_outcome(code: int, nbytes: int) -> Outcome:
 
 
 def put_outcome(code: int) -> Outcome:
-    """What a write ended with."""
+    """Outcome of a write."""
     return _PUT.get(code, Outcome.FAILED)
 
 
 def delete_outcome(code: int) -> Outcome:
-    """What a removal, forced past leases, ended with."""
+    """Outcome of a forced removal, which ignores leases."""
     return _DELETE.get(code, Outcome.FAILED)
 
 
 def master_is_away(codes: Iterable[int]) -> bool:
-    """Whether the master did not answer a call."""
+    """Whether a call's codes say that the master did not answer."""
     return not _AWAY.isdisjoint(codes)
 
 
 def name_of(code: int) -> str:
-    """The code's name, or the number of one that is not known here."""
+    """The code's name, or its number if it is not a `MooncakeCode`."""
     return MooncakeCode(code).name if code in MooncakeCode.__members__.values() else str(code)

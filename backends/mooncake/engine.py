@@ -1,4 +1,4 @@
-"""One pool's pages in a Mooncake cluster: header and page are one object, one call a batch."""
+"""One pool's pages in a Mooncake cluster. Header and page form one object; each batch is one call."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ T = TypeVar("T")
 class MooncakeEngine:
     """One pool in one cluster.
 
-    The first put of a key wins, which is right for names that follow from the contents; a page that is
-    found damaged is removed, so that a good one can take its place. Whatever `exists` says may be wrong
-    a moment later: the master evicts, and knows of a dead node only after its time to live.
+    The first put of a key wins, which is correct because keys are derived from contents. The engine
+    removes damaged pages so that a good one can be stored. An answer of `exists` can become wrong
+    immediately: the master evicts, and notices a dead node only after the node's time to live.
 
     Args:
         binding: the pool's slots in host memory.
         client: the cluster, shared with the backend's other engines.
-        slots: those of the binding, registered; closed with the engine.
-        threads: where calls run.
-        concurrency: how many of them there are.
-        namespace: what every key begins with.
+        slots: the binding's slots, registered; the engine closes them.
+        threads: runs the calls.
+        concurrency: number of threads.
+        namespace: prefix of every key.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class MooncakeEngine:
         return await self._call(partial(self._delete, keys))
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Ask whether the pages are there, in this order: the master counts that as their use, and evicts
-        those first that were not asked for or read for longest.
+        """Query the pages in this order: the master counts a query as a use, and evicts the least
+        recently queried or read pages first.
 
         Raises:
             StorageError: the cluster does not answer.
@@ -105,16 +105,16 @@ class MooncakeEngine:
         return await self._call(partial(self._client.clear, f"{self._namespace}:{any_page.pattern()}"))
 
     async def aclose(self) -> None:
-        """Let go of the memory once no call runs any more; a call ends within Mooncake's own deadlines.
+        """Wait for the running calls, then unregister the memory. Mooncake's own deadlines end each call.
 
-        A cancelled caller does not hinder it.
+        The work continues if the caller is cancelled.
         """
         if self._closing is None:
             self._closing = self._threads.submit(self._finish, list(self._running))
         await asyncio.shield(asyncio.wrap_future(self._closing))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread. It runs to its end, and is waited for, whatever its caller does."""
+        """Run `work` in a thread. It runs to its end even if the caller is cancelled; `aclose` waits."""
         if self._closing is not None:
             raise ClosedError(f"mooncake engine of pool {self._binding.pool!r} is closed")
         running = self._threads.submit(work)
@@ -123,7 +123,7 @@ class MooncakeEngine:
         return await asyncio.shield(asyncio.wrap_future(running))
 
     def _finish(self, running: list[futures.Future[Any]]) -> None:
-        # Threads take calls in the order of their submission: none of these waits behind this one.
+        # Threads start calls in submission order, so none of these can be queued behind this one.
         futures.wait(running)
         self._slots.close()
 
@@ -167,14 +167,14 @@ class MooncakeEngine:
         return outcomes
 
     def _write(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[int]:
-        """Write claimed keys, and settle them."""
+        """Write claimed keys and settle their claims."""
         codes = [int(MooncakeCode.TRANSFER_FAIL)] * len(keys)
         try:
             buffers = self._slots.buffers(slots)
             for key, slot in zip(keys, slots, strict=True):
                 self._binding.seal(slot, key)
             codes = self._client.put(self._names(keys), *buffers)
-        finally:  # or whoever waits for them would wait for ever
+        finally:  # otherwise waiters for these keys would never wake up
             self._writes.settle(keys, codes)
         return codes
 
@@ -200,8 +200,9 @@ class MooncakeEngine:
 
 
 def distinct(keys: Sequence[ObjectKey]) -> list[list[int]]:
-    """Places of `keys` in groups, none of which has a key twice: of the slots that are named for one key
-    in one call, Mooncake fills one only, and says that it filled all.
+    """Split the indices of `keys` into groups without duplicate keys.
+
+    If one call names several slots for a key, Mooncake fills only one of them but reports success for all.
     """
     groups: list[list[int]] = []
     seen: Counter[ObjectKey] = Counter()

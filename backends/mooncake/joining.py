@@ -1,4 +1,4 @@
-"""How a cluster is joined: Mooncake's client is found, tried in another process, and set up."""
+"""Join a cluster: import Mooncake's client, try to join in a child process, then set it up here."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class UnjoinedStore(MooncakeStore, Protocol):
 
 
 def join(options: MooncakeOptions) -> MooncakeStore:
-    """A store that has joined the cluster; blocks.
+    """Return a store that has joined the cluster. Blocks.
 
-    Setting up holds the GIL, for 20 to 140 ms if all is well and for minutes if it is not. So it is
-    tried in a process of its own first.
+    Setup holds the GIL: 20 to 140 ms on success, minutes on failure. So a child process tries it first.
 
     Raises:
         StorageError: Mooncake is not installed, its master does not answer, or it refuses the options.
@@ -46,7 +45,7 @@ def join(options: MooncakeOptions) -> MooncakeStore:
 def new_store() -> UnjoinedStore:
     """
     Raises:
-        StorageError: Mooncake, or a library that it needs, is not installed.
+        StorageError: Mooncake or a library that it needs is not installed.
     """
     try:
         from mooncake.store import MooncakeDistributedStore
@@ -62,7 +61,7 @@ def new_store() -> UnjoinedStore:
 def check_port(address: tuple[str, int]) -> None:
     """
     Raises:
-        StorageError: nobody listens there, or not within a second.
+        StorageError: connecting fails or takes longer than a second.
     """
     try:
         reach(address)
@@ -74,15 +73,15 @@ def check_port(address: tuple[str, int]) -> None:
 
 
 def try_to_join(options: MooncakeOptions) -> None:
-    """Join as a client that lends nothing, and leave, in another process.
+    """In a child process, join as a client that lends no memory, and leave.
 
     Raises:
-        StorageError: that failed, or took longer than `open_seconds`; with what Mooncake logged.
+        StorageError: joining failed or took longer than `open_seconds`. The message quotes Mooncake's log.
     """
     setup = options.setup() | {"global_segment_size": "0"}
     command = [sys.executable, "-P", str(_SCRIPT), json.dumps({"path": sys.path, "setup": setup})]
     try:
-        done = subprocess.run(  # noqa: S603 - this Python, with a script of ours
+        done = subprocess.run(  # noqa: S603 - runs this Python with our own script
             command, stderr=subprocess.PIPE, timeout=options.open_seconds, check=False
         )
     except subprocess.TimeoutExpired as error:

@@ -1,5 +1,5 @@
-"""Large calls wait for each other: over TCP one thread of Mooncake's moves all bytes, and more than two such
-calls at once bring it more work and no more speed."""
+"""Limit concurrent large calls. Over TCP one Mooncake thread moves all bytes, so more than two large calls
+at once add work but no throughput."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LARGE_BYTES = 8 << 20
-"""Bytes of a call that waits its turn. Smaller ones spend their time on asking the master, side by side:
-measured over loopback, calls of 1 MiB are slower in turns, and calls of 16 MiB up to a quarter faster."""
+"""Calls of at least this size are limited. Smaller calls mostly wait for the master, which works in parallel:
+over loopback, limiting makes calls of 1 MiB slower and calls of 16 MiB up to 25% faster."""
 
 _AT_ONCE = 2  # one moves bytes while another asks the master
-_MAX_WAIT_SECONDS = 0.1  # seconds; a call that hangs, or crosses a slow network, holds others up no longer
+_MAX_WAIT_SECONDS = 0.1  # bounds the delay that a hanging or slow call causes others
 
 
 class LargeCallLimit:
-    """Who is next, among calls in one direction. A turn is for speed only: who waited too long goes without.
+    """Limit large calls in one direction. The limit is for speed only: after `max_wait` a call proceeds anyway.
 
     Args:
-        large_bytes: bytes of a call that waits its turn.
-        max_wait: seconds that it waits at most.
+        large_bytes: minimum size of a limited call.
+        max_wait: longest wait, in seconds.
     """
 
     def __init__(self, large_bytes: float = LARGE_BYTES, max_wait: float = _MAX_WAIT_SECONDS) -> None:
@@ -30,7 +30,7 @@ class LargeCallLimit:
 
     @contextmanager
     def limited(self, nbytes: int) -> Iterator[None]:
-        """For the time of a call that moves `nbytes`; blocks until its turn has come, if it is large."""
+        """Hold a permit during a call that moves `nbytes`. Blocks for a permit if the call is large."""
         acquired = nbytes >= self._large_bytes and self._free.acquire(timeout=self._patience)
         try:
             yield

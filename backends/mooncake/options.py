@@ -9,7 +9,7 @@ from asynchicache.backends.options import BackendOptions, Namespace
 from asynchicache.options import Positive, Seconds
 
 LEAST_SEGMENT_BYTES = 16 << 20
-"""Mooncake refuses to lend less."""
+"""Smallest segment that Mooncake accepts."""
 
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 
@@ -18,17 +18,17 @@ class MooncakeOptions(BackendOptions, frozen=True):
     """How to join a Mooncake cluster.
 
     Attributes:
-        master: `host:port` of the master, or what else Mooncake takes for it (`etcd://...`).
+        master: `host:port` of the master, or another address that Mooncake accepts (`etcd://...`).
         metadata_server: where transfer engines find each other. Default: `P2PHANDSHAKE`, no server.
-        protocol: `tcp`, `rdma` or another one of Mooncake's. Default: `tcp`.
-        devices: network devices of RDMA, with commas; empty lets Mooncake choose. Default: empty.
+        protocol: `tcp`, `rdma` or another Mooncake protocol. Default: `tcp`.
+        devices: RDMA network devices, comma-separated; empty lets Mooncake choose. Default: empty.
         local_hostname: this machine's name or address, as other machines reach it. Default: `localhost`.
-        segment_bytes: memory that this process lends to the cluster; what lies there ends with this
-            process. Default: 0, none.
+        segment_bytes: memory that this process lends to the cluster; its contents are lost when this
+            process ends. Default: 0, none.
         replicas: copies of every page, on different nodes. Default: 1.
-        threads: calls that run at once. Default: 4.
-        namespace: what every key begins with; nothing else is touched. Default: `asynchicache`.
-        open_seconds: how long opening may take. Default: 10.
+        threads: number of concurrent calls. Default: 4.
+        namespace: prefix of every key; other keys are not touched. Default: `asynchicache`.
+        open_seconds: deadline for opening. Default: 10.
     """
 
     backend: ClassVar[str] = "mooncake"
@@ -54,17 +54,17 @@ class MooncakeOptions(BackendOptions, frozen=True):
 
     @property
     def master_address(self) -> tuple[str, int] | None:
-        """Host and port of the master; None where it is found in another way."""
+        """Host and port of the master; None if `master` is a URL."""
         match = _ADDRESS.fullmatch(self.master)
         return (match["host"].strip("[]"), int(match["port"])) if match else None
 
     def setup(self) -> dict[str, str]:
-        """What `MooncakeDistributedStore.setup` takes."""
+        """The argument of `MooncakeDistributedStore.setup`."""
         return {
             "local_hostname": self.local_hostname,
             "metadata_server": self.metadata_server,
             "global_segment_size": str(self.segment_bytes),
-            "local_buffer_size": "0",  # for values that are copied; pages go from and to their slots
+            "local_buffer_size": "0",  # only copied values need it; pages move directly to and from slots
             "protocol": self.protocol,
             "rdma_devices": self.devices,
             "master_server_addr": self.master,

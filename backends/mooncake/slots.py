@@ -1,4 +1,4 @@
-"""A pool's slots as addresses, in memory that Mooncake knows."""
+"""Addresses of a pool's slots, in memory registered with Mooncake."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from asynchicache.errors import StorageError, UsageError
 from asynchicache.storage.protocol import PoolBinding
 
 _PIECE_BYTES = 256 << 10
-"""Bytes of a page that are one buffer to Mooncake, which moves a page's buffers side by side over TCP:
-measured over loopback, pages of 2 and 4 MiB take half the time in such pieces that they take whole."""
+"""A page is passed to Mooncake in buffers of this size, because Mooncake moves the buffers of a page in
+parallel over TCP. Over loopback, this halves the time for pages of 2 and 4 MiB."""
 
 
 class RegisteredSlots:
     """Headers and pages of a pool, registered with a store until `close`.
 
-    TCP moves memory that is not registered as well, RDMA does not: so every address that leaves here
-    is checked to be in a registered region.
+    Every returned address is checked to lie in a registered region: RDMA rejects other memory, while TCP
+    accepts it and would hide the mistake.
 
     Args:
-        store: where they are registered.
+        store: the store that registers the memory.
         binding: the slots.
 
     Raises:
@@ -30,7 +30,7 @@ class RegisteredSlots:
 
     def __init__(self, store: MooncakeStore, binding: PoolBinding) -> None:
         headers, pages = binding.regions()
-        self._regions = (headers, pages)  # keeps the memory while Mooncake may write to it
+        self._regions = (headers, pages)  # keeps the memory alive while Mooncake may write to it
         self._store = store
         self._pool = binding.pool
         self._slots = pages.nbytes // binding.slot_bytes
@@ -44,20 +44,20 @@ class RegisteredSlots:
 
     @property
     def object_bytes(self) -> int:
-        """Bytes of a stored page with its header."""
+        """Size of a stored page with its header."""
         return sum(self._sizes)
 
     def buffers(self, slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Addresses and sizes of the header and the pieces of the page of each slot.
+        """For each slot, the addresses and sizes of its header and page pieces.
 
         Raises:
-            UsageError: there is no such slot.
+            UsageError: a slot does not exist.
         """
         pointers = [self._addresses(slot) for slot in slots]
         return pointers, [self._sizes] * len(pointers)
 
     def close(self) -> None:
-        """Mooncake may no longer use the memory; twice is harmless. No call may be running."""
+        """Unregister the memory. Idempotent. No call may be running."""
         while self._bases:
             self._store.unregister_buffer(self._bases.pop())
 
@@ -82,5 +82,5 @@ class RegisteredSlots:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the writable memory of a view begins."""
+    """Address of a writable view's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

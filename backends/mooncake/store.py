@@ -1,4 +1,4 @@
-"""What is used of Mooncake's own client, and that it is not asked what would block for seconds."""
+"""Wrap Mooncake's client, and skip calls that would block for seconds because the master is away."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PROBE_SECONDS = 1.0
 
 
 class MooncakeStore(Protocol):
-    """What is used of `mooncake.store.MooncakeDistributedStore`; one code a key.
+    """The used part of `mooncake.store.MooncakeDistributedStore`. Batch calls return one code per key.
 
-    Every call may block, and releases the GIL. A call after `close`, or during it, ends the process.
+    Every call may block, and releases the GIL. A call during or after `close` crashes the process.
     """
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
@@ -48,16 +48,16 @@ class MooncakeStore(Protocol):
 class MooncakeClient:
     """A store that is set up. Its methods block; call them from any thread.
 
-    They raise StorageError where Mooncake answers with more or fewer codes than there are keys.
+    They raise StorageError if Mooncake does not return exactly one code per key.
 
-    With its master gone, each call of Mooncake's tries to connect for 4 seconds. So after a call that
-    the master did not answer, its port is tried before the next one.
+    While the master is away, each Mooncake call tries to connect for 4 seconds. So after a call that the
+    master did not answer, this client probes the master's port before the next call.
 
     Args:
         store: the store.
-        master: where its master listens, None if that is not known.
+        master: the master's host and port; None if unknown.
         replicas: copies of a page.
-        large_bytes: bytes of a read, or write, that waits while two other such are under way.
+        large_bytes: reads or writes of at least this size wait while two others of that size are in flight.
     """
 
     def __init__(
@@ -74,26 +74,26 @@ class MooncakeClient:
         self._master_away = False
 
     def exists(self, keys: list[str]) -> list[int]:
-        """1, 0 or a negative code for each key."""
+        """For each key: 1 if it exists, 0 if not, or a negative code."""
         return self._ask(keys, partial(self.store.batch_is_exist, keys))
 
     def get(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """The bytes that were read into each key's buffers, or a negative code."""
+        """For each key: the number of bytes read into its buffers, or a negative code."""
         with self._reads.limited(_total(sizes)):
             return self._ask(keys, partial(self.store.batch_get_into_multi_buffers, keys, pointers, sizes))
 
     def put(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """0, or a negative code, for each key, whose object is what its buffers hold in a row."""
+        """Store each key's buffers, concatenated, as its object. Returns 0 or a negative code per key."""
         put = self.store.batch_put_from_multi_buffers
         with self._writes.limited(_total(sizes)):
             return self._ask(keys, partial(put, keys, pointers, sizes, self._config))
 
     def remove(self, keys: list[str]) -> list[int]:
-        """0, or a negative code, for each key; leases of readers do not hinder it."""
+        """Remove keys, ignoring readers' leases. Returns 0 or a negative code per key."""
         return self._ask(keys, partial(self.store.batch_remove, keys, True))
 
     def clear(self, glob: str) -> int:
-        """Remove every key that a glob of `*` and `?` matches, and say how many.
+        """Remove the keys that match a glob of `*` and `?`, and return their number.
 
         Raises:
             StorageError: the master does not answer.
@@ -105,7 +105,7 @@ class MooncakeClient:
         return count
 
     def close(self) -> None:
-        """Leave the cluster; takes a second. No call may be running, and none may follow."""
+        """Leave the cluster; takes a second. No call may be running or follow."""
         self.store.close()
 
     def _ask(self, keys: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
@@ -113,7 +113,7 @@ class MooncakeClient:
             return [MooncakeCode.RPC_FAIL] * len(keys)
         codes = call()
         self._note_master(master_is_away(codes))
-        if len(codes) != len(keys):  # which code is whose?
+        if len(codes) != len(keys):  # codes cannot be assigned to keys
             raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
         return codes
 
@@ -130,7 +130,7 @@ def _total(sizes: list[list[int]]) -> int:
 def reach(address: tuple[str, int]) -> None:
     """
     Raises:
-        OSError: nobody listens there, or not within a second.
+        OSError: connecting fails or takes longer than a second.
     """
     socket.create_connection(address, _PROBE_SECONDS).close()
 

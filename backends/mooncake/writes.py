@@ -1,6 +1,6 @@
-"""Which keys are being written by this engine, so that a second writer waits for the first.
+"""Keys that this engine is writing, so that a second writer waits for the first.
 
-Mooncake tells the second writer at once that all is well, although nobody can read the page yet.
+Mooncake reports success to the second writer immediately, although the page is not readable yet.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from asynchicache.hashing import ObjectKey
 
 
 class WritesInFlight:
-    """Claims of keys, from any thread; who claims a key settles it, whatever happens."""
+    """Claims on keys, from any thread. A thread that claims a key must settle it, even after an error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._codes: dict[ObjectKey, Future[int]] = {}
 
     def claim(self, keys: Sequence[ObjectKey]) -> tuple[list[int], dict[int, Future[int]]]:
-        """Places of the keys that are the caller's to write, and of others the code that they will get."""
+        """Return the indices of keys that the caller must write, and by index the future codes of the rest."""
         mine: list[int] = []
         others: dict[int, Future[int]] = {}
         with self._lock:
@@ -33,7 +33,7 @@ class WritesInFlight:
         return mine, others
 
     def settle(self, keys: Sequence[ObjectKey], codes: Sequence[int]) -> None:
-        """The claimed keys are written, or not."""
+        """Publish the codes of claimed keys, written or not, and end their claims."""
         with self._lock:
             settled = [self._codes.pop(key) for key in keys]
         for future, code in zip(settled, codes, strict=True):
