@@ -1,7 +1,7 @@
-"""A folder on 3FS with one preallocated file for each pool, and a metadata service that knows their slots.
+"""The 3FS backend: a folder with one preallocated file per pool, and a metadata service that assigns slots.
 
-The metadata protocol follows SGLang's hf3fs engine (https://github.com/sgl-project/sglang/pull/23241), with
-leases and generations added.
+The metadata protocol follows SGLang's hf3fs engine (https://github.com/sgl-project/sglang/pull/23241) and
+adds leases and generations.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Hf3fsBackend:
     """The pools of one rank.
 
     Args:
-        options: where, how much, and how.
+        options: location, capacity and I/O settings.
         port: threads, clock, randomness.
 
     Raises:
-        ConfigError: the metadata service's URL is none.
-        StorageError: something that is needed is not installed.
+        ConfigError: the metadata service's URL is invalid.
+        StorageError: a required library is not installed.
     """
 
     name = "hf3fs"
@@ -52,12 +52,12 @@ class Hf3fsBackend:
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> Hf3fsEngine:
-        """Make the pool known to the metadata service, and open its file.
+        """Register the pool with the metadata service, and open its file.
 
         Raises:
-            StorageError: no service answers, the folder or the file cannot be used, or the pool is open
-                with another binding.
-            StorageFormatError: folder or service hold something else.
+            StorageError: the service does not answer, the folder or file cannot be used, or the pool is
+                open with another binding.
+            StorageFormatError: the folder or the service holds incompatible data.
             ClosedError: the backend is closed.
         """
         if self._closed:
@@ -77,7 +77,7 @@ class Hf3fsBackend:
         known = await self._client.open(name, 1, frame_bytes)
         data = await self._port.run_blocking(partial(self._open_data, name, known.store, wanted, binding))
         try:
-            # Only now: a namespace never shrinks, and there might have been no room for its file.
+            # Register only after the file is allocated: a namespace never shrinks again.
             opened = await self._client.open(name, wanted, frame_bytes)
         except BaseException:
             await self._port.run_blocking(data.close)
@@ -101,7 +101,7 @@ class Hf3fsBackend:
             binding.header_bytes + binding.slot_bytes,
             slots,
             direct=options.direct and options.io is Io.POSIX,
-            # 3FS has no fallocate; what the C library does instead writes to every block of the file.
+            # 3FS has no fallocate, and the C library's fallback writes to every block of the file.
             reserve=options.io is Io.POSIX,
         )
         if self._usrbio is None:
@@ -117,23 +117,23 @@ class Hf3fsBackend:
 
 
 def namespace_name(binding: PoolBinding) -> str:
-    """What no two pools, shards or fingerprints share: names the file, and the pages in the service.
+    """A name unique to the pool, shard and fingerprint, for the file and for the service's namespace.
 
     Raises:
-        StorageError: a name may not be part of a path.
+        StorageError: a part of the name is not allowed in a path.
     """
     if not _POOL.fullmatch(binding.pool) or not _SHARD.fullmatch(binding.shard):
         raise StorageError(f"pool {binding.pool!r}, shard {binding.shard!r}: these are no names of a file")
-    # A shard has `/` and `-`, and never `_`: two shards get two names.
+    # Shards contain `/` and `-` but never `_`, so the replacement keeps names distinct.
     shard = f".{binding.shard.replace('/', '_')}" if binding.shard else ""
     return f"{binding.fingerprint.hex()[:32]}.{binding.pool}{shard}"
 
 
 def open_backend(options: Mapping[str, object], port: Port) -> Hf3fsBackend:
-    """The hf3fs engine; see `Hf3fsOptions` for its options.
+    """Create the hf3fs backend; see `Hf3fsOptions` for its options.
 
     Raises:
         ConfigError: an option is missing, unknown, or breaks its rule.
-        StorageError: a library that is needed is not installed.
+        StorageError: a required library is not installed.
     """
     return Hf3fsBackend(Hf3fsOptions.of(options), port)

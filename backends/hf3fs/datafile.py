@@ -1,4 +1,4 @@
-"""The preallocated file of one namespace, and what a data path is: the two ways to move its bytes."""
+"""The preallocated file of one namespace, and the interface of the two data paths that move its bytes."""
 
 from __future__ import annotations
 
@@ -20,46 +20,54 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class Frame(NamedTuple):
-    """A header and a page on their way between the file's `slot` and the binding's slot `memory`."""
+    """A header and a page, moved between the file's `slot` and the binding's slot `memory`."""
 
     slot: int
     memory: int
 
 
 class DataPath(Protocol):
-    """Moves frames. All methods block and may run side by side; a frame is one call's alone."""
+    """Moves frames. All methods block. Calls may run concurrently if they share no frame."""
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
-        """HIT: the frame is in memory, not checked. MISS: the file ends before, or has a hole. FAILED."""
+        """Read frames into memory.
+
+        Returns:
+            HIT: the frame was read; its checksum is not verified. MISS: the file ends before the frame, or
+            has a hole there. FAILED: an I/O error.
+        """
         ...
 
     def write(self, frames: Sequence[Frame]) -> list[Outcome]:
-        """STORED: the frame is durable. REJECTED: no room. FAILED: it is not written, and will not be.
-        TIMEOUT: nobody knows, and it may still be written.
+        """Write frames from memory.
+
+        Returns:
+            STORED: the frame is durable. REJECTED: no space. FAILED: the frame is not written, and will not
+            be. TIMEOUT: unknown; the write may still happen.
         """
         ...
 
     def stop(self) -> None:
-        """Let calls that wait for I/O that never ends give up."""
+        """Make calls give up if they wait for I/O that never ends."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; twice is harmless. No call may be running."""
+        """Release all resources. Idempotent. No call may be running."""
         ...
 
 
 class DataFile:
-    """A file of slots, open for reading and writing, with room for all of them.
+    """A file of slots, opened for reading and writing, and large enough for all slots.
 
     Args:
-        path: made if it is missing.
-        frame_bytes: of one slot.
-        slots: how many.
-        direct: open it with O_DIRECT where the file system has it.
-        reserve: take the room now, where the file system can; else the file is only made that long.
+        path: created if missing.
+        frame_bytes: size of one slot.
+        slots: number of slots.
+        direct: use O_DIRECT if the file system supports it.
+        reserve: allocate the space now if the file system can; else only extend the file.
 
     Raises:
-        StorageError: it cannot be opened, or there is no room for it.
+        StorageError: the file cannot be opened, or there is no space for it.
     """
 
     def __init__(self, path: Path, frame_bytes: int, slots: int, *, direct: bool, reserve: bool) -> None:
@@ -86,11 +94,11 @@ class DataFile:
         return self._descriptor
 
     def offset(self, slot: int) -> int:
-        """Bytes from the file's start to a slot."""
+        """Byte offset of a slot in the file."""
         return slot * self.frame_bytes
 
     def use_kernel_cache(self) -> None:
-        """Some file systems take O_DIRECT when a file is opened and refuse it when it is used."""
+        """Turn O_DIRECT off. Some file systems accept it in `open` but refuse it in reads or writes."""
         logger.info(
             "%s: no O_DIRECT here, or memory that is not aligned; using the kernel's cache", self.path
         )
@@ -99,13 +107,13 @@ class DataFile:
         self.direct = False
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the file. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def _open(self) -> bool:
-        """Whether the file was made now, by us."""
+        """Open the file; return whether this call created it."""
         try:
             self._descriptor = self._opened(os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -122,11 +130,11 @@ class DataFile:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-                flags &= ~os.O_EXCL  # Linux makes the file before it refuses O_DIRECT
+                flags &= ~os.O_EXCL  # Linux creates the file before it refuses O_DIRECT
         return os.open(self.path, flags, 0o666)
 
     def _allocate(self, size: int, made: bool, reserve: bool) -> None:
-        """Make it longer, and never shorter: other ranks may use what is behind."""
+        """Extend the file. Never shorten it: other ranks may use the rest."""
         try:
             if reserve:
                 os.posix_fallocate(self.fileno, 0, size)
@@ -134,9 +142,9 @@ class DataFile:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 if made:
-                    os.ftruncate(self.fileno, 0)  # give back what a failed preallocation has left behind
+                    os.ftruncate(self.fileno, 0)  # free what a failed preallocation allocated
                 raise
-        # The length of a file that others write to may be out of date on 3FS, so that truncating to more
-        # than it seems to have could cut it. Writes make it longer by themselves.
+        # On 3FS the reported length can be stale while other ranks write, so extending by truncation could
+        # cut the file. Writes extend it anyway.
         if made:
             os.ftruncate(self.fileno, size)

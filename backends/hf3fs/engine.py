@@ -1,4 +1,4 @@
-"""One pool: asks the metadata service where pages lie, moves them, and tells it what became of them."""
+"""One pool on 3FS: locate or reserve slots at the metadata service, move pages, report the results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _MAGIC_BYTES = 8
 class Hf3fsEngine:
     """One pool in one file.
 
-    A page is visible once it is written, durable, and confirmed. A read holds a lease on its slots; if
-    the lease ends too early and a slot gets another page, the seal does not fit, the slot's generation
-    is another, and the outcome is MISS.
+    A page becomes visible once it is written, durable and confirmed. A read holds a lease on its slots. If
+    the lease expires and a slot is reused, the seal does not match and the slot's generation has changed,
+    so the outcome is MISS.
 
     Args:
         binding: the pool's slots in host memory.
         port: threads and clock.
-        namespace: its pages in the metadata service.
+        namespace: the pool's pages in the metadata service.
         data: moves bytes; closed by `aclose`.
-        writes: whether this rank writes; else puts are EXISTS or REJECTED.
-        concurrency: batches that may move at once.
+        writes: whether this rank writes; otherwise puts return EXISTS or REJECTED.
+        concurrency: number of concurrent batches.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Hf3fsEngine:
         return await self._run(partial(self._delete, keys), keys)
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Tell the service of uses, in this order, the last one most recent.
+        """Report uses to the service, oldest first.
 
         Raises:
-            StorageError: the metadata service does not answer, or is older and cannot be told.
+            StorageError: the metadata service does not answer, or is too old to know this call.
         """
         self._check_open()
         if keys:
             await self._namespace.touch(_names(keys))
 
     async def clear(self) -> int:
-        """Drop every page of this pool, shard and fingerprint, and of no other; how many.
+        """Drop all pages of this pool, shard and fingerprint only. Returns their number.
 
         Raises:
             StorageError: the metadata service does not answer.
@@ -101,7 +101,7 @@ class Hf3fsEngine:
         self._data.stop()
         while self._calls:
             await asyncio.wait(self._calls)
-        await off_the_loop(self._port, self._data.close, self._data.close)  # better on it than never
+        await off_the_loop(self._port, self._data.close, self._data.close)  # on the loop if no thread is available
 
     def _check_open(self) -> None:
         if self.closed:
@@ -110,7 +110,7 @@ class Hf3fsEngine:
     async def _run(
         self, call: Callable[[], Coroutine[object, object, list[Outcome]]], keys: Sequence[ObjectKey]
     ) -> list[Outcome]:
-        """Run a call to its end, whatever its caller does; FAILED where the service does not answer."""
+        """Run a call to its end even if its caller is cancelled. FAILED if the service does not answer."""
         self._check_open()
         if not keys:
             return []
@@ -160,8 +160,8 @@ class Hf3fsEngine:
     async def _drop_unfit(
         self, keys: Sequence[ObjectKey], places: dict[int, SlotVersion], outcomes: list[Outcome]
     ) -> None:
-        """Forget pages that are damaged or not there. If the service has them elsewhere by now, they
-        were evicted while they were read: nothing is damaged."""
+        """Forget damaged or missing pages. If the service rejects a claim, the page was evicted during the
+        read: it is a MISS, not damaged."""
         unfit = [place for place in places if outcomes[place] in (Outcome.CORRUPT, Outcome.MISS)]
         if not unfit:
             return
@@ -188,11 +188,11 @@ class Hf3fsEngine:
         return [Outcome.FAILED if outcome is Outcome.TIMEOUT else outcome for outcome in outcomes]
 
     async def _reserve(self, keys: Sequence[ObjectKey], outcomes: list[Outcome]) -> dict[int, SlotVersion]:
-        """Where to write which of the keys; those for which there is no room are REJECTED."""
+        """Reserve slots for keys that are not stored. Keys without a free slot are REJECTED."""
         first: dict[ObjectKey, int] = {}
         for place, key in enumerate(keys):
-            first.setdefault(key, place)  # of a key that is given twice the second exists
-        # No token from the port: of two ranks with one seed, each would get the other's slots.
+            first.setdefault(key, place)  # a repeated key is EXISTS
+        # Not the port's randomness: two ranks with the same seed would share tokens, and so slots.
         reserved = await self._namespace.reserve(uuid4().hex, _names(list(first)))
         places: dict[int, SlotVersion] = {}
         for place, existed, at in zip(first.values(), reserved.existed, reserved.places, strict=True):
@@ -204,7 +204,7 @@ class Hf3fsEngine:
 
     def _write(self, fresh: Sequence[tuple[Frame, ObjectKey]], asked: float) -> list[Outcome]:
         if self._port.now() - asked > self._namespace.lease_seconds / 2:
-            # The thread came late. Whoever gets the slots next must not meet our writes there.
+            # The thread started late: the lease may end, and our write could damage the slots' next pages.
             return [Outcome.FAILED] * len(fresh)
         for frame, key in fresh:
             self._binding.seal(frame.memory, key)
@@ -213,8 +213,8 @@ class Hf3fsEngine:
     async def _settle(
         self, keys: Sequence[ObjectKey], places: dict[int, SlotVersion], outcomes: list[Outcome]
     ) -> None:
-        """Show what was written, and give back what was not: those slots only, and none into which a
-        write may still come. Those stay reserved until the lease ends."""
+        """Confirm written slots and release unwritten ones. Slots whose write may still happen (TIMEOUT)
+        stay reserved until their lease ends."""
         stored = [place for place in places if outcomes[place] is Outcome.STORED]
         unused = [places[place] for place in places if outcomes[place] in (Outcome.FAILED, Outcome.REJECTED)]
         if stored:
@@ -243,7 +243,7 @@ class Hf3fsEngine:
             )
 
     async def _leave(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """Another rank writes these pages."""
+        """Put on a rank that does not write: another rank writes these pages."""
         present = await self._namespace.exists(_names(keys))
         return [Outcome.EXISTS if there else Outcome.REJECTED for there in present]
 
@@ -259,7 +259,7 @@ _OUTCOME_OF = {"stored": Outcome.STORED, "existed": Outcome.EXISTS, "lost": Outc
 
 
 def _names(keys: Sequence[ObjectKey]) -> list[str]:
-    """Keys inside their namespace."""
+    """Names of keys inside their namespace."""
     return [key.digest.hex() for key in keys]
 
 

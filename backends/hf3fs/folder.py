@@ -1,4 +1,4 @@
-"""Whose folder it is: a marker names the metadata service that knows what lies in the files beside it."""
+"""Folder ownership: a marker file names the metadata service that manages the files beside it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from asynchicache.errors import StorageError, StorageFormatError
 _MARKER = "STORE"
 _MAGIC = "asynchicache hf3fs store"
 _FORMAT = 1
-_MOST_DIGITS = 9  # of a version; Python refuses to read numbers of thousands
+_MOST_DIGITS = 9  # of a version; Python refuses to parse integers of thousands of digits
 
 
 def claim_folder(folder: Path, store: str) -> None:
-    """Make the folder, and mark it as that service's, or see that it is.
+    """Create the folder and mark it as the service's, or check that it already is.
 
     Args:
-        folder: on the mount of 3FS.
+        folder: on the 3FS mount.
         store: the service's id.
 
     Raises:
-        StorageFormatError: another service's files, or anything else, lie there.
-        StorageError: it cannot be made or written.
+        StorageFormatError: the folder holds another service's files, or foreign files.
+        StorageError: the folder cannot be created or written.
     """
     marker = folder / _MARKER
     try:
@@ -48,7 +48,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _write_marker(marker: Path, store: str) -> None:
-    """Whole or not at all. Of two services that race, the later wins, and the check finds it out."""
+    """Write the marker atomically. If two services race, the later one wins; the check detects this."""
     draft = marker.with_name(f"{_MARKER}.{uuid4().hex}")
     draft.write_text(f"{_MAGIC} {_FORMAT} {store}\n", "utf-8")
     draft.replace(marker)

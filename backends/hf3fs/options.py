@@ -18,31 +18,31 @@ _Deadline: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Io(Enum):
-    """How bytes move."""
+    """The data path."""
 
     POSIX = "posix"  # pread and pwrite, through 3FS's FUSE mount or any other file system
-    USRBIO = "usrbio"  # 3FS's rings in shared memory, past FUSE
+    USRBIO = "usrbio"  # 3FS's rings in shared memory, bypassing FUSE
 
 
 class Hf3fsOptions(BackendOptions, frozen=True):
     """Options of the 3FS backend.
 
     Attributes:
-        path: a folder on the mount of 3FS, for this cache alone; made if it is missing. `~` at its beginning
-            is the user's home.
+        path: a folder on the 3FS mount, used by this cache only; created if missing. A leading `~` is the
+            user's home.
         metadata: URL of the metadata service. Default: `http://127.0.0.1:18000`.
         capacity_bytes: bytes of a pool's file. Default: 1 GiB.
-        fractions: by pool, the share of `capacity_bytes` that its file has, one page at least. Default: 1.0.
+        fractions: by pool, its file's share of `capacity_bytes`, at least one page. Default: 1.0.
         io: `posix` or `usrbio`. Default: `posix`.
-        replicated_writer: whether this rank writes the pages that every rank shares; true for one rank of
-            a group. Default: true.
-        direct: of `posix`, go around the kernel's cache where the file system allows it. Default: true.
-        workers: batches of a pool that move at once; of `usrbio`, rings in each direction. Default: 4.
-        entries: of `usrbio`, I/Os that a ring holds. Default: 64.
-        buffer_bytes: of `usrbio`, shared memory of a ring. Default: 32 MiB; one page at least.
-        io_seconds: of `usrbio`, how long the I/Os of one batch may take. Default: 5.
-        zero_copy: of `usrbio`, host slots are shared memory that 3FS reads and writes. Default: false.
-        metadata_seconds: deadline of one call of the metadata service. Default: 5.
+        replicated_writer: whether this rank writes the pages that all ranks share; true for exactly one
+            rank of a group. Default: true.
+        direct: for `posix`, bypass the kernel's cache if the file system allows it. Default: true.
+        workers: concurrent batches of a pool; for `usrbio`, also rings in each direction. Default: 4.
+        entries: for `usrbio`, I/Os that a ring holds. Default: 64.
+        buffer_bytes: for `usrbio`, shared memory per ring, at least one page. Default: 32 MiB.
+        io_seconds: for `usrbio`, deadline of the I/Os of one batch. Default: 5.
+        zero_copy: for `usrbio`, host slots are shared memory that 3FS reads and writes. Default: false.
+        metadata_seconds: deadline of one metadata call. Default: 5.
     """
 
     backend: ClassVar[str] = "hf3fs"
@@ -66,5 +66,5 @@ class Hf3fsOptions(BackendOptions, frozen=True):
             raise self.refused("zero_copy", True, "needs io='usrbio'")
 
     def slots_of(self, pool: str, frame_bytes: int) -> int:
-        """Pages that a pool's file has room for."""
+        """Number of pages that fit into a pool's file."""
         return max(1, int(self.capacity_bytes * self.fractions.get(pool, 1.0)) // frame_bytes)

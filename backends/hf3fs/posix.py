@@ -1,4 +1,4 @@
-"""Frames moved by `preadv` and `pwritev`: through 3FS's FUSE mount, or on any other file system."""
+"""Move frames with `preadv` and `pwritev`, through 3FS's FUSE mount or on any other file system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-_MOST_FRAMES = 500  # two views each; IOV_MAX is 1,024 on Linux
+_MOST_FRAMES = 500  # each has two views, and IOV_MAX is 1,024 on Linux
 _MOST_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
@@ -25,10 +25,10 @@ _Io = Callable[[int, Sequence[memoryview], int], int]
 
 
 class PosixPath:
-    """A `DataPath` by system calls; neighbours in the file move in one call.
+    """A `DataPath` on system calls. One call moves slots that are adjacent in the file.
 
     Args:
-        file: closed with the path.
+        file: closed together with the path.
         binding: the slots in memory.
     """
 
@@ -52,7 +52,7 @@ class PosixPath:
         return [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
 
     def stop(self) -> None:
-        """System calls end by themselves."""
+        """Do nothing: system calls end by themselves."""
 
     def close(self) -> None:
         self._file.close()
@@ -62,7 +62,7 @@ class PosixPath:
         for run in runs(frames, self._most):
             while run:
                 done, problem = self._try(io, [frames[place] for place in run], short)
-                if not done and len(run) > 1:  # which frame is it?
+                if not done and len(run) > 1:  # retry one by one to find the failing frame
                     done, problem = self._try(io, [frames[run[0]]], short)
                 for place in run[:done]:
                     outcomes[place] = whole
@@ -72,7 +72,7 @@ class PosixPath:
         return outcomes
 
     def _try(self, io: _Io, run: Sequence[Frame], short: Outcome) -> tuple[int, Outcome]:
-        """How many frames were moved whole, and what became of the next."""
+        """Return the number of frames that were moved completely, and the outcome of the next one."""
         views = [view for frame in run for view in self._views(frame)]
         try:
             return self._direct_or_not(io, views, self._file.offset(run[0].slot)), short
@@ -81,7 +81,7 @@ class PosixPath:
             return 0, Outcome.REJECTED if error.errno in _FULL else Outcome.FAILED
 
     def _preadv(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        """How many bytes there were; fewer than the views have only where the file ends."""
+        """Read into the views; return the byte count, which is short only at the end of the file."""
         block = ALIGNMENT if self._file.direct else 1
         return read_fully(
             partial(os.preadv, descriptor), views, offset, lambda: os.fstat(descriptor).st_size, block
@@ -91,7 +91,7 @@ class PosixPath:
         return self._binding.header(frame.memory), self._binding.page(frame.memory)
 
     def _direct_or_not(self, io: _Io, views: Sequence[memoryview], offset: int) -> int:
-        direct = self._file.direct  # another thread may be refused beside us, and turn it off first
+        direct = self._file.direct  # read once: another thread may turn it off meanwhile
         try:
             moved = io(self._file.fileno, views, offset)
         except OSError as error:
@@ -102,10 +102,10 @@ class PosixPath:
         return moved // self._file.frame_bytes
 
     def _synced(self) -> bool:
-        """Whether all that was written until now is durable.
+        """Return whether all writes so far are durable.
 
-        One call at a time: of several, the kernel would tell one only of what is lost. Those that waited
-        share the next.
+        One fdatasync runs at a time, because the kernel reports a lost write to only one of several
+        concurrent calls. Threads that waited share the next one.
         """
         begun = self._syncs_begun
         with self._syncing:
@@ -125,7 +125,7 @@ class PosixPath:
 
 
 def runs(frames: Sequence[Frame], most: int) -> Iterator[list[int]]:
-    """Places of `frames` in ascending order of slots, cut where a slot does not follow, and after `most`."""
+    """Indices of `frames` sorted by slot, split into runs of at most `most` adjacent slots."""
     run: list[int] = []
     for place in sorted(range(len(frames)), key=lambda place: frames[place].slot):
         if run and (frames[place].slot != frames[run[-1]].slot + 1 or len(run) == most):

@@ -1,4 +1,4 @@
-"""One worker of the USRBIO path: shared memory, a ring in each direction, and what is under way in them."""
+"""One worker of the USRBIO path: shared memory, a ring in each direction, and the I/Os in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class RingIo(NamedTuple):
-    """One I/O: `size` bytes between `start` of the shared memory and `offset` of the file."""
+    """One I/O of `size` bytes, between offset `start` of the shared memory and `offset` of the file."""
 
     start: int
     size: int
@@ -24,20 +24,20 @@ class RingIo(NamedTuple):
 
 
 class RingWorker:
-    """Used by one thread at a time.
+    """Runs I/Os. Only one thread at a time may use it.
 
-    An I/O is known by where its bytes lie in memory (`base_off`): results come in any order, and
-    `userdata` is not safe to use (its reference is counted without the interpreter's lock).
+    Results arrive in any order. An I/O is identified by its memory offset (`base_off`), because `userdata`
+    is unsafe: its reference is counted without the interpreter's lock.
 
     Args:
         usrbio: the module `hf3fs_fuse.io`.
-        mount: of 3FS.
+        mount: the 3FS mount point.
         entries: I/Os that a ring holds.
-        memory: the caller's, if given; it must outlive the worker.
-        size: bytes of the worker's own memory, without the caller's.
+        memory: the caller's memory, which must outlive the worker; None to allocate some.
+        size: bytes to allocate if `memory` is not given.
 
     Raises:
-        OSError: there is no room in /dev/shm, or 3FS refuses the memory or a ring.
+        OSError: /dev/shm is full, or 3FS refuses the memory or a ring.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RingWorker:
             raise
         finally:
             if self._owned:
-                self._shared.unlink()  # 3FS has it open by now; nobody else needs its name
+                self._shared.unlink()  # 3FS has opened it, so the name is no longer needed
         self._ring = self._rings[True]
 
     @property
@@ -80,17 +80,17 @@ class RingWorker:
         now: Callable[[], float],
         seconds: float,
     ) -> dict[int, int]:
-        """Do I/Os.
+        """Run I/Os until they end or time out.
 
         Args:
-            reading: from the file, or to it.
+            reading: whether to read from the file or write to it.
             descriptor: registered with USRBIO.
-            pieces: each at a `start` of its own.
-            now: seconds on a clock that never goes back.
-            seconds: how long they may take.
+            pieces: the I/Os, with distinct `start`.
+            now: monotonic clock, in seconds.
+            seconds: time limit.
 
         Returns:
-            Bytes moved, or a negative errno, by `start`; those of I/Os that are under way are missing.
+            By `start`: bytes moved or a negative errno. I/Os that are still in flight are missing.
         """
         self._ring = self._rings[reading]
         results: dict[int, int] = {}
@@ -108,27 +108,27 @@ class RingWorker:
     def await_late(
         self, seconds: float, now: Callable[[], float], pause: Callable[[float], object]
     ) -> dict[int, int]:
-        """Wait once more for what is under way."""
+        """Wait once more for the I/Os in flight."""
         results: dict[int, int] = {}
         end = now() + seconds
         self._collect(results, now, end)
-        if not results and now() < end:  # the ring does not wait any more
+        if not results and now() < end:  # the ring no longer waits
             pause(end - now())
         return results
 
     def reap(self) -> None:
-        """Take the results that have come meanwhile."""
+        """Collect available results without waiting."""
         self._take(max_results=self._entries, min_results=0, timeout=timedelta(0))
 
     def close(self) -> None:
-        """Let go of rings, then of memory, unless it is the caller's. Nothing may be under way."""
+        """Close the rings, then the memory unless the caller owns it. No I/O may be in flight."""
         self._rings = {}
         self._ring = self._iovec = None
         if self._owned:
             self._shared.close()
 
     def _prepare(self, reading: bool, descriptor: int, queue: deque[RingIo], results: dict[int, int]) -> None:
-        """Queue as many as the ring takes. What is refused gets its result at once."""
+        """Queue I/Os until the ring is full. Refused I/Os get their result immediately."""
         while queue and len(self._waiting) < self._entries:
             piece = queue[0]
             view = self._iovec[piece.start : piece.start + piece.size]
@@ -136,7 +136,7 @@ class RingWorker:
                 self._ring.prepare(view, reading, descriptor, piece.offset)
             except OSError as error:
                 if error.errno == errno.EAGAIN and self._waiting:
-                    return  # the ring is full: the rest comes after these
+                    return  # the ring is full; the caller queues the rest later
                 results[piece.start] = -(error.errno or errno.EIO)
             else:
                 self._waiting.add(piece.start)
@@ -145,13 +145,13 @@ class RingWorker:
     def _submit(self) -> None:
         try:
             self._ring.submit()
-        except OSError as error:  # they may run all the same
+        except OSError as error:  # the I/Os may run anyway
             logger.warning("USRBIO submit: %s", error)
 
     def _collect(self, results: dict[int, int], now: Callable[[], float], end: float) -> None:
-        """Results until all are there, or time is up, which a call that brings none says as well."""
+        """Collect results until all have arrived or time is up (a wait without results means time is up)."""
         while self._waiting:
-            left = max(end - now(), 0.0)  # a thread that comes late still takes what is there
+            left = max(end - now(), 0.0)  # a late thread still takes available results
             found = self._take(min_results=len(self._waiting), timeout=timedelta(seconds=left))
             if not found:
                 return
@@ -169,6 +169,6 @@ class RingWorker:
 
 
 def _reserve(memory: SharedMemory) -> None:
-    """Take the room now: where /dev/shm is full, the first touch of a page would kill the process."""
+    """Allocate the space now. If /dev/shm were full, the first access to a page would kill the process."""
     with Path("/dev/shm", memory.name).open("r+b") as file:  # noqa: S108 - where 3FS looks for it
         os.posix_fallocate(file.fileno(), 0, memory.size)

@@ -1,9 +1,9 @@
-"""Frames moved through 3FS's USRBIO rings, past the kernel: shared memory that 3FS reads and writes itself.
+"""Move frames through 3FS's USRBIO rings, bypassing the kernel: 3FS reads and writes shared memory itself.
 
 Written to the documented interface of `hf3fs_fuse.io`
-(https://github.com/deepseek-ai/3FS/blob/main/src/lib/api/UsrbIo.md). Of it these rules matter here: results
-come in the order of completion; an I/O may run before it is submitted; on a time-out `wait` returns fewer
-results, and the others still come, into the same memory.
+(https://github.com/deepseek-ai/3FS/blob/main/src/lib/api/UsrbIo.md). These of its rules matter here: results
+arrive in order of completion; an I/O may run before it is submitted; after a time-out `wait` returns fewer
+results, and the missing I/Os still complete later, in the same memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _QUARANTINED_A_WORKER = 2
 
 
 def load_usrbio() -> Any:
-    """The module `hf3fs_fuse.io`.
+    """Import the module `hf3fs_fuse.io`.
 
     Raises:
-        StorageError: it is not installed.
+        StorageError: the module is not installed.
     """
     try:
         return importlib.import_module("hf3fs_fuse.io")
@@ -45,37 +45,37 @@ def load_usrbio() -> Any:
 
 @runtime_checkable
 class SharedSlots(Protocol):
-    """A binding whose slots lie in one shared memory, so that 3FS can move them without a copy."""
+    """A binding whose slots lie in one shared memory, so that 3FS can move them zero-copy."""
 
     @property
     def shared_memory(self) -> SharedMemory: ...
 
     def header_offset(self, slot: int) -> int:
-        """Bytes from the memory's start to the slot's header."""
+        """Byte offset of the slot's header in the memory."""
         ...
 
     def page_offset(self, slot: int) -> int:
-        """Bytes from the memory's start to the slot's page."""
+        """Byte offset of the slot's page in the memory."""
         ...
 
 
 class UsrbioPath:
-    """A `DataPath` by rings: one in each direction for every batch that moves at once.
+    """A `DataPath` on rings: one ring in each direction per concurrent batch.
 
-    Frames are copied through a shared memory of each worker's own, unless `zero_copy`: then the slots
-    themselves are what 3FS moves. A worker whose I/Os did not end in time is quarantined, memory and rings,
-    until they have. Without a copy there is nothing to quarantine but the slots: the call goes on
-    until they have ended, or the path is stopped.
+    By default each worker copies frames through its own shared memory. A worker whose I/Os miss their
+    deadline is quarantined with its memory and rings until they end. With `zero_copy`, 3FS moves the slots
+    themselves; late I/Os then still use the slots, so the call continues until they end or the path is
+    stopped.
 
     Args:
         usrbio: the module `hf3fs_fuse.io`.
-        file: closed with the path.
+        file: closed together with the path.
         binding: the slots in memory.
-        options: sizes and patience.
-        now: seconds on a clock that never goes back.
+        options: sizes and deadlines.
+        now: monotonic clock, in seconds.
 
     Raises:
-        StorageError: the file is not on 3FS, or its memory cannot be registered.
+        StorageError: the file is not on 3FS, or 3FS refuses the memory.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class UsrbioPath:
             _LEAKED.extend(self._quarantined)
             logger.error("%s: closed with I/O under way; memory and descriptor are leaked", self._file.path)
         else:
-            self._usrbio.deregister_fd(self._file.fileno)  # before it is closed
+            self._usrbio.deregister_fd(self._file.fileno)  # must precede closing the file
             self._file.close()
 
     def _register(self) -> bool:
@@ -139,7 +139,7 @@ class UsrbioPath:
         return True
 
     def _worker_or_refusal(self) -> RingWorker:
-        """The first worker, so that what is wrong with memory or rings is said when the pool is opened."""
+        """Create the first worker, so that opening the pool reports problems with memory or rings."""
         try:
             return self._new_worker()
         except OSError as error:
@@ -155,7 +155,7 @@ class UsrbioPath:
 
     @property
     def _batch_frames(self) -> int:
-        """Frames that move at once through one ring and its memory."""
+        """Number of frames that one ring and its memory hold."""
         if self._shared is not None:
             return max(1, self._options.entries // 2)
         return max(1, min(self._options.entries, self._options.buffer_bytes // self._file.frame_bytes))
@@ -181,7 +181,7 @@ class UsrbioPath:
     def _copied(self, worker: RingWorker, reading: bool, frames: Sequence[Frame]) -> list[Outcome]:
         size = self._file.frame_bytes
         pieces = [RingIo(at * size, size, self._file.offset(frame.slot)) for at, frame in enumerate(frames)]
-        if not reading:  # now: an I/O may run as soon as it is prepared
+        if not reading:  # before `run`: an I/O may run as soon as it is prepared
             for piece, frame in zip(pieces, frames, strict=True):
                 self._copy_in(worker, piece.start, frame)
         results = self._run(worker, reading, pieces)
@@ -208,7 +208,7 @@ class UsrbioPath:
         ]
 
     def _run(self, worker: RingWorker, reading: bool, pieces: Sequence[RingIo]) -> dict[int, int]:
-        """Results by the pieces' starts; those that are missing are still under way."""
+        """Results by the pieces' starts. Missing ones are still in flight."""
         results = worker.run(reading, self._file.fileno, pieces, self._now, self._options.io_seconds)
         while self._shared is not None and worker.under_way and not self._stopped.is_set():
             logger.warning("%s: %d I/Os take long", self._file.path, worker.under_way)
@@ -238,7 +238,7 @@ class UsrbioPath:
         self._binding.page(frame.memory)[:] = worker.memory[middle : start + self._file.frame_bytes]
 
     def _take(self) -> RingWorker | None:
-        """A worker whose memory nobody writes to; None while too many are quarantined."""
+        """Take a worker without I/Os in flight; None while too many are quarantined."""
         self._reap()
         with self._lock:
             if self._idle:
@@ -256,7 +256,7 @@ class UsrbioPath:
             (self._quarantined if worker.under_way else self._idle).append(worker)
 
     def _reap(self) -> None:
-        """End the quarantine of workers whose I/Os have ended."""
+        """Release quarantined workers whose I/Os have ended."""
         with self._lock:
             quarantined, self._quarantined = self._quarantined, []
             for worker in quarantined:
@@ -278,7 +278,7 @@ _BAD = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
 
 
 def _worse(one: Outcome, other: Outcome) -> Outcome:
-    """A frame is whole if both of its parts are."""
+    """Outcome of a frame from those of its header and page."""
     return next((bad for bad in _BAD if bad in (one, other)), one)
 
 

@@ -20,7 +20,7 @@ class WritesInFlight:
         self._codes: dict[ObjectKey, Future[int]] = {}
 
     def claim(self, keys: Sequence[ObjectKey]) -> tuple[list[int], dict[int, Future[int]]]:
-        """Return the indices of keys that the caller must write, and by index the future codes of the rest."""
+        """Return indices of keys that the caller must write, and by index the future codes of the rest."""
         mine: list[int] = []
         others: dict[int, Future[int]] = {}
         with self._lock:
