@@ -101,7 +101,7 @@ class Hf3fsEngine:
         self._data.stop()
         while self._calls:
             await asyncio.wait(self._calls)
-        await off_the_loop(self._port, self._data.close, self._data.close)  # on the loop if no thread is available
+        await off_the_loop(self._port, self._data.close, self._data.close)  # on the loop if no thread is left
 
     def _check_open(self) -> None:
         if self.closed:

@@ -16,7 +16,7 @@ _MAX_WAIT_SECONDS = 0.1  # bounds the delay that a hanging or slow call causes o
 
 
 class LargeCallLimit:
-    """Limit large calls in one direction. The limit is for speed only: after `max_wait` a call proceeds anyway.
+    """Limit large calls in one direction. It only serves speed: after `max_wait` a call proceeds anyway.
 
     Args:
         large_bytes: minimum size of a limited call.

@@ -1,7 +1,8 @@
 """Script that joins a cluster and leaves. `joining.try_to_join` runs it in a child process.
 
 `MooncakeDistributedStore.setup` holds the GIL, and can try for 90 seconds or many minutes before it
-fails. In a child process it blocks no other thread and can be killed. The script imports nothing of this package.
+fails. In a child process it blocks no other thread and can be killed. The script does not import this
+package.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a storage backend must do, as tests that its author runs.
+"""Conformance tests for storage backends, to be run by a backend's author.
 
     @pytest.mark.asyncio
     class TestMine(BackendConformance):
         async def make_backend(self, port, tmp_path):
             return MyBackend(tmp_path, port)
 
-Nothing here needs pytest itself: the methods are coroutines that take a folder and assert. More than
-400 lines: what a backend must do is said in one place.
+The module does not need pytest: the tests are coroutines that take a folder and assert. It exceeds 400 lines
+because one place lists all requirements on a backend.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _POISON = b"\xa5"
 
 
 class SlotSlab:
-    """Host slots of one pool in memory of their own, without torch; a `storage.binding.SlotMemory`.
+    """Host slots of one pool in separate memory, without torch; a `storage.binding.SlotMemory`.
 
     Args:
-        layout: of one slot.
-        slots: how many.
+        layout: layout of one slot.
+        slots: number of slots.
     """
 
     def __init__(self, layout: SlotLayout, slots: int) -> None:
@@ -57,28 +57,28 @@ class SlotSlab:
 
 
 def slab_of(pool: str, page_bytes: int, slots: int) -> SlotSlab:
-    """Slots of a made-up pool with pages of `page_bytes`."""
+    """Slots of a synthetic pool with pages of `page_bytes`."""
     tensor = TensorSpec("bytes", (0,), (page_bytes,), "uint8")
     return SlotSlab(SlotLayout.of(PoolSpec(pool, (tensor,)), page_size=1), slots)
 
 
 def fingerprint_of(text: str) -> bytes:
-    """32 bytes that stand for a model and its weights."""
+    """A 32-byte fingerprint that represents a model and its weights."""
     return sha256(text.encode()).digest()
 
 
 def pattern(key: ObjectKey, size: int) -> bytes:
-    """The bytes that a test puts under a key, so that a page at the wrong place is seen."""
+    """The bytes that a test stores under a key; they differ by key, which reveals misplaced pages."""
     return shake_128(b"\0".join((key.fingerprint, key.digest, key.pool.encode(), key.shard.encode()))).digest(
         size
     )
 
 
 class TearingBinding(SlotBinding):
-    """A binding that damages, as it seals them, the pages that it is told to.
+    """A binding that damages chosen pages when it seals them.
 
     Attributes:
-        torn: their digests; none at first.
+        torn: digests of the pages to damage; initially empty.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class TearingBinding(SlotBinding):
 
 @dataclass(frozen=True, slots=True)
 class PoolUnderTest:
-    """One open pool and the slots to use it with."""
+    """One open pool and its host slots."""
 
     engine: PoolEngine
     binding: SlotBinding
 
     def tear(self, keys: Sequence[ObjectKey]) -> None:
-        """Damage these pages when they are sealed next."""
+        """Damage these pages when they are next sealed."""
         assert isinstance(self.binding, TearingBinding), f"{self.binding!r} damages nothing"
         self.binding.torn.update(key.digest for key in keys)
 
@@ -117,7 +117,7 @@ class PoolUnderTest:
             self.binding.page(slot)[: self.binding.page_bytes] = pattern(key, self.binding.page_bytes)
 
     def poison(self, slots: Sequence[int]) -> None:
-        """Fill slots and headers with bytes that no key has."""
+        """Fill slots and headers with bytes that belong to no key."""
         for slot in slots:
             for view in (self.binding.header(slot), self.binding.page(slot)):
                 view[:] = _POISON * len(view)
@@ -131,7 +131,7 @@ class PoolUnderTest:
         return await self.engine.put(keys, slots)
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        """Outcomes after the bytes of every HIT were compared, and its header, if the core looks at that."""
+        """Get pages; compare the bytes of every HIT, and its header if the core would check it."""
         self.poison(slots)
         outcomes = await self.engine.get(keys, slots)
         assert len(outcomes) == len(keys), f"{len(outcomes)} outcomes for {len(keys)} keys"
@@ -152,19 +152,18 @@ CORRUPT, REJECTED = Outcome.CORRUPT, Outcome.REJECTED
 
 
 class BackendConformance:
-    """Tests of one backend; a subclass says how it is opened.
+    """Tests of one backend. A subclass opens the backend.
 
-    They cannot see whether an engine is `durable`: pages are looked for after an orderly close, in the
-    same process, and are there as well if they were written only then, or lie in the page cache of a
-    machine that has not lost its power. Kill the process while it writes, and cut a recorded log of the
-    writes and syncs at every point, to know.
+    The tests cannot prove that an engine is `durable`. They look for pages after an orderly close in the same
+    process, and so also find pages that were written only at close or that are only in the page cache. To
+    test durability, kill the process during writes, or record writes and syncs and cut the log at every point.
 
     Attributes:
-        page_bytes: of the pages that are stored; not a multiple of 4,096, to have padding.
+        page_bytes: size of a stored page; not a multiple of 4,096, so that slots have padding.
         slots: host slots of a pool.
-        sealed: False for an engine that trusts its medium, memory of this process say, and seals nothing.
-        bounded: True for a backend that evicts by order of use, whose `make_bounded` is written.
-        seconds: how long one test may take.
+        sealed: False for an engine that trusts its medium (such as process memory) and seals nothing.
+        bounded: True for a backend that evicts by order of use and implements `make_bounded`.
+        seconds: time limit of one test.
     """
 
     page_bytes = 5000
@@ -174,17 +173,16 @@ class BackendConformance:
     seconds = 300.0
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
-        """Open the backend; the same folder again finds the same pages, if they are durable."""
+        """Open the backend. Opening the same folder again must find the same pages if they are durable."""
         raise TypeError(f"{type(self).__name__} must say how its backend is opened: make_backend")
 
     async def make_bounded(self, port: Port, tmp_path: Path, pages: int) -> StorageBackend:
-        """Open the backend with room for exactly so many pages of one pool, in a folder of its own."""
+        """Open the backend with room for exactly `pages` pages of one pool, in a separate folder."""
         raise TypeError(f"{type(self).__name__} is `bounded`, and must say how: make_bounded")
 
     @asynccontextmanager
     async def backend(self, tmp_path: Path, pages: int | None = None) -> AsyncIterator[StorageBackend]:
-        """The backend, open, by `make_bounded` if `pages` is given; closed in the end, with the threads that
-        it used."""
+        """Open the backend, with `make_bounded` if `pages` is given; at the end, close it and its threads."""
         limit = asyncio.timeout(self.seconds)
         try:
             async with limit, AsyncExitStack() as stack:
@@ -203,7 +201,7 @@ class BackendConformance:
     async def open(
         self, backend: StorageBackend, pool: str = "kv", *, weights: str = "w1", shard: str = ""
     ) -> PoolUnderTest:
-        """A pool of the backend, with slots."""
+        """Open a pool of the backend, with slots."""
         slab = slab_of(pool, self.page_bytes, self.slots)
         binding = TearingBinding(slab, fingerprint_of(weights), shard)
         return PoolUnderTest(await backend.open_pool(binding), binding)
@@ -306,7 +304,8 @@ class BackendConformance:
             assert await bench.get(keys, [1, 0]) == [HIT] * 2
 
     async def test_a_page_that_is_not_what_was_sealed_is_no_hit(self, tmp_path: Path) -> None:
-        """An engine whose capabilities say that it checks finds that; else the core does, by the seal."""
+        """If its capabilities say `checks`, the engine detects the damage; otherwise the core does, by the
+        seal."""
         async with self.backend(tmp_path) as backend:
             bench = await self.open(backend)
             keys = bench.keys(1, 2)
@@ -338,7 +337,7 @@ class BackendConformance:
             assert run_immediate(bench.engine.delete(keys)) == [HIT]
 
     async def test_a_touch_changes_no_page(self, tmp_path: Path) -> None:
-        """An engine that has `touch` takes any keys, and brings none of them into being."""
+        """An engine with `touch` accepts any keys, and creates none of them."""
         async with self.backend(tmp_path) as backend:
             bench = await self.open(backend)
             await bench.put(bench.keys(1, 2), [0, 1])
@@ -365,7 +364,7 @@ class BackendConformance:
             assert await self._left(bench, range(8), new=range(22, 27)) == [0]
 
     async def test_a_path_loses_its_end_first(self, tmp_path: Path) -> None:
-        """The first key of a put, and of a get, is the beginning of a path, and counts as the last used."""
+        """The first key of a put or get is the beginning of a path, and counts as the most recently used."""
         if not self.bounded:
             return
         async with self.backend(tmp_path, pages=8) as backend:
@@ -390,7 +389,7 @@ class BackendConformance:
             assert await bench.get(bench.keys(*range(12)), range(12)) == [HIT] * 8 + [MISS] * 4
 
     async def _left(self, bench: PoolUnderTest, numbers: Sequence[int], *, new: Sequence[int]) -> list[int]:
-        """Which of the pages are there once the new ones were stored, one by one."""
+        """Store new pages one by one; return which of the pages `numbers` are left."""
         for number in new:
             assert await bench.put(bench.keys(number), [0]) == [STORED]
         found = await bench.engine.exists(bench.keys(*numbers))

@@ -1,4 +1,4 @@
-"""Devices that misbehave on purpose."""
+"""Devices with injected faults."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from asynchicache.streams.base import Device, Event, Graph, Stream
 
 
 class LossyDevice:
-    """A device some of whose notifications get lost; its events are as truthful as ever.
+    """A device that loses notifications. Its events stay correct.
 
     Attributes:
-        withheld: what was lost, to be called by those who want it to be late instead.
+        withheld: the lost notifications. Call them to make them late instead.
     """
 
     def __init__(self, inner: Device, lost: Callable[[], bool] = lambda: True) -> None:
         """
         Args:
-            inner: the device behind it.
-            lost: asked for each notification. Default: all of them are.
+            inner: the wrapped device.
+            lost: called per notification; True loses it. Default: all are lost.
         """
         self._inner = inner
         self._lost = lost
@@ -60,7 +60,7 @@ class LossyDevice:
 
 
 def break_device(device: Device) -> None:
-    """Let the device fail, once a stream of its own gets its turn; as a bad kernel of somebody would."""
+    """Make the device fail when one of its streams next runs, as a faulty kernel would."""
     device.stream("broken").launch(_raise)
 
 

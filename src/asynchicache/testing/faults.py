@@ -1,4 +1,4 @@
-"""Wrappers that make any backend slow, broken, or dishonest, on purpose and by a seed; or persistent."""
+"""Backend wrappers that add seeded faults (latency, errors, wrong answers), or retry failed pages."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Move = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
 CALLS = ("exists", "get", "put", "delete", "touch", "clear")
 """What may go wrong, by the engine's methods."""
 
-_REMEMBERED = 64  # pages of an engine that may turn up in place of others
+_REMEMBERED = 64  # recent pages of an engine that a swap may return instead
 
 
 class Persistent:
-    """A backend that is asked again for pages that FAILED, until none does or it has failed for all.
+    """A backend that retries FAILED pages until all succeed or a retry makes no progress.
 
-    Around a `Faulty` whose calls succeed in part, it passes the conformance tests, if what is wrapped
-    answers rightly for any part of a call.
+    Wrapped around a `Faulty` with partial failures, it passes the conformance tests if the inner backend
+    handles any subset of a call's pages correctly.
 
     Args:
-        backend: what answers.
-        attempts: calls for one page, at most.
+        backend: the wrapped backend.
+        attempts: maximum calls per page.
     """
 
     def __init__(self, backend: StorageBackend, attempts: int = 64) -> None:
@@ -87,13 +87,13 @@ class _PersistentEngine:
 
 
 class Latency:
-    """A backend whose calls take longer.
+    """A backend with added latency.
 
     Args:
-        backend: what answers.
-        call: seconds more for every call.
-        page: seconds more for every page of a call.
-        sleep: waits; another one for a clock of its own.
+        backend: the wrapped backend.
+        call: extra seconds per call.
+        page: extra seconds per page of a call.
+        sleep: sleeps for a given time; replace it to use another clock.
     """
 
     def __init__(
@@ -156,20 +156,20 @@ class _SlowEngine:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often what goes wrong, each from 0 to 1, and where.
+    """Probabilities of faults, each from 0 to 1, and the calls and pools they affect.
 
     Attributes:
-        fail: a call answers FAILED for every key, and does nothing.
-        raises: a call raises, and does nothing.
-        hang: a call waits until `Faulty.release`, then goes on.
-        late: a call does what it should at once, and answers `late_seconds` of the `Faulty` later.
-        partial: a page of a get or put answers FAILED, and nothing is done for it.
+        fail: a call does nothing and returns FAILED for every key.
+        raises: a call does nothing and raises.
+        hang: a call waits for `Faulty.release`, then continues.
+        late: a call does its work immediately, but returns `late_seconds` of the `Faulty` later.
+        partial: a page of a get or put is skipped and returns FAILED.
         lie: a key of `exists` gets the wrong answer.
-        swap: a page that was read is another one, whole and sealed: one of the same call, or that the
-            engine stored before; if there is none, the right one with a flipped bit. The answer is HIT.
-        drop: a page of a put is answered STORED, and is not there.
-        calls: those of `CALLS` that this happens to. Default: all.
-        pools: the pools that it happens to. Default, if empty: all.
+        swap: a read returns HIT with another complete, sealed page: one of the same call or one that the
+            engine stored before. If there is none, the right page gets a flipped bit.
+        drop: a page of a put returns STORED but is not stored.
+        calls: the affected calls, a subset of `CALLS`. Default: all.
+        pools: the affected pools. Default (empty): all.
     """
 
     fail: float = 0.0
@@ -197,21 +197,21 @@ class FaultRates:
             raise ConfigError(f"fault rates' calls={self.calls!r} must be some of {CALLS}")
 
     def concern(self, call: str, pool: str) -> bool:
-        """Whether a call of a pool may go wrong."""
+        """Whether faults affect this call on this pool."""
         return call in self.calls and (not self.pools or pool in self.pools)
 
 
 class Faulty:
-    """A backend that fails by a seed.
+    """A backend with seeded faults.
 
-    Its engines do not vouch for what they read, whatever the wrapped ones promise: the core checks.
+    Its engines never claim to verify reads, even if the wrapped engines do, so the core checks every page.
 
     Args:
-        backend: what answers when nothing goes wrong.
-        rates: how often something does; may be replaced at any time.
-        chance: the only source of luck.
-        late_seconds: how long an answer that is late takes.
-        sleep: waits for it; another one for a clock of its own.
+        backend: the wrapped backend.
+        rates: fault probabilities; may be replaced at any time.
+        chance: the only source of randomness.
+        late_seconds: delay of a late answer.
+        sleep: sleeps for a given time; replace it to use another clock.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Faulty:
         return len(self._hanging)
 
     def release(self) -> None:
-        """Let every call that hangs go on."""
+        """Let all hanging calls continue."""
         hanging, self._hanging = self._hanging, []
         for event in hanging:
             event.set()
@@ -254,7 +254,7 @@ class Faulty:
         await self._backend.aclose()
 
     def strikes(self, name: str) -> bool:
-        """Whether the fault of that rate happens now; counted if it does."""
+        """Decide whether the named fault happens now, and count it if so."""
         rate: float = getattr(self.rates, name)
         if not rate or self._chance.random() >= rate:
             return False
@@ -262,10 +262,10 @@ class Faulty:
         return True
 
     async def enter(self) -> bool:
-        """What may happen to a call before it does anything; False if it shall fail.
+        """Apply faults before a call does its work. Returns False if the call must fail.
 
         Raises:
-            StorageError: it shall raise.
+            StorageError: the `raises` fault happened.
         """
         if self.strikes("hang"):
             event = asyncio.Event()
@@ -276,7 +276,7 @@ class Faulty:
         return not self.strikes("fail")
 
     async def leave(self) -> None:
-        """What may happen to a call that has done its work."""
+        """Apply faults after a call did its work."""
         if self.strikes("late"):
             await self._sleep(self._late_seconds)
 
@@ -368,7 +368,7 @@ class _FaultyEngine:
         keys: Sequence[ObjectKey],
         slots: Sequence[int],
     ) -> list[Outcome]:
-        """Let the engine do some of the pages; the others fail."""
+        """Pass some of the pages to the engine; the others fail."""
         outcomes = [Outcome.FAILED] * len(keys)
         if not await self._faults.enter():
             return outcomes
@@ -383,11 +383,11 @@ class _FaultyEngine:
         struck = [pair for pair in read if self._faults.strikes("swap")]
         if len(struck) == 1:
             await self._replace(*struck[0])
-        for (_, one), (_, other) in pairwise(struck):  # a page goes to the end and the others up by one
+        for (_, one), (_, other) in pairwise(struck):  # rotates the pages: the first moves to the end
             self._exchange(one, other)
 
     async def _replace(self, key: ObjectKey, slot: int) -> None:
-        """Read another page than that of `key` into `slot`, or damage the one in it."""
+        """Read a page other than `key`'s into `slot`, or damage the page in it."""
         for other in self._stored:
             if other != key and await self._engine.get([other], [slot]) == [Outcome.HIT]:
                 return

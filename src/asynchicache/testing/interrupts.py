@@ -1,4 +1,4 @@
-"""Interrupts a coroutine at a chosen suspension, to try all of them one after the other."""
+"""Interrupt a coroutine at a chosen suspension, so that a test can try each in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Interrupted(Generic[T]):
                 break  # the operation has no more suspensions than these
 
     Attributes:
-        suspensions: how many there were.
+        suspensions: number of suspensions so far.
         struck: whether `act` was called.
     """
 
@@ -28,11 +28,11 @@ class Interrupted(Generic[T]):
     ) -> None:
         """
         Args:
-            work: what is awaited, in a task.
-            at: the suspension.
-            act: `cancel_this_task`, or anything else.
-            answered: act when what `work` waited for has come, just before it goes on; else as soon as it
-                waits.
+            work: the awaitable to run, in a task.
+            at: the suspension at which to act.
+            act: `cancel_this_task` or another callable.
+            answered: act after the awaited result has arrived, just before `work` resumes; otherwise as
+                soon as `work` suspends.
         """
         self.suspensions = 0
         self.struck = False
@@ -59,7 +59,7 @@ class Interrupted(Generic[T]):
                 yield waited
                 if strikes and self._answered:
                     self._strike()
-                    yield  # what was done reaches the task before it goes on
+                    yield  # lets the effect of `act` reach the task before it resumes
             except asyncio.CancelledError as cancelled:
                 error = cancelled
 
@@ -69,13 +69,13 @@ class Interrupted(Generic[T]):
 
 
 def _throw(steps: Generator[Any, Any, T], error: BaseException) -> object:
-    if not hasattr(steps, "throw"):  # a future's iterator in C has one; others may not
+    if not hasattr(steps, "throw"):  # not every awaitable's iterator has it
         raise error
     return steps.throw(error)
 
 
 def cancel_this_task() -> None:
-    """Cancel the task that runs now: what it waits for next, or waits for already, ends with that."""
+    """Cancel the current task: its current or next await raises CancelledError."""
     task = asyncio.current_task()
     assert task is not None, "interrupts happen in tasks"
     task.cancel()

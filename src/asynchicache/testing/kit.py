@@ -1,4 +1,4 @@
-"""What the fixtures of `testing.plugin` give: small caches, runs under seeds, storage and devices."""
+"""Objects behind the fixtures of `testing.plugin`: small caches, seeded runs, faulty storage, devices."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ async def open_small_cache(
     device: Device | None = None,
     **options: Any,
 ) -> AsyncIterator[HybridCache]:
-    """A cache with a few slots, that copies at once, and waits for storage for as long as it takes.
+    """Open a cache with few slots that copies immediately and waits for storage without a deadline.
 
-    Where nothing was raised, it is drained in the end, and must be clean.
+    If the block raises nothing, the cache is drained at the end and must be clean.
 
     Args:
-        spec: the model's pools; attention and states, in pages of four tokens, if None.
+        spec: the model's pools. Default: attention and states, with pages of four tokens.
         storage, port, device: as for `HybridCache.open`.
-        options: of `CacheConfig`, instead of the small ones.
+        options: `CacheConfig` options that override the small defaults.
 
     Raises:
-        AssertionError: it was not clean; see `assert_clean`.
+        AssertionError: the cache was not clean; see `assert_clean`.
     """
     spec = spec or synthetic_spec(PAGE_SIZE)
     small: dict[str, Any] = {
@@ -88,20 +88,20 @@ async def open_small_cache(
 def run_seeds(
     main: Callable[[SeededWorld], Coroutine[Any, Any, T]], seeds: int | Iterable[int] = 10
 ) -> list[T]:
-    """Run `main(world)` in virtual time, once for each seed; what it returned.
+    """Run `main(world)` in virtual time once per seed, and return the results.
 
     Args:
-        main: what to run, see `run_seeded`. An exception says which seed replays it.
-        seeds: how many, or which.
+        main: the coroutine function, see `run_seeded`. An exception names the seed that replays it.
+        seeds: the number of seeds, or the seeds themselves.
     """
     return [run_seeded(seed, main) for seed in (range(seeds) if isinstance(seeds, int) else seeds)]
 
 
 def make_faulty_storage() -> Faulty:
-    """Storage in memory in which nothing goes wrong yet."""
+    """In-memory storage, initially without faults."""
     return Faulty(MemoryBackend(MemoryStore()), FaultRates(), random.Random(0))
 
 
 def make_fake_device() -> EmulatedDevice:
-    """A device that runs at once what it is given, on the caller's thread."""
+    """A device that runs work immediately, on the caller's thread."""
     return EmulatedDevice(InlineDriver())

@@ -1,7 +1,7 @@
-"""The bytes that belong in a page: a function of what the page is, so that any other page is seen.
+"""Expected page contents, computed from the page's identity, so that a wrong page is detected.
 
-`bytes = f(identity, page digest, pool, tensor, layer)`: whoever is given a page can tell whether it is
-the right one, whole, of the right tokens, tenant, weights and shard.
+`bytes = f(identity, page digest, pool, tensor, layer)`: a test can check that a page is complete and has
+the right tokens, tenant, weights and shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _nothing_more(pool: str) -> str:
 
 
 class ByteOracle:
-    """Writes the bytes that belong in device slots, and counts the slots that hold others."""
+    """Writes expected bytes to device slots, and counts slots that hold other bytes."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class ByteOracle:
         """
         Args:
             spec: the model's pools.
-            tensor: by pool and name, the device tensor, contiguous, on the CPU, `[layers, slots, ...]`.
-            identity: by pool, what else makes its pages differ: weight version, salt, shard. Default:
+            tensor: returns the device tensor of a pool and name; contiguous, on the CPU,
+                `[layers, slots, ...]`.
+            identity: returns what else distinguishes a pool's pages: weight version, salt, shard. Default:
                 nothing.
         """
         self._parts = {
@@ -53,12 +54,12 @@ class ByteOracle:
     def write(
         self, pool: str, slots: Sequence[int], digests: Sequence[bytes], *, layer: int | None = None
     ) -> None:
-        """Fill `slots[i]` with what the page (or state) of `digests[i]` consists of.
+        """Fill `slots[i]` with the expected page (or state) of `digests[i]`.
 
         Args:
-            pool: whose slots.
+            pool: the pool of the slots.
             slots, digests: see above.
-            layer: the only layer of the model to write, as the forward of that layer does. Default: all.
+            layer: write only this layer, as its forward pass does. Default: all layers.
         """
         if slots:
             for part in self._parts[pool]:
@@ -68,8 +69,8 @@ class ByteOracle:
     def count_wrong(
         self, pool: str, slots: Sequence[int], digests: Sequence[bytes], *, layer: int | None = None
     ) -> int:
-        """How many of `slots` differ in a byte from what `digests` demand; of one layer only, if `layer` is
-        given."""
+        """Count the slots that differ in any byte from the expected pages of `digests`. If `layer` is given,
+        compare only that layer."""
         if not slots:
             return 0
         wrong = np.zeros(len(slots), dtype=bool)
@@ -80,7 +81,7 @@ class ByteOracle:
 
 
 class HostOracle:
-    """Tells whether whole pages in host memory, or in storage, hold the bytes that belong in them."""
+    """Checks whole pages in host memory or storage against their expected bytes."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class HostOracle:
         """
         Args:
             spec: the model's pools.
-            layout: one in which slots are whole.
-            identity: as of `ByteOracle`.
+            layout: a layout with contiguous slots.
+            identity: see `ByteOracle`.
         """
         self._patterns = {
             pool.name: [Pattern(spec, pool, known, identity(pool.name)) for known in pool.tensors]
@@ -101,7 +102,7 @@ class HostOracle:
         self._layouts = {pool.name: SlotLayout.of(pool, spec.page_size, layout) for pool in spec.pools}
 
     def holds(self, pool: str, page: memoryview, digest: bytes) -> bool:
-        """Whether `page`, a slot of the pool, is the page of `digest`."""
+        """Whether `page`, a slot of the pool, holds the expected bytes of `digest`."""
         content = np.frombuffer(page, np.uint8)
         layout = self._layouts[pool]
         for pattern in self._patterns[pool]:
@@ -115,7 +116,7 @@ class HostOracle:
 
 
 class Pattern:
-    """What one tensor of a pool holds.
+    """Expected contents of one tensor of a pool.
 
     Attributes:
         tensor: the tensor.
@@ -129,7 +130,7 @@ class Pattern:
         self._salts = salts[:, None, self._columns]  # [layers, 1, item]
 
     def expected(self, digests: Sequence[bytes]) -> Bytes:
-        """Bytes of an item by layer and page, `[layers, pages, item]`."""
+        """Expected bytes, `[layers, pages, item]`."""
         return _rows(digests)[None, :, self._columns] ^ self._salts
 
 
@@ -143,7 +144,7 @@ class _TensorBytes:
         self._layers = pattern.tensor.layers
 
     def rows(self, layer: int | None) -> slice:
-        """Where a layer of the model is in the tensor, if it is; everything for None."""
+        """Rows of a model layer in the tensor; empty if absent, all rows for None."""
         if layer is None:
             return slice(None)
         return slice(bisect_left(self._layers, layer), bisect_right(self._layers, layer))

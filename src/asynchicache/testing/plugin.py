@@ -1,7 +1,7 @@
-"""The pytest plugin: fixtures for the tests of those who embed a cache; found by its entry point.
+"""The pytest plugin: fixtures for applications that embed a cache. Pytest finds it by its entry point.
 
-Every run of pytest loads it where this package is installed, so it imports nothing: what a fixture needs
-comes with the fixture's first use.
+Every pytest run loads the plugin where this package is installed. So the module imports nothing heavy;
+each fixture imports its dependencies on first use.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _KIT = "asynchicache.testing.kit"
 
 @pytest.fixture
 def small_cache() -> OpenSmallCache:
-    """Opens small caches: `async with small_cache() as cache`; see `kit.open_small_cache`."""
+    """Open small caches: `async with small_cache() as cache`; see `kit.open_small_cache`."""
     opener: OpenSmallCache = resolve_name(f"{_KIT}:open_small_cache")
     return opener
 
 
 @pytest.fixture
 def seeded_loop() -> RunSeeds:
-    """Runs `main(world)` in virtual time under some seeds: `seeded_loop(main)`; see `kit.run_seeds`."""
+    """Run `main(world)` in virtual time under several seeds: `seeded_loop(main)`; see `kit.run_seeds`."""
     run: RunSeeds = resolve_name(f"{_KIT}:run_seeds")
     return run
 
 
 @pytest.fixture
 def faulty_storage() -> Iterator[Faulty]:
-    """Storage in memory that fails as its `rates` say, which may be replaced at any time; at first it does
-    not. What hangs is let go when the test ends."""
+    """In-memory storage with injected faults. Initially there are none; replace `rates` at any time. The end
+    of the test releases hanging calls."""
     storage: Faulty = resolve_name(f"{_KIT}:make_faulty_storage")()
     yield storage
     storage.release()
@@ -45,7 +45,7 @@ def faulty_storage() -> Iterator[Faulty]:
 
 @pytest.fixture
 def fake_device() -> Iterator[EmulatedDevice]:
-    """A device without hardware, with streams and events of its own; it runs at once what it is given."""
+    """An emulated device with streams and events; it runs work immediately."""
     device: EmulatedDevice = resolve_name(f"{_KIT}:make_fake_device")()
     yield device
     device.close()

@@ -1,4 +1,4 @@
-"""The whole cache under one seed: a loop in virtual time, its port, devices, and a way to run it all."""
+"""Deterministic runs of the whole cache from one seed: a loop in virtual time, its port, and devices."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SUBMIT_SECONDS = 1e-5
 
 
 class SeededPort:
-    """A `ports.Port` on a seeded loop: its clock, its randomness, and threads that are none.
+    """A `ports.Port` on a seeded loop, with simulated clock, randomness and threads.
 
     Attributes:
-        random: what the library draws, apart from what decides the order of tasks.
-        worker_seconds: by name of a worker, the mean time until it begins its next call, where that is not
+        random: the library's randomness; independent of the draws that order tasks.
+        worker_seconds: by worker name, the mean time until it starts its next call. Default:
             `SUBMIT_SECONDS`.
     """
 
@@ -47,9 +47,9 @@ class SeededPort:
         return self._loop.time()
 
     async def run_blocking(self, call: Callable[[], T]) -> T:
-        """Run `call` a drawn time from now, and return a drawn time later.
+        """Run `call` after a random delay, and return after another one.
 
-        The call runs also if its waiter is cancelled, at once or while it waits.
+        The call runs even if its caller is cancelled.
         """
         running = self._loop.run_in_executor(None, call)
         self._running.add(running)
@@ -59,7 +59,7 @@ class SeededPort:
     def _forget(self, running: asyncio.Future[Any]) -> None:
         self._running.discard(running)
         if not running.cancelled():
-            running.exception()  # whoever waited knows; nobody else is to be told
+            running.exception()  # marks it as retrieved, so asyncio does not log it; the caller got it
 
     def worker(self, name: str) -> SeededWorker:
         return SeededWorker(self._loop, self.worker_seconds.get(name, SUBMIT_SECONDS))
@@ -69,13 +69,13 @@ class SeededPort:
             self._loop.call_soon_threadsafe(call)
 
     async def aclose(self) -> None:
-        """Wait for calls that still run, as joining their threads would."""
+        """Wait for running calls, as joining their threads would."""
         while self._running:
             await asyncio.wait(self._running)
 
 
 class SeededWorker:
-    """A `ports.Worker` that begins each call a drawn time after the one before."""
+    """A `ports.Worker` that starts each call a random delay after the previous one."""
 
     def __init__(self, loop: SeededLoop, mean_seconds: float = SUBMIT_SECONDS) -> None:
         self._loop = loop
@@ -94,7 +94,7 @@ class SeededWorker:
 
     def _run_next(self) -> None:
         self._armed = False
-        if self._calls:  # else `close` was quicker
+        if self._calls:  # empty if `close` came first
             self._calls.popleft()()
         self._arm()
 
@@ -107,13 +107,13 @@ class SeededWorker:
 
 
 class SeededWorld:
-    """What a coroutine under `run_seeded` is given.
+    """The argument of a coroutine under `run_seeded`.
 
     Attributes:
-        seed: of all that follows.
-        loop: where it runs.
+        seed: the seed of the run.
+        loop: the seeded event loop.
         port: the library's clock, threads and randomness.
-        random: for what the scenario draws itself.
+        random: randomness for the scenario itself.
     """
 
     def __init__(self, seed: int, loop: SeededLoop) -> None:
@@ -126,12 +126,12 @@ class SeededWorld:
         """A device whose streams progress in virtual time.
 
         Args:
-            mean_seconds: the mean time that one piece of work takes; each is drawn.
+            mean_seconds: mean duration of one operation on a stream; each duration is random.
         """
         return EmulatedDevice(SeededDriver(self.loop, self.loop.random, mean_seconds=mean_seconds))
 
     async def sleep(self, mean_seconds: float) -> None:
-        """Sleep for a drawn time; `testing.faults.Latency(..., sleep=world.sleep)` makes storage slow."""
+        """Sleep for a random time; `testing.faults.Latency(..., sleep=world.sleep)` makes storage slow."""
         await asyncio.sleep(self.random.expovariate(1 / mean_seconds) if mean_seconds > 0 else 0)
 
     def open_cache(
@@ -142,9 +142,9 @@ class SeededWorld:
         storage: StorageBackend | None = None,
         device: Device | None = None,
     ) -> AbstractAsyncContextManager[HybridCache]:
-        """`HybridCache.open` in this world; on a device of `self.device()` unless told otherwise.
+        """`HybridCache.open` in this world. Default device: `self.device()`.
 
-        Give the pools their sizes: what is derived from the memory of the machine is in no seed.
+        Set the pools' sizes explicitly: sizes derived from the machine's memory do not follow from the seed.
         """
         device = device or self.device()
         return HybridCache.open(spec, config, storage=storage, port=self.port, device=device)
@@ -157,18 +157,18 @@ def run_seeded(
     blocking_seconds: float = BLOCKING_SECONDS,
     max_steps: int = 10_000_000,
 ) -> T:
-    """Run `main(world)` to its end in virtual time. The same seed makes the same run, anywhere.
+    """Run `main(world)` to its end in virtual time. The same seed gives the same run on any machine.
 
-    An exception is given a note that names the seed.
+    An exception gets a note that names the seed.
 
     Args:
-        seed: of the order of tasks, the speed of streams, the latency of blocking calls.
-        main: what to run; it must not touch sockets, other threads, or the real clock.
-        blocking_seconds: the mean time until a blocking call begins, and again until it is told of.
-        max_steps: callbacks after which the run counts as one that never ends.
+        seed: determines the order of tasks, the speed of streams and the latency of blocking calls.
+        main: the coroutine function; it must not use sockets, other threads or the real clock.
+        blocking_seconds: mean delay before a blocking call starts, and again before its result arrives.
+        max_steps: number of callbacks after which the run counts as endless.
 
     Raises:
-        DeadlockError: nothing can happen any more, or the run never ends; lists the tasks that wait.
+        DeadlockError: no task can proceed, or the run exceeded `max_steps`; lists the waiting tasks.
         ConfigError: `blocking_seconds` or `max_steps` is not above 0.
     """
     loop = SeededLoop(seed, blocking_seconds=blocking_seconds, max_steps=max_steps)

@@ -1,7 +1,7 @@
-"""An event loop in virtual time, in which one seed decides everything that a machine would leave to luck.
+"""An event loop in virtual time, in which one seed determines all scheduling and timing.
 
-After the deterministic simulators of FoundationDB and others: one thread, no clock, no waiting. Time jumps
-to the next timer, and which of the ready callbacks runs next is drawn.
+Like the deterministic simulators of FoundationDB and others: one thread, no real clock, no waiting. Time
+jumps to the next timer, and the loop picks the next ready callback at random.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ BLOCKING_SECONDS = 1e-3
 
 
 class SeededLoop(asyncio.BaseEventLoop):
-    """Runs coroutines in one order of all that are possible, drawn from `seed`.
+    """Runs coroutines in one of their possible orders, chosen by `seed`.
 
-    Ready callbacks run in any order, not first come first served: whoever relies on the order of two
-    tasks is found out. Blocking calls (`run_in_executor`, `asyncio.to_thread`) run on the loop itself, a
-    drawn time after they were asked for, and their callers learn of it a drawn time later. There are no
-    sockets, no signals, no processes, and no other threads: `anyio.to_thread` cannot work here.
+    Ready callbacks run in random order, not first in, first out, which exposes code that relies on the
+    order of two tasks. Blocking calls (`run_in_executor`, `asyncio.to_thread`) run on the loop itself after
+    a random delay, and their results arrive after another one. Sockets, signals, processes and other
+    threads are not supported, so `anyio.to_thread` does not work.
 
     Attributes:
-        random: decides what runs next, and how long things take.
-        steps: callbacks run so far.
+        random: chooses callbacks and durations.
+        steps: number of callbacks run so far.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class SeededLoop(asyncio.BaseEventLoop):
     ) -> None:
         """
         Args:
-            seed: the same seed and the same coroutines make the same run.
-            blocking_seconds: the mean time until a blocking call begins, and again until it is told of.
-            max_steps: callbacks after which the run counts as one that never ends.
+            seed: the same seed and coroutines give the same run.
+            blocking_seconds: mean delay before a blocking call starts, and again before its result arrives.
+            max_steps: number of callbacks after which the run counts as endless.
 
         Raises:
             ConfigError: `blocking_seconds` or `max_steps` is not above 0.
         """
         super().__init__()
-        # A source of its own: what tests draw for themselves does not change the order of tasks.
+        # A separate generator, so that draws made by tests do not change the order of tasks.
         self.random = random.Random(f"loop {seed}")
         self.steps = 0
         self._seed = seed
@@ -69,24 +69,24 @@ class SeededLoop(asyncio.BaseEventLoop):
         self._fingerprint = 0
         self._thread = threading.get_ident()
         if not (blocking_seconds > 0 and max_steps > 0):
-            self.close()  # else its finalizer warns
+            self.close()  # otherwise the finalizer warns
             raise ConfigError(f"blocking_seconds {blocking_seconds}, max_steps {max_steps}: must be above 0")
         self._blocking_rate = 1 / blocking_seconds
 
     @property
     def fingerprint(self) -> int:
-        """A checksum of every choice so far: two runs that differ anywhere differ in it."""
+        """A checksum of all choices so far. Equal fingerprints mean equal runs."""
         return self._fingerprint
 
     def time(self) -> float:
-        """Seconds since the loop was made; they pass only as callbacks run and timers are jumped to."""
+        """Virtual seconds since the loop was created. Time passes only when callbacks run or timers fire."""
         return self._now
 
     def skip(self, seconds: float) -> None:
-        """Let time pass in which nothing ran: as on a machine that was suspended.
+        """Advance time without running anything, as on a suspended machine.
 
         Raises:
-            ConfigError: a clock that only goes forward cannot skip that.
+            ConfigError: the clock cannot go forward by `seconds`.
         """
         if not seconds >= 0:
             raise ConfigError(f"skip({seconds}): seconds must be 0 or more")
@@ -95,7 +95,7 @@ class SeededLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Run `callback` some time, before the clock jumps."""
+        """Run `callback` before the clock next jumps to a timer, in random order."""
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         handle = asyncio.Handle(callback, args, self, context)
@@ -105,10 +105,10 @@ class SeededLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """As `call_soon`.
+        """Same as `call_soon`.
 
         Raises:
-            RuntimeError: it was called by another thread, whose timing no seed decides.
+            RuntimeError: another thread called it; the seed does not control that thread's timing.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError("a seeded loop has one thread; let other work go through its port")
@@ -124,9 +124,9 @@ class SeededLoop(asyncio.BaseEventLoop):
         return timer
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Run `func(*args)` on the loop, later; who waits is told later still. `executor` is ignored.
+        """Run `func(*args)` on the loop after a delay; the result arrives after another. Ignores `executor`.
 
-        Cancelled before it has begun, it never begins; as with a pool of threads.
+        As with a thread pool, a call that is cancelled before it starts never runs.
         """
         answer: asyncio.Future[T] = self.create_future()
         self.call_later(self._draw(), self._run_blocking, answer, partial(func, *args))
@@ -137,14 +137,14 @@ class SeededLoop(asyncio.BaseEventLoop):
             return
         try:
             tell = partial(_answer, answer, call())
-        except Exception as error:  # noqa: BLE001 - the boundary of a call that belongs to its waiter
+        except Exception as error:  # noqa: BLE001 - any error goes to the caller's future
             tell = partial(_refuse, answer, error)
         self.call_later(self._draw(), tell)
 
     def _draw(self) -> float:
         return self.random.expovariate(self._blocking_rate)
 
-    # What `BaseEventLoop.run_forever` calls again and again.
+    # Overrides one iteration of `BaseEventLoop.run_forever`.
 
     def _run_once(self) -> None:
         self._take_due()
@@ -157,7 +157,7 @@ class SeededLoop(asyncio.BaseEventLoop):
         handle = self._soon.pop()
         self._now += STEP_SECONDS
         if not handle.cancelled():
-            handle._run()  # noqa: SLF001 - what every loop does with its handles
+            handle._run()  # noqa: SLF001 - as every event loop does
 
     def _take_due(self) -> None:
         while self._timers and self._timers[0][0] <= self._now:
@@ -189,7 +189,7 @@ class SeededLoop(asyncio.BaseEventLoop):
 
 
 def describe(task: asyncio.Task[Any]) -> str:
-    """What a task is and, from the outside in, where it waits: `name: serve (engine.py:31) > ...`."""
+    """Describe a task and where it waits, outermost frame first: `name: serve (engine.py:31) > ...`."""
     frames = []
     inner: object = task.get_coro()
     while isinstance(inner, CoroutineType) and inner.cr_frame is not None:
