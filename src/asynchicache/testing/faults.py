@@ -30,7 +30,7 @@ _REMEMBERED = 64  # recent pages of an engine that a swap may return instead
 
 
 class Persistent:
-    """A backend that retries FAILED pages until all succeed or a retry makes no progress.
+    """A backend that retries FAILED pages until all succeed or `attempts` is reached.
 
     Wrapped around a `Faulty` with partial failures, it passes the conformance tests if the inner backend
     handles any subset of a call's pages correctly.

@@ -1,1 +1,1 @@
-"""The seeded search for what must never happen: scripts drawn, carried out, cut down, replayed."""
+"""Seeded chaos testing: draw scripts, run them, shrink failing ones, replay them."""

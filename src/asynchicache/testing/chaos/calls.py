@@ -1,4 +1,4 @@
-"""A record of a cache's calls to storage: those that run, and the last ones that ended."""
+"""A record of a cache's storage calls: those in flight and those that ended recently."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Call:
 
     Attributes:
         verb: `exists`, `get` or `put`.
-        pool, digests: what it is about.
-        began, ended: when.
+        pool, digests: the pages it concerns.
+        began, ended: times of its start and end.
     """
 
     verb: str
@@ -36,11 +36,11 @@ class CallListener(Protocol):
     """Called when calls begin and end."""
 
     def began(self, call: Call, running: Iterable[Call]) -> None:
-        """A call begins, while `running` others do."""
+        """A call begins while the calls in `running` are in flight."""
         ...
 
     def ended(self, call: Call, answer: Sequence[bool] | Sequence[Outcome]) -> None:
-        """A call was answered."""
+        """A call returned `answer`."""
         ...
 
 
@@ -48,8 +48,8 @@ class Calls:
     """The calls of one cache.
 
     Attributes:
-        listeners: called for each call.
-        given_up: reads and writes whose caller was cancelled before they ended.
+        listeners: notified of each call.
+        given_up: number of reads and writes whose caller was cancelled before they ended.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -61,7 +61,7 @@ class Calls:
 
     @contextmanager
     def running(self, verb: str, pool: str, digests: Sequence[bytes]) -> Iterator[Call]:
-        """A call runs for as long as the body does."""
+        """Record a call that lasts as long as the body."""
         call = Call(verb, pool, digests, self._clock())
         for listener in self.listeners:
             listener.began(call, self._running)
@@ -78,11 +78,11 @@ class Calls:
             listener.ended(call, answer)
 
     def oldest(self) -> float:
-        """How long the oldest of the calls that run has been running."""
+        """Age of the oldest call in flight, in seconds."""
         return max((self._clock() - call.began for call in self._running), default=0.0)
 
     def slowest(self, verb: str, since: float) -> float:
-        """The longest time that a call took which ran at some time since then."""
+        """Longest duration of a call that was in flight at any time after `since`."""
         times = [call.ended - call.began for call in self._ended if call.verb == verb and call.ended >= since]
         times += [self._clock() - call.began for call in self._running if call.verb == verb]
         return max(times, default=0.0)

@@ -1,7 +1,7 @@
-"""Clients that serve a script's requests on one cache, and compare what they are given before they use it.
+"""Clients that run a script's requests on one cache, and check the contents of slots before using them.
 
-Forwards run on a compute stream that copies are ordered with by fences alone, as on a GPU: what a
-forward reads is looked at when the stream gets there, not when it was enqueued.
+Forwards run on a compute stream. As on a GPU, only fences order them with copies: a forward's input is
+checked when the stream reaches the forward, not when the forward is enqueued.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOREVER = 1e5
 
 
 class PoolSlots(NamedTuple):
-    """Slots of a pool, and the digests of the pages or states that are in them, or belong there."""
+    """Slots of a pool, and the digests of the pages or states that belong in them."""
 
     pool: str
     slots: Sequence[int]
@@ -37,14 +37,14 @@ class PoolSlots(NamedTuple):
 
 
 class ChaosEngine:
-    """What serves requests on one cache.
+    """Serves requests on one cache.
 
     Attributes:
-        cache, ledger: see above.
-        identity: in the options that make its pages others than those of other caches.
-        closing: the cache is being closed, so requests are refused.
-        suspect: wrong bytes that a forward read after a copy had left a wrong byte: the cache has to notice.
-        stream: where forwards run.
+        cache, ledger: the cache, and the record of the run.
+        identity: the options that distinguish its pages from those of other caches.
+        closing: the cache is being closed, so it refuses requests.
+        suspect: wrong bytes that a forward read after a copy wrote a wrong byte; the cache must notice them.
+        stream: runs the forwards.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ChaosEngine:
 
     @property
     def excused(self) -> bool:
-        """Whether requests may fail: the device did, or the cache closes."""
+        """Whether requests may fail: the device failed or the cache is closing."""
         return self.closing or self._device.error is not None or self._device.lied
 
     def expect(self, part: PoolSlots, layer: int | None, where: str) -> None:
-        """Compare, on the compute stream, what is in slots with what must be."""
+        """On the compute stream, compare the slots' contents with the expected ones."""
 
         def look() -> None:
             count = self._oracle.count_wrong(*part, layer=layer)
@@ -103,7 +103,7 @@ class ChaosEngine:
         return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
     async def promised(self, request: Request, tenant: str | None, length: int) -> None:
-        """Wait until `length` tokens of a request are in storage; and look, if they are said to be."""
+        """Wait until `length` tokens of a request are in storage. If `durable()` is True, check the store."""
         self.did("durable")
         seed, size = namespace_seed(tenant), self.cache.spec.page_size
         tokens = request.tokens[: length // size * size]
@@ -112,7 +112,7 @@ class ChaosEngine:
             await request.durable()
             return
         with self._promises.waiting() as gone:
-            if await request.durable() and self._device.error is None:  # else nothing is published any more
+            if await request.durable() and self._device.error is None:  # a failed device publishes nothing
                 path = self.hits.path(tokens, seed, len(tokens) // size)
                 self._promises.made(DurablePrefix(self.identity, tenant, tuple(tokens)), path, gone)
 
@@ -122,7 +122,7 @@ class ChaosEngine:
         self.ledger.violations += [f"verify {when}: {problem}" for problem in self.cache.verify()]
 
     async def serve_all(self, client: ChaosClient) -> None:
-        """A client's requests; what it may be refused is no violation."""
+        """Run a client's requests. Refusals that are allowed are not violations."""
         for turn in client.turns:
             await asyncio.sleep(turn.wait)
             if self.closing:
@@ -131,7 +131,7 @@ class ChaosEngine:
                 async with asyncio.timeout(FOREVER):
                     await self.serve(turn)
             except CapacityError:
-                self.did("refused")  # everybody waited for everybody, and this one gave way
+                self.did("refused")  # all requests waited for each other, and this one was refused
             except (ClosedError, TransferError, DeviceError):
                 if not self.excused:
                     raise
@@ -139,7 +139,7 @@ class ChaosEngine:
                 self.verify("after a request")
 
     async def serve(self, turn: ClientTurn) -> None:
-        """One request, from its matching to its end."""
+        """Run one request, from match to release."""
         self.did("open")
         request = self.cache.request(turn.prompt, namespace=turn.tenant)
         async with request:
@@ -176,7 +176,7 @@ class ChaosEngine:
         served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
 
     async def _prefetch(self, request: Request, case: HitCase, patience: float | None) -> None:
-        """Prefetch, or begin to and lose patience."""
+        """Prefetch; with a `patience`, cancel after that time."""
         self.did("prefetch")
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
@@ -185,13 +185,13 @@ class ChaosEngine:
 
 
 class _Aborted(Exception):
-    """The client gave up, as its script says."""
+    """The client gave up, as its script demands."""
 
 
 class Forwards:
     """One request's forwards on the compute stream.
 
-    The first one after a copy runs layer by layer, each behind that layer's fences, as in an engine.
+    The first forward after a copy runs layer by layer, each after that layer's fences, as in an engine.
     """
 
     def __init__(self, engine: ChaosEngine, request: Request, turn: ClientTurn, ticket: Ticket) -> None:
@@ -201,7 +201,7 @@ class Forwards:
         self._seed = namespace_seed(turn.tenant)
         self._paces = iter(turn.paces)
         self._left = turn.abort
-        self._tickets = [ticket]  # of what was enqueued since the last forward
+        self._tickets = [ticket]  # copies enqueued since the last forward
         self._restored = True  # the states are still those of the prefix
         self.done = request.hit.tokens
 
@@ -221,7 +221,7 @@ class Forwards:
             await engine.promised(request, turn.tenant, self.done)
 
     async def _forward(self, stop: int) -> None:
-        """A chunk of a prompt in as many forwards as its room allows, each followed by its pace."""
+        """Compute a chunk of a prompt, in forwards that fit into the reserved slots, each followed by its pace."""
         size = self._engine.cache.spec.page_size
         while self.done < stop:
             length = stop
@@ -239,7 +239,7 @@ class Forwards:
             await self._afterwards(next(self._paces, Pace()))
 
     def _read(self) -> list[PoolSlots]:
-        """What the next forward reads: what was computed for these tokens."""
+        """The slots that the next forward reads: those of the tokens computed so far."""
         engine, request = self._engine, self._request
         end = self.done // engine.cache.spec.page_size
         digests, parts = self._digests(), []
@@ -257,7 +257,7 @@ class Forwards:
         return parts
 
     def _written(self, length: int) -> list[PoolSlots]:
-        """What a forward to `length` tokens writes."""
+        """The slots that a forward to `length` tokens writes."""
         request, spec = self._request, self._engine.cache.spec
         first, last = self.done // spec.page_size, length // spec.page_size
         digests, parts = self._digests(), []
@@ -275,7 +275,7 @@ class Forwards:
         return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
 
     def _compute(self, length: int) -> None:
-        """A forward to `length` tokens, for which there is room: read what is there, write what is new."""
+        """Run a forward to `length` tokens, whose slots are reserved: check what it reads, write the rest."""
         engine, tickets = self._engine, self._tickets
         read, written = self._read(), self._written(length)
         where = f"{self.done} tokens into a prompt of {len(self._turn.prompt)}, tenant {self._turn.tenant}"
@@ -291,7 +291,7 @@ class Forwards:
         self._tickets, self._restored, self.done = [], False, length
 
     async def _follow(self, ticket: Ticket) -> None:
-        """Let the next forward come after a copy."""
+        """Order the next forward after a copy."""
         await ticket.submitted()
         self._tickets.append(ticket)
 

@@ -1,4 +1,4 @@
-"""What a cache asks of storage that it need not: pages read or written twice, questions asked twice."""
+"""Detect redundant storage calls of a cache: repeated reads, writes and queries of a page."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _THERE = (Outcome.HIT, Outcome.STORED, Outcome.EXISTS)
 
 
 class CostOracle:
-    """Counts the calls of one cache by page, and bounds what is done twice.
+    """Counts the storage calls of one cache by page, and reports redundant ones.
 
-    - No page is read while the same cache reads it already, or that was in memory when it was asked for and
-      still is. What others publish between the question and the read is counted only.
-    - No page is written that was written before, unless storage lost it or memory did in between.
-    - No page that is not in memory is asked for while it is being asked for, or again by requests that
-      waited, all of them, while it was.
+    - The cache reads no page that it is already reading, or that was in memory when queried and still is.
+      Pages published between the query and the read are only counted.
+    - The cache writes no page twice, unless storage or memory lost the page in between.
+    - The cache queries no page that is not in memory while a query for it is in flight, nor again for
+      requests that all waited during that query.
 
-    Where storage went wrong calls are repeated, and nothing is bounded.
+    If storage has failed, calls are retried, so redundant calls are not violations.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class CostOracle:
     ) -> None:
         """
         Args:
-            pools: of the cache, the one that covers every page first.
-            ledger: where it is counted.
-            calm: whether nothing ever went wrong with storage, so that nothing is tried again.
-            waiting: whether a request that began to wait after a moment wants a page.
-            there: the pages of a pool that are in memory.
+            pools: the cache's pools; first the one that covers every page.
+            ledger: receives counts and violations.
+            calm: returns whether storage never failed, so that no call is a retry.
+            waiting: returns whether a request that began to wait after a given time wants a page.
+            there: returns a pool's pages in memory.
         """
         self._pools = pools
         self._ledger = ledger
@@ -61,21 +61,21 @@ class CostOracle:
         self._had: set[Page] = set()
 
     def knows(self, pool: str, digest: bytes) -> bool:
-        """Whether the cache has read or written a page, and it was lost nowhere since."""
+        """Whether the cache has read or written a page, and neither storage nor memory lost it since."""
         return (pool, digest) in self._known
 
     def lost(self, digest: bytes, pool: str) -> None:
-        """Storage, or memory, has a page no more."""
+        """Storage or memory has lost a page."""
         for pages in (self._known, self._written, self._had):
             pages.discard((pool, digest))
         self._answered.pop((pool, digest), None)
 
     def gap(self) -> None:
-        """Storage has lost something: what lies around it may be written along with it."""
+        """Storage has lost pages: their neighbours may be rewritten along with them."""
         self._written.clear()
 
     def forget(self) -> None:
-        """The cache was told that storage is another one, or empty."""
+        """The cache was told that storage was replaced or cleared."""
         for pages in (self._known, self._written, self._answered, self._had):
             pages.clear()
 
@@ -98,7 +98,7 @@ class CostOracle:
                 self._count("asked", len(pages))
                 others = {digest for other in running if _same(call, other) for digest in other.digests}
                 self._bound("asked_twice", self._needless(pages, others))
-                if call.pool == self._pools[0]:  # what is asked of others follows from the answer
+                if call.pool == self._pools[0]:  # queries of other pools follow from its answer
                     self._look(call.digests)
 
     def ended(self, call: Call, answer: Sequence[bool] | Sequence[Outcome]) -> None:
@@ -108,27 +108,26 @@ class CostOracle:
             return
         came = {page for page, outcome in zip(pages, answer, strict=True) if outcome in _THERE}
         if call.verb == "get":
-            came.difference_update(self._held(pages))  # somebody computed it, who knows of no storage
+            came.difference_update(self._held(pages))  # another request computed it
         else:
             self._written |= came
         self._known |= came
 
     def _look(self, digests: Sequence[bytes]) -> None:
-        """Note which pages are in memory as they are asked for."""
+        """Record which of the queried pages are in memory."""
         for pool in self._pools:
             pages = [(pool, digest) for digest in digests]
             self._had.difference_update(pages)
             self._had.update(self._held(pages))
 
     def _held(self, pages: Sequence[Page]) -> list[Page]:
-        """Those of some pages of one pool that are in memory."""
+        """The pages, all of one pool, that are in memory."""
         there = self._there(pages[0][0]) if pages else ()
         return [page for page in pages if page[1] in there]
 
     def _needless(self, pages: Sequence[Page], asked: Container[bytes]) -> list[Page]:
-        """Pages that are asked for by others, or that everybody who wants them waited for already when they
-        were asked for last. To ask whether storage still has what is in memory, or has it by now, is another
-        question.
+        """Pages with another query in flight, or whose interested requests all waited during the last query.
+        Pages in memory do not count: querying whether storage has them serves another purpose.
         """
         again = [page for page in pages if page[1] in asked or self._knew(page)]
         there = self._there(self._pools[0]) if again else ()

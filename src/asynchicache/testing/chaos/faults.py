@@ -1,4 +1,4 @@
-"""What goes wrong outside storage: copies, notifications, room, memory and the clock; counted by kind."""
+"""Faults outside storage: copies, notifications, slot allocation, memory and the clock; counted by kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _COPIES = frozenset(direction.value for direction in Direction)
 
 
 class ChaosDriver(SeededDriver):
-    """Runs the work of streams in virtual time, some of it late, and some copy never."""
+    """Runs stream work in virtual time. Some work is late, and some copies never end."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, rng: random.Random, faults: DeviceFaults, draws: FaultDraws
@@ -99,11 +99,11 @@ class FaultDraws:
 
 
 class ChaosDevice:
-    """An emulated device whose copies and notifications go wrong; all else is as on any other.
+    """An emulated device with faulty copies and notifications; everything else works.
 
     Attributes:
-        memory: slots of both tiers, in which copies may leave a wrong byte; set when the cache is opened.
-        lied: whether a copy left a wrong byte.
+        memory: slots of both tiers, where copies may write a wrong byte; set when the cache is opened.
+        lied: whether a copy wrote a wrong byte.
     """
 
     def __init__(
@@ -158,20 +158,20 @@ class ChaosDevice:
         self._inner.close()
 
     def spoil(self, work: Callable[[], object], stream: str) -> Callable[[], object]:
-        """What becomes of the next copy."""
+        """Return the next copy's work, with a fault if one is due."""
         number, self._copies = self._copies, self._copies + 1
         faults = self._faults
         if number == faults.fail:
             return partial(self._break, "transfer.fail")
         if number == faults.partial:
             return partial(self._break, "transfer.partial", work)
-        # Copies within the device are not audited: no one would notice.
+        # The cache does not audit copies within the device, so it could not notice a wrong byte there.
         if faults.lie is not None and number >= faults.lie and stream != Direction.FORK.value:
             return partial(self._lie, work)
         return work
 
     def _break(self, kind: str, work: Callable[[], object] | None = None) -> None:
-        """Fail the device, with half of a copy done if there is one."""
+        """Fail the device. If `work` is given, do half of that copy first."""
         self._draws.count(kind)
         if work is not None:
             before = [memory.copy() for memory in self.memory]
@@ -181,7 +181,7 @@ class ChaosDevice:
         raise RuntimeError("made to fail")
 
     def _lie(self, work: Callable[[], object]) -> None:
-        """Copy, but once for one byte."""
+        """Copy, but write one wrong byte (once per run)."""
         if self.lied:
             work()
             return
@@ -197,7 +197,7 @@ class ChaosDevice:
 
 
 class ChaosStream:
-    """A stream of a `ChaosDevice` that copies run on."""
+    """A copy stream of a `ChaosDevice`."""
 
     def __init__(self, inner: Stream, device: ChaosDevice) -> None:
         self.inner = inner
@@ -226,7 +226,7 @@ def _bare(stream: Stream) -> Stream:
 
 @contextmanager
 def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator[None]:
-    """Let there be no room now and then, as if all that there is were in use."""
+    """Refuse some slot allocations, as if all slots were in use."""
     make_room = books.make_room
 
     def refuse(place: SlotPlace, count: int) -> bool:
@@ -238,7 +238,7 @@ def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator
 
 @contextmanager
 def refusing_memory(draws: FaultDraws, piece: int) -> Iterator[None]:
-    """Let the system have no memory for one of the next slabs: number `piece` of them."""
+    """Refuse memory for slab number `piece` of those allocated next."""
     made = iter(range(piece + 1))
     init = Slab.__init__
 

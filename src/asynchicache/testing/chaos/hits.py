@@ -1,8 +1,8 @@
-"""Whether each request got what was there, and whether the reason that it was told is true.
+"""Check that each request hits everything available, and that the reason for a shorter hit is true.
 
-What is in memory is read off the tree when a request looks, what is in storage off the store while it waits.
-Whatever leaves either meanwhile is not expected, and nothing is where storage went wrong: what is left is
-what any correct cache has to find.
+The oracle reads the tree when a request matches, and the store while it waits. It expects neither pages that
+leave memory or storage meanwhile, nor stored pages after a storage fault. Any correct cache must find the
+rest.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ _FAILURES = {
 
 @dataclass(slots=True, eq=False)
 class HitCase:
-    """One request, as the oracle sees it.
+    """The oracle's view of one request.
 
     Attributes:
-        tokens, seed, limit: what it asks for; the pages that it may be given at most.
-        digests: of those pages, once it asks storage.
-        memory, stored: what is there and has been since it began to wait.
-        furthest: full pages that were somewhere at some time, without a gap.
+        tokens, seed, limit: the requested sequence, and the maximum number of pages of a hit.
+        digests: digests of those pages, set when the request queries storage.
+        memory, stored: pages available ever since the request began to wait.
+        furthest: longest gapless run of full pages that was available at any time, in any tier.
         allowed: reasons that would be true.
-        refused: somebody was refused slots since it began to wait.
-        disturbed: something that it asks for went since then.
-        held_back: full pages reached further than other pools allowed, at some time.
-        began: when it began to wait.
+        refused: an allocation was refused since the request began to wait.
+        disturbed: a requested page was lost since then.
+        held_back: at some time, full pages reached further than other pools allowed.
+        began: time at which it began to wait.
     """
 
     tokens: array[int]
@@ -105,13 +105,13 @@ class HitOracle:
     ) -> None:
         """
         Args:
-            cache: whose requests are judged.
-            storage: between the cache and its store.
-            options: how long its prefetch policy waits.
-            draws: count the allocations that were refused on purpose.
-            ledger: where violations go.
-            excused: whether requests may be served nothing, because the device failed or the cache closes.
-            recency: of the store, if it has a bound.
+            cache: the cache under test.
+            storage: the layer between the cache and its store.
+            options: the cache's prefetch policy.
+            draws: counts allocations refused by fault injection.
+            ledger: receives violations.
+            excused: returns whether requests may get nothing, because the device failed or the cache closes.
+            recency: the store's recency oracle, if the store is bounded.
         """
         controller = cache._controller  # noqa: SLF001 - the kit looks inside
         self._controller = controller
@@ -138,7 +138,7 @@ class HitOracle:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Meanwhile, notice what leaves memory and storage, and who is refused room."""
+        """During the body, observe losses of pages in memory and storage, and refused allocations."""
         tree, books = self._tree, self._state
         with ExitStack() as stack:
             stack.enter_context(patch.object(books, "make_room", partial(self._room, books.make_room)))
@@ -148,24 +148,24 @@ class HitOracle:
             self._storage.calls.listeners.append(self.costs)
             yield
 
-    # What a request goes through
+    # Stages of a request
 
     def opened(self, request: Request, tenant: str | None) -> HitCase:
         """A request has just matched."""
-        tokens = array("q", request.tokens)  # of its own: generated ones are appended to the request's
+        tokens = array("q", request.tokens)  # a copy, because generated tokens are appended to the request's
         case = HitCase(tokens, namespace_seed(tenant), (len(tokens) - 1) // self._size)
         self.matched(request, case)
         return case
 
     def matched(self, request: Request, case: HitCase, *, now: bool = True) -> None:
-        """What it matched must be what is in memory; `now`: it has looked in this turn, so all of that."""
+        """Check that the match is in memory. `now`: the request matched in this turn, so it must match all."""
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
         if got > there or (now and got < there):
             self._violated(f"hit: {got} pages matched, and {there} of {case.limit} are in memory")
 
     def _seen(self, case: HitCase, full: bytearray, pages: Pages) -> int:
-        """How long a prefix of pages that are somewhere could be; whatever holds it back is a reason."""
+        """Longest possible prefix of the available pages. What shortens it becomes an allowed reason."""
         there, reach = longest(self._coverages, pages), _run(full)
         case.held_back |= reach > there
         case.furthest = max(case.furthest, reach)
@@ -173,7 +173,7 @@ class HitOracle:
 
     @contextmanager
     def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
-        """A request waits for storage; `patient`: for as long as the policy does."""
+        """A request waits for storage. `patient`: as long as the policy allows."""
         self._begin(case)
         refusals = self._refusals
         try:
@@ -199,7 +199,7 @@ class HitOracle:
             self.recency.asked(digests)
 
     def wanted(self, digests: Sequence[bytes]) -> None:
-        """Somebody asks storage for pages now."""
+        """The cache queries storage for pages."""
         self._wanted.update(dict.fromkeys(digests, self._clock()))
 
     def _wanted_since(self, digest: bytes, moment: float) -> bool:
@@ -217,11 +217,11 @@ class HitOracle:
 
     @property
     def _asks(self) -> bool:
-        """Whether there is memory for what storage has to come to."""
+        """Whether the cache has memory to prefetch into."""
         return self._state.free[FULL_HOST].capacity > 0
 
     def _in_storage(self, digests: Sequence[bytes]) -> Pages:
-        """What the store has, as far as there is memory for it to come to."""
+        """The stored pages of pools that have memory to prefetch into."""
         component_ids = range(self._tree.width)
         found = nothing(len(component_ids), len(digests))
         for component_id in component_ids if self._asks else ():
@@ -246,7 +246,7 @@ class HitOracle:
         self._check_wait(waited, case)
         there = longest(self._coverages, list(map(_either, case.memory, case.stored)))
         got = request.hit.tokens // self._size
-        # What was read for a long prefix may serve no shorter one, where more than pages is needed.
+        # States or windows read for a long prefix may not serve a shorter one.
         excused = case.refused or (case.disturbed and self._tree.width > 1)
         if got < there and not excused:
             reason = request.hit.reason.value
@@ -256,7 +256,7 @@ class HitOracle:
             )
 
     def _seen_in_storage(self, case: HitCase) -> None:
-        """What storage has by now counts as a reason too: it was asked after the request began to wait."""
+        """Allow reasons that follow from the store's contents now: the query ran after the wait began."""
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         either = list(map(_either, memory, self._in_storage(list(case.digests))))
         self._seen(case, either[FULL], either)
@@ -273,7 +273,7 @@ class HitOracle:
 
     @contextmanager
     def loading(self, request: Request, case: HitCase) -> Iterator[None]:
-        """A request loads what it matched, in the body, which awaits nothing."""
+        """The body loads the request's match, without awaiting anything."""
         matched, refusals = request.hit.tokens, self._refusals
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
@@ -292,8 +292,8 @@ class HitOracle:
             self.recency.restored(path, lambda key: self.costs.knows(key.pool, key.digest))
 
     def path(self, tokens: array[int], seed: bytes, pages: int) -> StoredPath:
-        """What a prefix is called in the store, of pools that have memory for it to come to; without what its
-        end needs, where memory has that no more."""
+        """Keys of a prefix in the store, for pools that have memory to prefetch into; without the keys of its
+        end if memory no longer holds what the end needs."""
         digests = page_digests(tokens[: pages * self._size], self._size, seed)
         full = [self._keys(FULL, digest) for digest in digests]
         held = in_memory(self._tree, tokens, seed, pages)
@@ -319,18 +319,18 @@ class HitOracle:
                 f"full pages reached {case.furthest}"
             )
 
-    # What happens meanwhile
+    # Concurrent events
 
     @property
     def _refusals(self) -> int:
-        """How often somebody was refused room, by bad luck too."""
+        """Number of refused allocations, including injected refusals."""
         return self._refused + self._draws.counted["allocation.refused"]
 
     def _room(self, make_room: Callable[[SlotPlace, int], bool], place: SlotPlace, count: int) -> bool:
         if make_room(place, count):
             return True
         self._refused += 1
-        self.costs.forget()  # who was told to read has to leave it to others
+        self.costs.forget()  # a planned read may be dropped and repeated by another request
         free = self._state.free[place]
         could = free.available + reclaimable(self._tree, place)
         if could >= count:
@@ -353,7 +353,7 @@ class HitOracle:
         return trim(node, pages, place)
 
     def _left(self, node: Node, component_id: int, first: int, end: int) -> None:
-        """Pages of a component are in no tier of the tree any more: nobody who waits need find them."""
+        """Pages of a component have left all tiers of the tree, so waiting requests need not find them."""
         for digest in self._tree.digests(node)[first - node.end :] if first < end else ():
             for pool in self._state.sharing(component_id):
                 self.costs.lost(digest, pool)
@@ -371,7 +371,7 @@ class HitOracle:
                         there[component_id][first:common] = bytes(common - first)
 
     def _forgotten(self, digest: bytes, pool: str) -> None:
-        """The store has a page no more."""
+        """The store has lost a page."""
         self.costs.lost(digest, pool)
         self.costs.gap()
         for case in self._waiting:
@@ -396,7 +396,7 @@ def _either(one: bytearray, other: bytearray) -> bytearray:
 
 
 def _common(path: Sequence[Node], case: HitCase, size: int) -> int:
-    """How many pages of a path, from its first node on, a request asks for."""
+    """Number of pages of a path, from its first node, that a request asks for."""
     view, at = memoryview(case.tokens).cast("B"), 0
     for node in path:
         count = shared_pages(node, view, at, case.limit, size)
