@@ -221,7 +221,7 @@ class Forwards:
             await engine.promised(request, turn.tenant, self.done)
 
     async def _forward(self, stop: int) -> None:
-        """Compute a chunk of a prompt, in forwards that fit into the reserved slots, each followed by its pace."""
+        """Compute a chunk of a prompt in as few forwards as capacity allows, each followed by its pace."""
         size = self._engine.cache.spec.page_size
         while self.done < stop:
             length = stop

@@ -158,7 +158,7 @@ class HitOracle:
         return case
 
     def matched(self, request: Request, case: HitCase, *, now: bool = True) -> None:
-        """Check that the match is in memory. `now`: the request matched in this turn, so it must match all."""
+        """Check that the match is in memory. `now`: the request just matched, so it must have matched all."""
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
         if got > there or (now and got < there):

@@ -1,4 +1,4 @@
-"""Access to a cache's internals: who holds which slot, and poison in memory that must not be read."""
+"""Access to a cache's internals: the holders of slots, and poisoning of freed slots."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class CacheInternals:
     """The internals of one open cache.
 
     Attributes:
-        books: who holds which slot.
+        books: the cache's state, including the holders of slots.
         memory: every tensor of every pool in both tiers as bytes, `[layers, slots, ...]`.
-        violations: slots that were given out although they must never be free again.
+        violations: allocations of slots that must never be reused.
     """
 
     def __init__(self, cache: HybridCache) -> None:
@@ -45,28 +45,27 @@ class CacheInternals:
             host = [memory.host.items(name).numpy() for name in names] if memory.host.slots else []
             self._tensors[pool, Tier.HOST] = host
         self.violations: list[str] = []
-        self._spoilt: set[tuple[int, int]] = set()  # place and slot that a copy failed on its way to
+        self._spoilt: set[tuple[int, int]] = set()  # place and slot that a failed copy was to write
         self.memory = [tensor for tensors in self._tensors.values() for tensor in tensors]
 
     @property
     def failed(self) -> bool:
-        """Whether the cache knows that what copies brought is not to be trusted."""
+        """Whether the cache knows that copied data cannot be trusted."""
         return self._controller.executor.failure is not None
 
     def copy_in_groups(self, group_bytes: int) -> None:
-        """Let so many bytes make a group of layers worth a copy of its own: the library's own measure takes
-        all of so small a model at once."""
+        """Load layers in groups of at least `group_bytes`: the library's default would load such a small model
+        in one group."""
         self._scheduler._group_bytes = group_bytes  # noqa: SLF001
 
     def poison_freed(self) -> None:
-        """From now on, overwrite what slots hold as soon as they are given back: whoever still reads
-        them is seen."""
+        """From now on, overwrite slots as soon as they are freed, which exposes reads after free."""
         for place, free in zip(self.state.tree.places, self.state.free, strict=True):
             free.on_release = partial(self._left, free.on_release, place)
 
     @contextmanager
     def watching_failed_copies(self) -> Iterator[None]:
-        """Meanwhile, nobody may be given a slot that a failed copy was to write: it may still do that."""
+        """During the body, report allocations of slots that a failed copy was to write: it may still write."""
         planner = self._controller.planner
         settle = planner.copy_finished
 
@@ -81,7 +80,7 @@ class CacheInternals:
             yield
 
     def stop_poisoning(self) -> None:
-        """The cache closes: forwards that still run may read what requests gave back, as nobody gets it."""
+        """Stop when the cache closes: forwards in flight may then read freed slots, which are not reused."""
         self._poisons = False
 
     def _left(
@@ -98,7 +97,7 @@ class CacheInternals:
                 tensor[:, list(slots)] = POISON
 
     def leftovers(self, may_leak: bool) -> list[str]:
-        """What an idle, flushed cache still holds, in words; slots may be lost for good if `may_leak`."""
+        """Describe what an idle, flushed cache still holds. With `may_leak`, permanently lost slots are allowed."""
         books = self.state
         found = [f"leak: {len(held)} {name}" for name, held in self._holders() if held and not may_leak]
         for free in books.free:

@@ -14,8 +14,8 @@ class Ledger:
     Attributes:
         operations: calls of the cache, by name.
         faults: injected faults, by `faults.KINDS`.
-        violations: broken invariants, in words.
-        served: prompt tokens by the tier that they came from, or `nowhere`.
+        violations: descriptions of broken invariants.
+        served: prompt tokens by the tier that served them, or `nowhere`.
         costs: pages that were looked up, read and written, by `costs.KINDS`.
     """
 
@@ -27,7 +27,7 @@ class Ledger:
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line, with the last place of this library that it came through."""
+    """An error in one line, with the innermost line of this library in its traceback."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     frames = [

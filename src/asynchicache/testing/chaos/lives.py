@@ -1,4 +1,4 @@
-"""Carries out a script: opens its caches in a seeded world, lets everybody loose, and looks what is left."""
+"""Run a script: open its caches in a seeded world, run clients and events, and check what is left."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _CLOSE_SECONDS = 0.5
 
 
 def life_limits(life: Life) -> PoolLimits:
-    """Patience with storage: many slow questions in a row are no fault."""
+    """Storage limits that tolerate many slow queries in a row, which are no fault."""
     deadline = 0.01 + 20 * life.storage.exists
     return PoolLimits(deadline=deadline, cooldown=0.01, closing=0.005, clearing=0.005)
 
 
 def life_prefetch(life: Life) -> PrefetchOptions:
-    """How long requests wait for storage."""
+    """Prefetch options, which determine how long requests wait for storage."""
     seconds = life.patience + 40 * life.storage.exists
     return PrefetchOptions(policy=life.prefetch, base_seconds=seconds, max_seconds=4 * seconds)
 
@@ -62,9 +62,9 @@ def life_config(life: Life) -> CacheConfig:
 
 
 def page_identity(life: Life, model: ModelShape) -> Callable[[str], str]:
-    """By pool, what makes a page of this cache another one than that of other caches.
+    """Return a function that gives, by pool, what distinguishes this cache's pages from those of other caches.
 
-    Made of the options alone, not of the fingerprint that the library makes of them: that may be wrong.
+    It uses the options only, not the library's fingerprint of them, which may be wrong.
     """
     replicated = {pool.name for pool in model.spec().pools if pool.replicated}
 
@@ -76,7 +76,7 @@ def page_identity(life: Life, model: ModelShape) -> Callable[[str], str]:
 
 
 async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
-    """Run a script to its end; what is wrong goes to `ledger`."""
+    """Run a script to its end, and record violations in `ledger`."""
     store = ChaosStore(script.capacity)
     promises = DurabilityOracle(store, ledger)
     recency = RecencyOracle(store, ledger) if script.capacity is not None else None
@@ -93,7 +93,7 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
 
 
 class _LifeRun:
-    """One life."""
+    """The run of one life."""
 
     def __init__(
         self,
@@ -117,14 +117,14 @@ class _LifeRun:
         self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
         self._recency = recency
         self._restarts: set[asyncio.Task[None]] = set()
-        # Else what the cache was told is there may not be, through no fault of its own.
+        # With dishonest storage, a page reported as present may be missing, which is not the cache's fault.
         self._promises = promises if not any(map(_dishonest, script.every_life)) else None
 
     async def run(self) -> None:
         refused = self._ledger.faults["memory.refused"]
         if self._life.poor is not None:
             with refusing_memory(self._draws, self._life.poor), suppress(CapacityError):
-                async with self._open():  # it may have fewer pieces than that
+                async with self._open():  # succeeds if it allocates fewer slabs than that
                     if self._ledger.faults["memory.refused"] > refused:
                         self._ledger.violations.append("a cache was opened without its memory")
         async with self._open() as cache:
@@ -186,7 +186,7 @@ class _LifeRun:
         return self._world.open_cache(self._spec, config, storage=storage, device=self._device)
 
     async def _live(self, engine: ChaosEngine) -> list[asyncio.Task[None]]:
-        """Let everybody loose until the clients are done, or it is time to close."""
+        """Run clients and events until the clients are done or it is time to close."""
         if self._promises is not None and self._life.weights is not None:
             await engine.serve_all(ChaosClient(turns=tuple(self._promises.asked(engine.identity))))
         tasks = [asyncio.create_task(self._client(engine, client)) for client in self._life.clients]
@@ -214,7 +214,7 @@ class _LifeRun:
             self._draws.count("client.cancel")
 
     async def _happen(self, engine: ChaosEngine) -> None:
-        """What happens beside the requests; what is refused is no violation."""
+        """Run the events. Refusals that are allowed are not violations."""
         for event in self._life.events:
             await asyncio.sleep(event.wait)
             with suppress(UsageError, StorageError):
@@ -252,7 +252,7 @@ class _LifeRun:
                 self._world.loop.skip(event.seconds)
 
     async def _settle(self, engine: ChaosEngine, inside: CacheInternals) -> None:
-        """Nothing goes wrong any more: everything ends, nothing is left, and the next request is served."""
+        """Stop all faults, then check that everything ends, nothing leaks, and one more request is served."""
         self._storage.mend()
         await asyncio.sleep(1.0)
         await engine.cache.drain()
@@ -268,19 +268,19 @@ class _LifeRun:
         self._ledger.violations += inside.leftovers(self._may_leak())
 
     def _last_turn(self) -> ClientTurn:
-        """As much as one request may ask for."""
+        """The largest possible request."""
         full = next(iter(self._life.sizes.values()))
         return ClientTurn(prompt=tuple(range(full.device * self._spec.page_size)), patience=None, admit=True)
 
     def _may_leak(self) -> bool:
-        """Whether slots may be nobody's any more: a failed device may write to them, or an engine whose
-        call had not ended, or after a jump of the clock not begun, when it was closed."""
+        """Whether slots may be lost for good: a failed device may still write to them, or a storage engine whose
+        call had not ended (or, after a clock jump, not begun) when it was closed."""
         counted = self._ledger.faults
         not_begun = counted["storage.detach"] and counted["clock.jump"]
         return bool(self._device.error or self._device.lied or self._storage.calls.given_up or not_begun)
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """The cache is closed: whoever still wants something of it is told, and nobody stays."""
+        """The cache is closed: check that every task gets an error and ends."""
         self._storage.mend()
         self._storage.settle()
         _, hanging = await asyncio.wait(tasks, timeout=FOREVER) if tasks else ((), ())

@@ -1,6 +1,6 @@
-"""What of a prompt is there, found by looking at every page: in the tree by its nodes, in the store by keys.
+"""Find which pages of a prompt are available, page by page: in the tree by nodes, in the store by keys.
 
-None of it uses what the library finds its own hits with: `match`, its bisection, or sets of lengths.
+It shares no code with the library's own lookup (`match`, its bisection, or sets of lengths).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def nothing(components: int, pages: int) -> Pages:
 
 
 def longest(coverages: Sequence[Coverage], there: Pages) -> int:
-    """The longest prefix, in pages, that every component has what it needs of: the first needs all of it."""
+    """The longest prefix, in pages, that all components cover. The first component needs every page."""
     full = there[FULL].find(0)
     end = len(there[FULL]) if full < 0 else full
     while end and not all(map(_covers, coverages[1:], there[1:], [end] * len(coverages))):
@@ -46,7 +46,7 @@ def _covers(coverage: Coverage, there: bytearray, end: int) -> bool:
 
 
 def in_memory(tree: UnifiedRadixTree, tokens: array[int], seed: bytes, pages: int) -> Pages:
-    """What the tree has of the first `pages` pages of a sequence."""
+    """Which of a sequence's first `pages` pages the tree holds."""
     found = nothing(tree.width, pages)
     for node, first, count in _along(tree, memoryview(tokens).cast("B"), seed, pages):
         for component_id in range(tree.width):
@@ -60,7 +60,7 @@ def in_memory(tree: UnifiedRadixTree, tokens: array[int], seed: bytes, pages: in
 def _along(
     tree: UnifiedRadixTree, view: memoryview, seed: bytes, pages: int
 ) -> Iterator[tuple[Node, int, int]]:
-    """The nodes that a sequence runs through, the page that each begins with, and how many it takes."""
+    """The nodes along a sequence, each with its first page and its number of matching pages."""
     node, at = tree.roots.get(seed), 0
     while node is not None and at < pages:
         ahead = (
@@ -74,7 +74,7 @@ def _along(
 
 
 def shared_pages(node: Node, view: memoryview, at: int, pages: int, size: int) -> int:
-    """How many pages of `node` a sequence has at page `at`, one after the other."""
+    """Number of leading pages of `node` that match the sequence from page `at` on."""
     most = min(node.pages, pages - at)
     part, key = view[at * size : (at + most) * size], memoryview(node.key)
     if part == key[: most * size]:
@@ -83,7 +83,7 @@ def shared_pages(node: Node, view: memoryview, at: int, pages: int, size: int) -
 
 
 def is_held(node: Node, component_id: int) -> bool:
-    """Whether a request could be given the node's slots of a component, from either tier."""
+    """Whether the node's slots of a component are usable by a request, in either tier."""
     device, host = (node.residency[place_of(component_id, tier)] for tier in (Tier.DEVICE, Tier.HOST))
     if component_id == FULL:
         return device != ABSENT or host == RESIDENT
@@ -91,13 +91,13 @@ def is_held(node: Node, component_id: int) -> bool:
 
 
 def span(tree: UnifiedRadixTree, node: Node, component_id: int) -> tuple[int, int]:
-    """The pages that a node's slots of a component stand for: all of its own, or, for a state, its last."""
+    """The pages that a node's slots of a component cover: all of the node's, or the last one for a state."""
     paged = place_of(component_id, Tier.DEVICE) in tree.page_places
     return node.end - (node.pages if paged else 1), node.end
 
 
 def reclaimable(tree: UnifiedRadixTree, place: SlotPlace) -> int:
-    """How many slots of a place may be given up by and by, if whatever nobody keeps goes."""
+    """Number of slots of a place that repeated eviction could free."""
     if place not in (FULL_DEVICE, FULL_HOST):
         return sum(len(node.slots_at(place)) for node in tree.nodes() if _is_free(node, place))
     going: set[int] = set()
@@ -112,8 +112,8 @@ def _is_free(node: Node, place: SlotPlace) -> bool:
 
 
 def _stands_alone(node: Node, place: SlotPlace, going: set[int]) -> bool:
-    """Whether all that stands on a node's full pages goes before it."""
+    """Whether everything that depends on the node's full pages is evicted before it."""
     children = node.children.values()
-    if place == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:  # it would be gone for good
+    if place == FULL_DEVICE and node.residency[FULL_HOST] != RESIDENT:  # the pages would be lost
         return all(id(child) in going and child.residency[FULL_HOST] == ABSENT for child in children)
     return all(child.residency[place] == ABSENT or id(child) in going for child in children)

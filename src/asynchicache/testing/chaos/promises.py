@@ -20,7 +20,7 @@ class DurablePrefix(NamedTuple):
 
     Attributes:
         identity: the cache options that keep its pages apart from those of other caches.
-        tenant, tokens: the prefix.
+        tenant, tokens: namespace and tokens of the prefix.
     """
 
     identity: object
@@ -38,13 +38,13 @@ class DurabilityOracle:
 
     @contextmanager
     def waiting(self) -> Iterator[set[tuple[bytes, str]]]:
-        """Collect pages that the store loses meanwhile, by digest and pool: they need not be durable."""
+        """Collect the pages (digest and pool) that the store loses during the body; they need not be durable."""
         gone: set[tuple[bytes, str]] = set()
         with self._store.watched(lambda digest, pool: gone.add((digest, pool))):
             yield gone
 
     def made(self, promise: DurablePrefix, path: StoredPath, gone: set[tuple[bytes, str]]) -> None:
-        """`durable` was True just now, `gone` since it was called."""
+        """`durable` just returned True; the store lost the pages `gone` since the call."""
         keys = [key for key in path.every_key() if (key.digest, key.pool) not in gone]
         missing = [key for key in keys if key not in self._store]
         if missing:
@@ -57,7 +57,7 @@ class DurabilityOracle:
             self._made.append(promise)
 
     def asked(self, identity: object) -> Sequence[ClientTurn]:
-        """Requests that the next cache of the same pages is to serve first: the hit oracle looks how."""
+        """Requests that the next cache with the same pages must serve first, judged by the hit oracle."""
         mine = [promise for promise in self._made if promise.identity == identity]
         return [
             ClientTurn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None)

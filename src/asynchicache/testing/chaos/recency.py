@@ -1,7 +1,7 @@
-"""Which pages of a bounded store may make room: an LRU of paths, as far as the store can know of uses.
+"""Check which pages a bounded store evicts: an LRU of paths, as far as the store can know the uses.
 
-A use of a path is one of all its pages. A page that makes room is compared with what was used since: had
-that, and the page, fitted into the store together, it should have stayed.
+Using a path uses all its pages. If an evicted page would have fitted into the store together with all pages
+used after it, it should not have been evicted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StoredPath(NamedTuple):
     """A prefix that can be restored from a store.
 
     Attributes:
-        digests: of its pages, in order.
-        full: keys of what it needs of pools that cover every page, page by page.
-        ends: keys of what its end needs of others.
+        digests: digests of its pages, in order.
+        full: page by page, the keys in pools that cover every page.
+        ends: the keys that its end needs in other pools.
     """
 
     digests: Sequence[bytes]
@@ -46,7 +46,7 @@ class StoredPath(NamedTuple):
 class RecencyOracle:
     """Checks the eviction order of one bounded store against the times of use.
 
-    A store with faults may not learn of a use; then nothing is expected of it.
+    A store with faults may miss a use; the oracle then expects nothing of it.
     """
 
     def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
@@ -62,14 +62,14 @@ class RecencyOracle:
         store.keeper = self
 
     def used(self, key: ObjectKey, size: int) -> None:
-        """The store saw a use itself."""
+        """The store itself handled a use."""
         self._sizes[key] = size
         self._latest[key] = self._moved[key] = self._clock()
 
     def restored(self, path: StoredPath, known: Callable[[ObjectKey], bool]) -> None:
-        """A request was given a path from memory, or from storage by way of memory: all of it was used.
+        """A request got a path from memory, perhaps prefetched: all of its pages were used.
 
-        `known`: whether the cache knows that storage has a page; else it cannot tell of its use.
+        `known`: returns whether the cache knows that a page is stored; otherwise it cannot report the use.
         """
         now = self._clock()
         self._know(path)
@@ -94,18 +94,18 @@ class RecencyOracle:
             known.pop(key, None)
 
     def restarted(self) -> None:
-        """A cache has ended: of what it used last it may not have told."""
+        """A cache has ended: it may not have reported its last uses."""
         told = self._clock() - TOLD_SECONDS
         for times in self._touched.values():
             times[:] = times[: bisect_right(times, told)]
 
     def evicted(self, key: ObjectKey, incoming: ObjectKey) -> None:
-        """A page had to make room for another one."""
+        """A page was evicted for another one; check that this was right."""
         path, capacity = self._paths.get(key), self._store.capacity_bytes
         if path is None or capacity is None or not self._restorable(path, key):
             return
         told = self._clock() - TOLD_SECONDS
-        since = self._told(key, told) - TOLD_SECONDS  # storage may have been told of others' uses as late
+        since = self._told(key, told) - TOLD_SECONDS  # reports of other uses may have been this late
         size = self._sizes.get(key, 0)
         rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, since))
         if size + rivals + self._sizes.get(incoming, size) <= _ROOM * capacity:
@@ -115,8 +115,8 @@ class RecencyOracle:
             )
 
     def _used_since(self, key: ObjectKey, since: float) -> list[ObjectKey]:
-        """The pages that may be taken for used later than one that was used then: with each of them, those
-        before it on its path."""
+        """The pages that may count as used later than a page used at `since`; each with those before it on its
+        path."""
         used = {
             other.digest
             for other, latest in self._latest.items()
@@ -136,21 +136,21 @@ class RecencyOracle:
         ]
 
     def _told(self, key: ObjectKey, told: float) -> float:
-        """The last use that storage must know of."""
+        """Time of the page's last use that storage must know."""
         times = self._touched.get(key, [])
         count = bisect_right(times, told)
         del times[: max(count - 1, 0)]
         return max(self._moved.get(key, 0.0), times[0] if times and times[0] <= told else 0.0)
 
     def _restorable(self, path: StoredPath, key: ObjectKey) -> bool:
-        """Whether something could have been restored with a page of a path: nothing else of it was lost."""
+        """Whether the page made a prefix restorable: the store has lost no other page that it needs."""
         if path.ends:
             return all(other in self._store for other in path.every_key() if other != key)
         page = path.digests.index(key.digest)
         return all(other in self._store for keys in path.full[: page + 1] for other in keys if other != key)
 
     def _goes_before(self, other: ObjectKey, key: ObjectKey) -> bool:
-        """Whether a page lies behind another one, and was used with it at the latest, as storage was told."""
+        """Whether page `other` must be evicted before `key`: it follows on the path and was not used later."""
         if self._latest[other] > min(self._latest[key], self._clock() - TOLD_SECONDS):
             return False
         digest: bytes | None = other.digest

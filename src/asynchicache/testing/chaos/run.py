@@ -1,4 +1,4 @@
-"""Runs one script and collects every violation, however it shows."""
+"""Run one script and collect all violations: exceptions, logged errors, warnings and broken invariants."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ScriptReport:
     """The result of a run.
 
     Attributes:
-        seed: of the script.
+        seed: the script's seed.
         ledger: operations, faults and violations.
         seconds: processor time.
     """
@@ -53,7 +53,7 @@ class ScriptReport:
 
 
 def run_script(script: Script) -> ScriptReport:
-    """Run a script in virtual time; the same script makes the same run."""
+    """Run a script in virtual time. The same script gives the same run."""
     ledger = Ledger()
     began = time.process_time()
     watches = (_log_watched, _warnings_watched, _collection_watched)
@@ -68,19 +68,19 @@ def run_script(script: Script) -> ScriptReport:
                 blocking_seconds=BLOCKING_SECONDS,
                 max_steps=MAX_STEPS,
             )
-        except (Exception, _Stuck) as error:  # noqa: BLE001 - whatever a run raises is what the search is after
+        except (Exception, _Stuck) as error:  # noqa: BLE001 - every error of a run is a finding
             ledger.violations.append(error_text(error))
-        gc.collect()  # what was lost warns now, not in the midst of another run
+        gc.collect()  # leaked objects warn now, not during another run
     return ScriptReport(script.seed, ledger, time.process_time() - began)
 
 
 class _Stuck(BaseException):
-    """No `Exception`: no boundary of the library is to take it for one of its own."""
+    """Not an `Exception`, so that the library does not catch it."""
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise where a run spins without its loop ever getting a turn; on the main thread only."""
+    """Raise in a run that spins without returning to its loop. Works on the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,7 +89,7 @@ def _limited(seconds: float) -> Iterator[None]:
         raise _Stuck(f"no turn of the loop for {seconds} s of processor time")
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    # Again and again: what tidies up after the first one may spin too.
+    # Repeat: cleanup after the first interrupt may spin too.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
@@ -134,7 +134,7 @@ def _log_watched(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _collection_watched(ledger: Ledger) -> Iterator[None]:
-    """Errors of what is collected are violations, unless the run was cut off in the midst of it."""
+    """Record errors in finalizers as violations, unless the run was interrupted there."""
 
     def note(found: sys.UnraisableHookArgs) -> None:
         if not ledger.violations and found.exc_value is not None:
@@ -149,7 +149,7 @@ def _collection_watched(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _warnings_watched(ledger: Ledger) -> Iterator[None]:
-    """Warnings of lost leases and of coroutines that were never awaited are violations too."""
+    """Record warnings about lost leases and never-awaited coroutines as violations."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

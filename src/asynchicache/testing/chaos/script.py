@@ -1,7 +1,6 @@
-"""A run as data: what caches there are, what is asked of them, what goes wrong, and the seed of the rest.
+"""A run as data: its caches, their requests, the faults, and the seed of everything else.
 
-A script replays a run anywhere. It is JSON on disk, so that what was found can be sent, read and cut
-down.
+A script replays its run on any machine. It is stored as JSON, so that findings can be shared, read and shrunk.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         page_size: tokens of a page.
-        layers: layers, two at least; attention is in every other one, windows are in those between.
+        layers: number of layers, at least two; every other one has attention, the rest have windows.
         states: has recurrent states.
         window: pages of its sliding window; 0 for none.
         near: pages of a second, shorter window; 0 for none.
-        index: has the index keys of sparse attention, which share the slots of `kv`.
-        draft: a draft model's window shares the slots of the window.
+        index: has index keys of sparse attention, which share the slots of `kv`.
+        draft: has a draft model's window, which shares the slots of the window.
         replicated: every rank holds the same `kv`.
     """
 
@@ -62,7 +61,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def family(self) -> str:
-        """Its pools in words, such as `full+mamba`."""
+        """The names of its pools, such as `full+mamba`."""
         words = ["full", "mamba" * self.states, "swa" * bool(self.window or self.near), "dsa" * self.index]
         return "+".join(filter(None, words))
 
@@ -71,10 +70,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request does after one of its forwards.
 
     Attributes:
-        snapshot, checkpoint: at the length that is computed.
-        advance: shares of that length, in percent, to let go of windows at.
-        again: publish once more, at that share of the length; only where there are no states.
-        pause: seconds.
+        snapshot, checkpoint: take one at the computed length.
+        advance: shares of that length, in percent, up to which to release windows.
+        again: publish once more at this share of the length; only for models without states.
+        pause: seconds to sleep.
     """
 
     snapshot: bool = False
@@ -91,14 +90,14 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         prompt, output: token ids.
         tenant: the namespace; None for none.
         wait: seconds before it.
-        patience: seconds of waiting for storage; 0 asks nothing of it, None waits for an answer.
-        rest: seconds of keeping nothing before loading; None: it keeps what matched.
-        admit: wait for room before loading.
-        stops: lengths at which the prefill ends a forward, besides those that the cache asks for.
-        paces: what follows each forward, from the first one on; then nothing.
-        abort: give up after so many forwards.
-        final, durable: how the last checkpoint is made, and whether to wait for storage.
-        leaves: ends by leaving `async with`, and names no stream that may still run.
+        patience: seconds to wait for storage; 0 skips the prefetch, None waits for its end.
+        rest: seconds to release the match before loading; None keeps it.
+        admit: wait for free slots before loading.
+        stops: lengths at which the prefill ends a forward, besides those that the cache demands.
+        paces: what follows each forward, from the first one on; later forwards have none.
+        abort: number of forwards after which to give up.
+        final, durable: how to make the last checkpoint, and whether to wait until it is stored.
+        leaves: end by leaving `async with`, without naming a stream that may still run.
     """
 
     prompt: tuple[int, ...]
@@ -117,11 +116,11 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChaosClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Requests one after the other.
+    """A client that makes requests one after the other.
 
     Attributes:
         turns: the requests.
-        cancel: seconds after which it is cancelled, whatever it does.
+        cancel: seconds after which the client is cancelled.
     """
 
     turns: tuple[ClientTurn, ...]
@@ -129,15 +128,15 @@ class ChaosClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ScriptEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that happens beside the requests.
+    """An event concurrent with the requests.
 
     Attributes:
-        what: `attach`, `detach`, `clear`, `flush`, `drain`, `look` (statistics), `release` (calls that
-            hang go on), `restart` (storage is away for a while), `lose` (and comes back empty), `forget`
-            (storage loses some pages), `jump` (the clock).
-        wait: seconds since the event before.
-        seconds: that storage is away, or that the clock jumps.
-        share: of the pages of storage, those that it loses.
+        what: `attach`, `detach`, `clear`, `flush`, `drain`, `look` (read statistics), `release` (hanging
+            calls continue), `restart` (storage is down for a while), `lose` (and comes back empty), `forget`
+            (storage loses some pages), `jump` (the clock jumps).
+        wait: seconds since the previous event.
+        seconds: how long storage is down, or how far the clock jumps.
+        share: share of its pages that storage loses.
     """
 
     what: str
@@ -147,14 +146,13 @@ class ScriptEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Traffic that goes on until all the calls made beside it have ended.
+    """Traffic that continues until all concurrent calls have ended.
 
     Attributes:
-        prompts: each of so many clients begins with one of them again and again, and goes on with pages
-            of its own.
-        pages: how many those are.
-        calls: `flush`, `drain`, `durable`, `reserve`, `detach`, one after the other.
-        large: pages that the request of `durable` and `reserve` takes.
+        prompts: one per client; each of its requests starts with this prompt and adds new pages.
+        pages: number of new pages.
+        calls: `flush`, `drain`, `durable`, `reserve`, `detach`, made one after the other.
+        large: pages of the request of `durable` and `reserve`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -171,11 +169,11 @@ class CacheSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StorageFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How often storage does what is wrong, from 0 to 1; see `testing.faults.FaultRates`.
+    """Probabilities of storage faults, from 0 to 1; see `testing.faults.FaultRates`.
 
     Attributes:
         stall: a call takes a hundred times as long.
-        exists: seconds that every question takes beside; no fault.
+        exists: extra seconds per `exists` call; not a fault.
     """
 
     fail: float = 0.0
@@ -191,15 +189,15 @@ class StorageFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class DeviceFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What goes wrong with copies, from 0 to 1, or at which copy.
+    """Faults of copies: probabilities from 0 to 1, or the number of the affected copy.
 
     Attributes:
-        stall: how often a copy takes a hundred times as long.
-        lost, late: how often a notification never comes, or comes late.
-        fail: the copy that fails, and the device with it.
+        stall: probability that a copy takes a hundred times as long.
+        lost, late: probability that a notification is lost, or late.
+        fail: the copy that fails, together with the device.
         partial: the copy that fails half done.
         never: the copy that never ends.
-        lie: the copy that brings a wrong byte; the cache is to notice by its audit.
+        lie: the copy that writes a wrong byte, which the cache's audit must notice.
     """
 
     stall: float = 0.0
@@ -215,21 +213,21 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One cache, from opening to closing.
 
     Attributes:
-        sizes: by pool.
+        sizes: slots by pool.
         weights: the weight version; None: the cache has no storage.
-        salt: the cache's.
-        rank, ranks: which part of the model it is.
-        clients, events: what happens.
-        close: seconds after which it is closed, whatever goes on; None: when the clients are done.
-        storage, device: what goes wrong there.
-        refuse: how often there is no room, though there would be.
-        group_bytes: what makes a group of a load's layers worth a copy of its own.
-        poor: the piece of memory that the system refuses when the cache is opened first; None: none.
-        audit: the share of pages that is fingerprinted.
-        hashing: seconds that the fingerprints of one copy take, about; 0: as short as any call of a worker.
-        patience: seconds that the policy `timeout` waits for storage, about.
-        steady: traffic after the clients are done, and what is called beside it.
-        crash: nothing of what is under way in the end gets to storage any more.
+        salt: the cache's salt.
+        rank, ranks: the part of the model that the cache holds.
+        clients, events: requests and concurrent events.
+        close: seconds after which the cache is closed regardless; None: when the clients are done.
+        storage, device: their faults.
+        refuse: probability that an allocation is refused although slots are free.
+        group_bytes: minimum bytes of a layer group that a load copies separately.
+        poor: number of the slab whose memory is refused when the cache is first opened; None: none.
+        audit: share of pages that is fingerprinted.
+        hashing: mean seconds to fingerprint one copy; 0: as short as any worker call.
+        patience: mean seconds that the policy `timeout` waits for storage.
+        steady: traffic after the clients are done, and the calls concurrent with it.
+        crash: no call that is in flight at the end reaches storage.
     """
 
     sizes: dict[str, CacheSizes]
@@ -259,15 +257,15 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All of a run.
+    """The script of one run.
 
     Attributes:
-        seed: of the order of tasks, the speed of everything, and the luck of faults.
-        model: what is served.
+        seed: determines the order of tasks, all durations, and which faults happen.
+        model: the model of all caches.
         lives: caches over the same stores.
-        together: all at once; else one after the other.
-        last: one more, when all of them have ended.
-        capacity: bytes of the store that they share; None: no limit.
+        together: run them concurrently; otherwise one after the other.
+        last: one more cache, opened after all others have ended.
+        capacity: size of the shared store in bytes; None: unlimited.
     """
 
     seed: int
@@ -290,14 +288,14 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sum(len(life.events) for life in self.every_life)
 
     def text(self) -> str:
-        """As JSON, what is as usual left out."""
+        """The script as JSON, without default values."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def load(cls, path: Path) -> Script:
         """
         Raises:
-            ConfigError: the file is no script, or cannot be read.
+            ConfigError: the file cannot be read, or is not a script.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)

@@ -1,4 +1,4 @@
-"""The search: many seeds on several processors, what they did, and what they found, cut down."""
+"""Run many seeds on several processors, sum up their operations, and shrink what they find."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BATCH = 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A seed that found something.
+    """A seed with violations.
 
     Attributes:
-        seed: replays it.
-        violations: what is wrong, in words.
-        script: the least script that was found to do the same, or None.
+        seed: replays the run.
+        violations: descriptions of what went wrong.
+        script: the smallest script found with the same violation, or None.
     """
 
     seed: int
@@ -40,13 +40,13 @@ class Finding:
 
 @dataclass(slots=True, eq=False)
 class Findings:
-    """What seeds did, added up.
+    """Totals over many seeds.
 
     Attributes:
-        seeds: how many were run.
-        operations, faults, served, costs: as of a `Ledger`.
-        families: runs by the pools of their model.
-        violations: of the seeds that found something, in order.
+        seeds: number of seeds run.
+        operations, faults, served, costs: sums over ledgers, see `Ledger`.
+        families: number of runs by the pools of their model.
+        violations: the seeds with violations, in order.
         cpu_seconds: processor time of all runs.
     """
 
@@ -90,7 +90,7 @@ def run_seeds(seeds: Sequence[int]) -> Findings:
 
 @contextmanager
 def quick_collection() -> Iterator[None]:
-    """Let each run's garbage be looked for without going through all modules each time."""
+    """Speed up each run's garbage collection by excluding the objects of loaded modules."""
     gc.collect()
     gc.freeze()
     try:
@@ -103,9 +103,9 @@ def search(seeds: Sequence[int], jobs: int, advance: Callable[[int, int], object
     """Run many seeds.
 
     Args:
-        seeds: whose scripts.
-        jobs: processes; 1 runs them here.
-        advance: told how many are done, of how many.
+        seeds: the seeds to run.
+        jobs: number of processes; 1 runs them in this process.
+        advance: called with the number of finished seeds and the total.
     """
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
     found = Findings()
@@ -119,7 +119,7 @@ def _carry_out(batches: Sequence[Sequence[int]], jobs: int) -> Iterator[Findings
     if jobs == 1 or len(batches) == 1:
         yield from map(run_seeds, batches)
         return
-    # Spawned: a process that was forked while torch has threads may hang.
+    # Spawn, because a process forked while torch has threads may hang.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
@@ -128,7 +128,7 @@ def _carry_out(batches: Sequence[Sequence[int]], jobs: int) -> Iterator[Findings
         try:
             for done in as_completed(futures):
                 yield done.result()
-        except BaseException:  # the caller left: waiting for the rest could take hours
+        except BaseException:  # do not wait for the rest, which could take hours
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
@@ -137,8 +137,8 @@ def _carry_out(batches: Sequence[Sequence[int]], jobs: int) -> Iterator[Findings
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back in this thread. Processes that it starts meanwhile never see one, so that Ctrl-C in a
-    terminal, which signals all of them, is handled by the first process alone."""
+    """Block SIGINT in this thread. Processes started meanwhile inherit that, so that Ctrl-C in a terminal,
+    which signals all processes, is handled by the parent only."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -151,7 +151,7 @@ def _begin() -> None:
 
 
 def reduce(finding: Finding) -> Finding:
-    """The same finding, with a script that is as small as it could be made."""
+    """Return the finding with a shrunk script."""
     script = draw_script(finding.seed)
     report = run_script(script)
     if not report.violations:
