@@ -1,1 +1,1 @@
-"""What is measured, and how it is shown: each bench beside a limit from the same run."""
+"""The benches and their reports. Each bench compares with a limit measured in the same run."""

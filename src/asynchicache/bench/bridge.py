@@ -1,4 +1,4 @@
-"""What the bridge between the event loop and the device costs: to submit, to be woken, to go on."""
+"""Cost of the bridge between event loop and device: submitting, waking the loop, resuming a task."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class BridgeReport:
     """Medians, in microseconds.
 
     Attributes:
-        build_us: of the loop thread's CPU time, to make 64 operations of lists of slots, checks included.
-        submit_us: of the loop thread's CPU time, from the first of 64 submissions until all are handed
-            over at the end of the tick.
-        submit_wall_us: the same by the clock, which other processes and threads share.
-        wake_us: from the end of work on a stream's thread until the loop calls what was waiting for it.
-        resume_us: from there until a task goes on that awaits it.
-        plan_us: CPU time of a plan for 8,192 scattered pages of 80 layers; not the loop's.
-        wakes_per_64: wakes of the loop for 64 completions of one stream.
+        build_us: CPU time of the loop thread to build 64 operations from lists of slots, checks included.
+        submit_us: CPU time of the loop thread from the first of 64 submissions until all are handed over at
+            the end of the tick.
+        submit_wall_us: the same in wall time, which includes other processes and threads.
+        wake_us: from the end of work on a stream's thread until the loop runs its callback.
+        resume_us: from that callback until the awaiting task resumes.
+        plan_us: CPU time to plan 8,192 scattered pages of 80 layers; outside the loop thread.
+        wakes_per_64: number of loop wake-ups for 64 completions of one stream.
     """
 
     build_us: float
@@ -63,7 +63,7 @@ class BridgeReport:
 
     @property
     def ok(self) -> bool:
-        return True  # it measures, and checks nothing
+        return True  # measures only; nothing to check
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -82,7 +82,7 @@ class BridgeReport:
 
 
 async def run_bridge(options: BridgeOptions) -> BridgeReport:
-    """Measure each part in turn, round by round, on emulated streams with a thread each."""
+    """Measure all parts in each round, on emulated streams with one thread each."""
     async with _open_bridge(options) as bridge:
         with _no_garbage_collection():
             rounds = [await bridge.measure() for _ in range(options.rounds)]
@@ -90,7 +90,7 @@ async def run_bridge(options: BridgeOptions) -> BridgeReport:
 
 
 class _Clocks(NamedTuple):
-    """CPU time of this thread, and time by the clock, in seconds."""
+    """CPU time of this thread and wall time, in seconds."""
 
     thread: float
     wall: float
@@ -101,7 +101,7 @@ class _Clocks(NamedTuple):
 
 
 class _Bridge:
-    """An engine on a device of threads, and a stream beside it."""
+    """An engine on an emulated threaded device, and a separate stream."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class _Bridge:
         self._scattered = CacheOperation(Direction.LOAD, (transfer,))
 
     async def measure(self) -> list[float]:
-        """One round, in the order of `BridgeReport`."""
-        plan = await self._port.run_blocking(self._plan)  # off the loop, whose caches it leaves alone
+        """Measure one round; values in the order of `BridgeReport`."""
+        plan = await self._port.run_blocking(self._plan)  # off the loop thread, to keep its CPU caches warm
         seconds = [*await self._submit(), *await self._wake(), plan]
         return [*(1e6 * value for value in seconds), await self._count_wakes()]
 
@@ -133,7 +133,7 @@ class _Bridge:
         operations = [self._operation(number) for number in range(OPERATIONS)]
         built = _Clocks.now()
         tickets = [self._engine.submit(operation, done=_ignore) for operation in operations]
-        # The engine hands over when the tick ends, and what was called later runs behind that.
+        # The engine hands over at the end of the tick; a later callback runs after that.
         asyncio.get_running_loop().call_soon(lambda: handed_over.set_result(_Clocks.now()))
         end = await handed_over
         for ticket in tickets:
@@ -151,7 +151,7 @@ class _Bridge:
         return time.thread_time() - started
 
     async def _wake(self) -> tuple[float, float]:
-        """From the end of one piece of work until its release, and until the task goes on."""
+        """Measure from the end of one piece of work to its release, and to the resumption of the task."""
         released: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         ended: list[float] = []
         gate = self._behind_gate()
@@ -181,7 +181,7 @@ class _Bridge:
         return self._reactor.statistics().wakes - before
 
     def _behind_gate(self) -> threading.Event:
-        """Holds the stream back until it is set."""
+        """Return an event that blocks the stream until it is set."""
         gate = threading.Event()
         self._stream.launch(gate.wait)
         return gate
@@ -215,7 +215,7 @@ def _memories(spec: ModelSpec, slots: int) -> dict[str, PoolMemory]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a round would be measured as if it were the bridge's."""
+    """Disable garbage collection, so that a round's times do not include it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -226,8 +226,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _ignore(error: BaseException | None) -> None:
-    """Nobody is to be told."""
+    """Ignore a completion."""
 
 
 def _nothing() -> None:
-    """Work that takes no time."""
+    """Stream work that takes no time."""

@@ -1,4 +1,4 @@
-"""A transfer engine on a real device, and a plain copy on a stream of the same device to hold it against."""
+"""A transfer engine on a real device, and a stream of the same device for plain copies to compare with."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _CLOSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CopyRig:
-    """An open engine and what it stands on.
+    """An open engine with its device and memory.
 
     Attributes:
-        aside: a stream for what is not the engine's, from `single_threaded`.
+        aside: a stream for work outside the engine, from `single_threaded`.
     """
 
     device: Device
@@ -47,22 +47,22 @@ class CopyRig:
     aside: Stream
 
     async def seconds(self, operation: CacheOperation) -> float:
-        """How long an operation takes, from its submission to its last byte.
+        """Seconds from an operation's submission to its last byte.
 
         Raises:
-            TransferError: it failed.
+            TransferError: the operation failed.
         """
         started = time.perf_counter()
         await self.engine.submit(operation, done=lambda error: None)
         return time.perf_counter() - started
 
     def settle(self) -> None:
-        """Wait for what torch was told to do outside of our streams, which are not ordered with that."""
+        """Wait for torch work outside our streams, because our streams are not ordered with it."""
         if self.memory.device.device.type == "cuda":
             torch.cuda.synchronize(self.memory.device.device)
 
     async def seconds_on_stream(self, work: Callable[[], object]) -> float:
-        """How long work takes by itself on the stream `aside`."""
+        """Seconds that work takes by itself on the stream `aside`."""
         return await self.port.run_blocking(partial(self._time, work))
 
     def _time(self, work: Callable[[], object]) -> float:
@@ -88,22 +88,22 @@ async def open_rig(
     group_bytes: int = GROUP_BYTES,
     cores: Mapping[str, int] = MappingProxyType({}),
 ) -> AsyncIterator[CopyRig]:
-    """An engine over one pool, all of its host memory pinned.
+    """Open an engine over one pool, with pinned host memory.
 
     Args:
         spec: the pool.
         page_size: tokens of a page.
-        slots: on the device, and as many on the host.
-        device: as torch names it.
-        layout: of host memory.
-        path: how to copy; measured if None.
-        group_bytes: layers that are copied together. Default: the engine's.
-        cores: on a CPU, by stream; see `OwnCores`.
+        slots: number of slots in each of the two tiers, device and host.
+        device: torch name of the device.
+        layout: layout of host memory.
+        path: the copy path; None chooses it by measurement.
+        group_bytes: minimum bytes of layers copied together. Default: the engine's.
+        cores: for a CPU, the core of each stream; see `OwnCores`.
 
     Raises:
-        ConfigError: no such device.
-        DeviceError: it is not there.
-        CapacityError: there is no room.
+        ConfigError: the device's name is invalid.
+        DeviceError: the device is not available.
+        CapacityError: there is not enough memory.
     """
     async with AsyncExitStack() as stack:
         port = AsyncioPort(threads=2)

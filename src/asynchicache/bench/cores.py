@@ -1,4 +1,4 @@
-"""Which cores the threads of a bench run on, and how many of them torch takes."""
+"""Assign a bench's threads to cores, and limit torch's threads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from asynchicache.streams.drivers import Run, ThreadDriver
 
 
 class OwnCores(ThreadDriver):
-    """Threads of some streams stay on a core each, as a GPU's copies and its compute do not share one.
+    """Pins the threads of some streams to a core each, as copies and compute on a GPU do not share one.
 
-    Left to the system, two that wake each other land on one core now and then, and wait for each other there.
+    Without pinning, the system sometimes places two threads that wake each other on one core, where they wait
+    for each other.
     """
 
     def __init__(self, cores: Mapping[str, int]) -> None:
-        """`cores`: by the name of a stream; the others go where the system lets them."""
+        """`cores`: core by stream name; threads of other streams are not pinned."""
         super().__init__()
         self._cores = cores
 
@@ -32,17 +33,17 @@ class OwnCores(ThreadDriver):
 
 
 def two_cores(first: Sequence[str], second: Sequence[str]) -> dict[str, int]:
-    """A core for some streams and another one for others; none where this process has only one."""
+    """Assign one core to the streams `first` and another to `second`; nothing if there is only one core."""
     cores = sorted(os.sched_getaffinity(0))
     return dict.fromkeys(first, cores[0]) | dict.fromkeys(second, cores[1]) if len(cores) > 1 else {}
 
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Keep this thread, and those that it starts meanwhile, on one core; where they like if it is None.
+    """Pin this thread, and threads it starts meanwhile, to one core; do nothing if `core` is None.
 
-    Left to the system, whom a copying thread wakes is put behind it on its core, for milliseconds, while
-    the other core has nothing to do.
+    Without pinning, the system can queue a thread behind the copying thread that woke it, for milliseconds,
+    while the other core is idle.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before if core is None else {core})
@@ -53,10 +54,10 @@ def on_core(core: int | None) -> Iterator[None]:
 
 
 def single_threaded(device: Device, name: str) -> Stream:
-    """A stream whose work uses one thread of the CPU.
+    """Return a stream whose work uses one CPU thread.
 
-    OpenMP counts threads for each thread that asks. A new one, such as an emulated stream's, starts with all
-    cores, whatever `one_torch_thread` says elsewhere, and a matrix product would take those of the copies.
+    OpenMP keeps its thread count per calling thread. A new thread, such as an emulated stream's, starts with
+    all cores even under `one_torch_thread`, and a matrix product there would use the copies' cores.
     """
     stream = device.stream(name)
     stream.launch(partial(torch.set_num_threads, 1))
@@ -65,10 +66,10 @@ def single_threaded(device: Device, name: str) -> Stream:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Let torch's operations use one thread each, those of this thread; see `single_threaded`.
+    """Limit torch operations called from this thread to one thread each; see `single_threaded`.
 
-    What is small gains little from more, and threads that wait for each other at every operation make times
-    that say nothing on a machine with other work.
+    Small operations gain little from more threads, and threads that synchronise at every operation make times
+    meaningless on a busy machine.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Conversations of many rounds: how much of each prompt is served from the cache?
+"""Multi-round conversations: measure the share of each prompt that the cache serves.
 
 After SGLang's `benchmark/hicache/bench_multiturn.py --disable-random-sample`, with clients in a fixed
-order: every round, each of them sends its whole history and new request tokens.
+order: in every round, each client sends its whole history plus new request tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from asynchicache.bench.turns import open_runner
 
 
 def ceiling(options: MultiturnOptions) -> Fraction:
-    """The hit rate if nothing is ever lost."""
+    """The hit rate if the cache loses nothing."""
     rounds = range(options.num_rounds)
     return Fraction(sum(map(options.kept, rounds)), sum(map(options.prompt, rounds)))
 
 
 async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitReport:
-    """Play all turns; storage holds everything.
+    """Play all turns, with unbounded storage.
 
     Raises:
-        CapacityError: a conversation, or its states, does not fit on the device.
+        CapacityError: a conversation or its states do not fit on the device.
     """
     rng = random.Random(options.seed)
     turns = options.num_clients * options.num_rounds

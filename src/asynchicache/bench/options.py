@@ -1,4 +1,4 @@
-"""The flags of benches that are one module each. Light, so that `--help` and wrong flags are quick."""
+"""Flags of the single-module benches. Imports little, so that `--help` and flag errors are fast."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class MultiturnOptions(CommandOptions, frozen=True):
             )
 
     def prompt(self, round_: int) -> int:
-        """Tokens of the prompt of round `round_`."""
+        """Prompt length of round `round_`, in tokens."""
         return self._history(round_) + self.request_length
 
     def kept(self, round_: int) -> int:
-        """Tokens of that prompt that can be restored at best.
+        """Maximum number of that prompt's tokens that can be restored.
 
-        The last token of a history was never computed; before it, the last multiple of the checkpoint
-        interval has a state, and the last whole page a window.
+        The last token of a history was never computed. Before it, the last multiple of the checkpoint
+        interval has a state, and the last whole page has a window.
         """
         computed = max(self._history(round_) - 1, 0)
         return computed // self.interval * self.interval
@@ -52,13 +52,13 @@ class MultiturnOptions(CommandOptions, frozen=True):
 
     @property
     def interval(self) -> int:
-        """Tokens between positions at which a prompt can be resumed."""
+        """Tokens between two positions where a prompt can resume."""
         return self.page_size if self.window else self.checkpoint_interval
 
     @property
     def sizes(self) -> PoolSizes:
-        """Room for every page; and for states, or for a window of each conversation and, for the one that
-        is running, of what it resumes from, what it computes, and a chunk between them."""
+        """Slots for every page and for states; or, with windows, for one window per conversation and, for the
+        running one, the windows it resumes from and computes, with a chunk between them."""
         if not self.window:
             return PoolSizes(
                 self.pages, self.mamba_slots, host_ratio=self.host_ratio, offload_states=self.offload_mamba
@@ -69,7 +69,7 @@ class MultiturnOptions(CommandOptions, frozen=True):
 
     @property
     def pages(self) -> int:
-        """Pages of all conversations at their end."""
+        """Total pages of all finished conversations."""
         return self.num_clients * -(-self._history(self.num_rounds) // self.page_size)
 
 
@@ -87,7 +87,7 @@ class SharedPrefixOptions(CommandOptions, frozen=True):
 
     @property
     def shared(self) -> int:
-        """Tokens of a system prompt that are whole pages."""
+        """Tokens in whole pages of a system prompt."""
         return self.gsp_system_prompt_len // self.page_size * self.page_size
 
     @property
@@ -96,8 +96,8 @@ class SharedPrefixOptions(CommandOptions, frozen=True):
 
     @property
     def sizes(self) -> PoolSizes:
-        """Room for every page, and for three states a prompt: of the system prompt, at the end of the
-        question, at the end of the output."""
+        """Slots for every page, and for three states per prompt: at the ends of the system prompt, of the
+        question and of the output."""
         tokens = self.gsp_system_prompt_len + self.gsp_question_len + self.gsp_output_len
         pages = -(-tokens // self.page_size)
         return PoolSizes(self.prompts * pages, 3 * self.prompts + 2)

@@ -1,4 +1,4 @@
-"""`bench overlap`: a forward that starts on each layer as soon as it is there, and one that waits for all."""
+"""`bench overlap`: compare a forward that starts each layer as soon as it is loaded with one that waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARES = (0.5, 1.0, 2.0)
 """How long the forward computes, as a multiple of how long its pages are on the way."""
 
 _PAGES = 32
-_CPU_WIDTH, _GPU_WIDTH = 192, 2048  # of the matrices that a layer multiplies; they stay in the caches
+_CPU_WIDTH, _GPU_WIDTH = 192, 2048  # of the matrices that a layer multiplies; small enough for the CPU's or GPU's caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,13 @@ class OverlapRow:
     """Medians, in milliseconds.
 
     Attributes:
-        layerwise_ms: load and forward, each layer launched behind its own fence as soon as that is enqueued.
-        serial_ms: the forward after all layers are loaded.
-        compute_ms, transfer_ms: each by itself.
-        ideal_ms: the longer of both, and one layer's transfer before it.
-        together_ms: the same forward, and a plain copy of as many bytes on another stream, without an
-            order: more than the longer of both as far as one slows the other down on this machine.
-        ideal_together_ms: as `ideal_ms`, of what this machine does of both at a time: `together_ms`, and
-            one layer's transfer before it.
+        layerwise_ms: load and forward, with each layer launched after its own fence.
+        serial_ms: load all layers, then forward.
+        compute_ms, transfer_ms: forward alone, load alone.
+        ideal_ms: the longer of the two, plus one layer's transfer.
+        together_ms: the forward, and concurrently a plain copy of the same size on another stream, unordered.
+            Exceeds the longer of the two if they slow each other down on this machine.
+        ideal_together_ms: `together_ms` plus one layer's transfer.
     """
 
     layerwise_ms: float
@@ -59,11 +58,11 @@ class OverlapReport:
     """One run.
 
     Attributes:
-        device: as torch names it.
-        rows: one for each share of compute.
-        submit_us_per_layer: from submitting a load until all its layers are enqueued, by their number.
-        first_layer_us: from submitting a load until its first layer is, and the forward is launched on it.
-        ok: every layer that was computed on had its bytes by then.
+        device: torch name of the device.
+        rows: one per share of compute.
+        submit_us_per_layer: from submitting a load until all its layers are enqueued, per layer.
+        first_layer_us: from submitting a load until its first layer is enqueued and the forward launched.
+        ok: each layer's bytes had arrived when the forward read them.
         pinned: whether host memory was pinned; never on a CPU.
     """
 
@@ -102,22 +101,22 @@ async def run_overlap(
     advance: Callable[[int, int], None],
     tell: Callable[[OverlapReport], None] = lambda report: None,
 ) -> OverlapReport:
-    """Load and compute, overlapped and one after the other.
+    """Measure load and compute, overlapped and sequential.
 
     Args:
         options: what to measure.
-        advance: told how many rows are done, and of how many.
-        tell: told what there is after each: whoever ends it early keeps that. Default: nobody is.
+        advance: called with the number of finished rows and the total.
+        tell: called with the partial report after each row, which survives an interrupt. Default: ignored.
 
     Raises:
-        ConfigError: no such device.
-        DeviceError: it is not there.
+        ConfigError: the device's name is invalid.
+        DeviceError: the device is not available.
     """
     item = (options.layer_mib << 20) // _PAGES
     tensor = TensorSpec("pages", tuple(range(options.layers)), (item,), "uint8")
     pool = PoolSpec("kv", (tensor,))
     rows = []
-    # Copies and compute are to have a core each, and the host's threads none of the copies', as with a GPU.
+    # As with a GPU, copies and compute get separate cores, and other threads do not use the copies' core.
     cores = two_cores(["load", "aside"], ["compute"]) if options.device == "cpu" else {}
     with one_torch_thread(), on_core(cores.get("compute")):
         async with open_rig(pool, 1, _PAGES, device=options.device, group_bytes=1, cores=cores) as rig:
@@ -133,9 +132,9 @@ class _OverlapRunner:
     """Runs one model's load and forward in several orders.
 
     Attributes:
-        submit_seconds: how long each load by itself took to be enqueued.
-        first_seconds: how long the first layer of each layer-wise load did.
-        wrong_layers: layers whose first byte was not that of the host when they were computed on.
+        submit_seconds: time to enqueue each separate load.
+        first_seconds: time to enqueue the first layer of each layer-wise load.
+        wrong_layers: layers whose first byte differed from the host's when the forward read them.
     """
 
     def __init__(self, rig: CopyRig, layers: int) -> None:
@@ -153,7 +152,7 @@ class _OverlapRunner:
         rig.memory.host.items("pages").fill_(1)
 
     def report(self, rows: list[OverlapRow]) -> OverlapReport:
-        """What there is so far."""
+        """The report of the rows so far."""
         submit = median(self.submit_seconds) / self._layers * 1e6
         first = median(self.first_seconds) * 1e6
         device, pinned = self._rig.device.name, self._rig.memory.host.pinned
@@ -166,7 +165,7 @@ class _OverlapRunner:
         seconds: list[list[float]] = [[] for _ in orders]
         for turn in range(rounds + 1):
             for which in rotated(range(len(orders)), turn):
-                await self._rig.seconds_on_stream(self._pages[:, :, 0].zero_)  # what `_see` is to find there
+                await self._rig.seconds_on_stream(self._pages[:, :, 0].zero_)  # so that `_see` detects stale bytes
                 seconds[which].append(await self._timed(partial(orders[which], repeats)))
         layerwise, serial, compute, transfer, together = (median(times[1:]) * 1e3 for times in seconds)
         first = transfer / self._layers
@@ -179,7 +178,7 @@ class _OverlapRunner:
         return time.perf_counter() - started
 
     async def _repeats(self, seconds: float) -> int:
-        """How many multiplications last for `seconds`."""
+        """Number of multiplications that take `seconds`."""
         many = 50
         times = [await self._rig.seconds_on_stream(partial(self._multiply, many)) for _ in range(5)]
         return max(1, round(seconds / (median(times[1:]) / many)))
@@ -226,7 +225,7 @@ class _OverlapRunner:
         self.wrong_layers += sum(not bool((first == 1).all()) for first in seen)
 
     def _launch(self, layer: int, seen: list[torch.Tensor], repeats: int) -> None:
-        """One layer's compute, the same in every order: it reads of every page, and multiplies."""
+        """Launch one layer's compute, identical in every order: read from every page, then multiply."""
         self._compute.launch(partial(self._see, seen, layer))
         self._compute.launch(partial(self._multiply, repeats))
 

@@ -1,4 +1,4 @@
-"""What `bench transfer` holds the engine against: one plain copy of many bytes, and single copies."""
+"""Baselines of `bench transfer`: one large plain copy, and single copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SINGLES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainMemory:
-    """Memory of the same kinds as a rig's tiers, and as much of it as its device pool is.
+    """Memory of the same kinds as a rig's tiers, as large as its device pool.
 
     Attributes:
         source, destination: uint8 `[nbytes]`.
@@ -45,11 +45,11 @@ class PlainMemory:
         return self.source.numel()
 
     def copy(self) -> None:
-        """All of it at once, by torch."""
+        """Copy everything at once with torch."""
         self.destination.copy_(self.source, non_blocking=True)
 
     def singles(self, run_bytes: int, seed: int) -> RunBatch:
-        """Runs of `run_bytes` in no order, at most `MOST_SINGLES`."""
+        """Up to `MOST_SINGLES` runs of `run_bytes`, in random order."""
         rng, there = random.Random(seed), self.nbytes // run_bytes
         number = min(MOST_SINGLES, there)
         order = [np.array(rng.sample(range(there), number), np.int64) * run_bytes for _ in range(2)]
@@ -62,9 +62,9 @@ class PlainMemory:
 
 
 def single_copier(device: torch.device) -> Callable[[RunBatch], None]:
-    """What copies runs one by one at the least cost there is: the driver's calls, on a CPU `memmove`.
+    """Return a function that copies runs one by one at the lowest cost: driver calls, or `memmove` on a CPU.
 
     Raises:
-        DeviceError: there is no driver.
+        DeviceError: the driver is not available.
     """
     return memmove_batch if device.type == "cpu" else CudaDriver.load().copy_singly

@@ -1,4 +1,4 @@
-"""How much each tier holds, for benches that play conversations."""
+"""Tier sizes of benches that play conversations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How much the tiers of a bench hold.
+    """Tier sizes of a bench.
 
     Attributes:
-        pages: slots on the device, for the pages of attention.
-        states, windows: the same of recurrent states, and of pages of sliding windows; 0: no such pool.
+        pages: device slots for attention pages.
+        states, windows: device slots for recurrent states and for sliding-window pages; 0: no such pool.
         window_pages: pages of one window.
-        host_ratio: host slots for each device slot.
-        offload_states: whether states leave the device at all.
+        host_ratio: host slots per device slot.
+        offload_states: whether states are backed up to the host.
     """
 
     pages: int

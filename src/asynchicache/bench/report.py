@@ -8,15 +8,15 @@ from rich.console import RenderableType
 
 
 class BenchReport(Protocol):
-    """What the command line needs of any bench's report."""
+    """The interface of a bench's report for the command line."""
 
     @property
     def ok(self) -> bool:
-        """Whether every byte was right and no check failed; the exit code follows from it."""
+        """Whether every byte was right and no check failed; determines the exit code."""
         ...
 
     def as_json(self) -> dict[str, object]:
-        """The numbers by name; names are stable, for programs."""
+        """The numbers by name. Names are stable for use by programs."""
         ...
 
     def present(self) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Rounds in which several things are measured beside each other."""
+"""Orders in which a round measures several items."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """All of `items`, from another one on each turn: none always comes after the same, or at an interval at
-    which the machine does something else."""
+    """`items` rotated by `turn`, so that no item always follows the same one, or coincides with periodic work
+    of the machine."""
     first = turn % len(items)
     return [*items[first:], *items[:first]]
 
 
 def there_and_back(items: Sequence[T]) -> list[T]:
-    """All of `items`, then all again from the last to the first.
+    """`items`, followed by `items` reversed.
 
-    What comes after another may find the machine in another state than what comes after itself, a disk that
-    has just been read, say. So each is first as often as last, and a drift in speed falls on all alike.
+    A measurement can depend on the one before it (for example, on a disk that was just read). In this order
+    each item runs first as often as last, and a drift in speed affects all equally.
     """
     return [*items, *reversed(items)]

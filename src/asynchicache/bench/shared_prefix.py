@@ -1,6 +1,6 @@
-"""Groups of prompts that begin with the same system prompt: does only the first one pay for it?
+"""Groups of prompts with a common system prompt: check that only the first prompt of a group computes it.
 
-After SGLang's `bench_serving --dataset-name generated-shared-prefix`, one turn a prompt, in a fixed
+After SGLang's `bench_serving --dataset-name generated-shared-prefix`, with one turn per prompt in a fixed
 order: the first prompt of every group, then the second of every group, and so on.
 """
 
@@ -16,18 +16,18 @@ from asynchicache.bench.turns import open_runner
 
 
 def ideal_hit_rate(options: SharedPrefixOptions) -> Fraction:
-    """Of every group, all prompts but the first find the whole pages of the system prompt."""
+    """The hit rate if all prompts but the first of a group hit the whole pages of the system prompt."""
     prompts = options.gsp_prompts_per_group
     length = options.gsp_system_prompt_len + options.gsp_question_len
     return Fraction(prompts - 1, prompts) * Fraction(options.shared, length)
 
 
 async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) -> HitReport:
-    """Serve all prompts; storage holds everything.
+    """Serve all prompts, with unbounded storage.
 
-    A state is kept where the system prompt ends, as a server does that knows its chat template: a
-    recurrent state exists only where a forward stopped, and nothing else says so before the second
-    prompt of a group arrives.
+    The bench checkpoints the state at the end of the system prompt, as a server that knows its chat template
+    does: a recurrent state exists only where a forward ended, and the cache cannot know this position before
+    the second prompt of a group arrives.
     """
     rng = random.Random(options.seed)
     systems = [draw_tokens(rng, n, options.gsp_system_prompt_len) for n in range(options.gsp_num_groups)]

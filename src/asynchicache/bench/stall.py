@@ -1,4 +1,4 @@
-"""How long the loop stands still while pages move: a one-millisecond ticker beside a gigabyte of copies."""
+"""Measure how long copies block the event loop: a one-millisecond ticker beside a gigabyte of copies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """What the ticker saw.
+    """The ticker's measurements.
 
     Attributes:
-        moved_bytes: between device and host, both ways.
-        seconds: how long that took.
-        idle_gap_ms, gap_ms: the longest time between two ticks, of an idle run as long, and meanwhile.
+        moved_bytes: bytes copied between device and host, both directions.
+        seconds: duration of the copies.
+        idle_gap_ms, gap_ms: longest time between two ticks, in an idle run of equal length and during copies.
     """
 
     moved_bytes: int
@@ -35,7 +35,7 @@ class StallReport:
 
     @property
     def ok(self) -> bool:
-        return True  # it measures, and checks nothing
+        return True  # measures only; nothing to check
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -50,10 +50,10 @@ class StallReport:
 
 
 async def run_stall(options: StallOptions) -> StallReport:
-    """Write a prompt through to the host while another one's pages wait there, then load those.
+    """Back up a prompt to the host while another prompt's pages are already there, then load those.
 
     Raises:
-        CapacityError: the pages do not fit into memory twice.
+        CapacityError: memory cannot hold the pages twice.
     """
     spec = _spec(options.page_bytes)
     config = CacheConfig(
@@ -82,7 +82,7 @@ def _moved(cache: HybridCache) -> int:
 
 
 async def _publish(cache: HybridCache, tokens: list[int]) -> int:
-    """Write a prompt through to the host; the bytes moved so far."""
+    """Write a prompt through to the host; return the bytes moved so far."""
     async with cache.request(tokens) as request:
         await request.load()
         request.extend(len(tokens) - 1 - request.hit.tokens)
@@ -92,7 +92,7 @@ async def _publish(cache: HybridCache, tokens: list[int]) -> int:
 
 
 async def _there_and_back(cache: HybridCache, tokens: list[int]) -> None:
-    """Write another prompt through, which takes the device pages of the first; then load that again."""
+    """Write another prompt through, which evicts the first from the device; then load the first again."""
     await _publish(cache, [token + len(tokens) for token in tokens])
     async with cache.request(tokens) as request:
         await request.load()

@@ -1,4 +1,4 @@
-"""Tokens of conversations that no model wrote. The bytes that belong in pages are in `testing.oracle`."""
+"""Synthetic conversation tokens. `testing.oracle` defines the bytes of their pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 151_936
 
 
 class Transcript:
-    """The tokens of one conversation so far, with the digests of their whole pages."""
+    """The tokens of one conversation so far, and the digests of its whole pages."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -27,12 +27,12 @@ class Transcript:
 
 
 def draw_tokens(rng: random.Random, index: int, count: int) -> array[int]:
-    """`count` ids that count up, modulo the vocabulary, from `index` and an offset drawn from `rng`.
+    """`count` ids that count up, modulo the vocabulary, from `index` plus an offset drawn from `rng`.
 
-    The synthetic prompts of SGLang's `bench_multiturn.py --disable-random-sample`: cheap to make,
-    and two of them share a page only if they share their start.
+    These are the synthetic prompts of SGLang's `bench_multiturn.py --disable-random-sample`. They are cheap
+    to generate, and two of them share a page only if they share their start.
     """
-    import numpy as np  # here: a replay imports this module, and needs none
+    import numpy as np  # local import: a replay imports this module but does not need numpy
 
     start = rng.randrange(VOCABULARY) + index
     ids = array("q")

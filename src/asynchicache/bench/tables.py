@@ -1,4 +1,4 @@
-"""Tables for people, who read them in 80 columns too: words may take a second line there, figures never."""
+"""Tables that fit into 80 columns: words may wrap there, figures never."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from rich.table import Table
 
 
 def add_figures(table: Table, *headings: str) -> None:
-    """Columns of numbers, which are neither cut nor broken; a heading that is longer than they are has a
-    line break."""
+    """Add columns of numbers, which are never cut or wrapped. Long headings should contain a line break."""
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
 
 
 def facts(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
-    """What is told once, one fact a row; both sides may hold markup."""
+    """A table of name and value, one per row; both may contain markup."""
     table = Table(title=title, show_header=False)
     table.add_column()
-    table.add_column(justify="right", overflow="fold")  # a path is longer than a line, and no use in part
+    table.add_column(justify="right", overflow="fold")  # fold, not cut: paths may exceed a line
     for row in rows:
         table.add_row(*row)
     return table

@@ -1,4 +1,4 @@
-"""What a run of turns got from the cache, in the keys that every bench of hits reports."""
+"""Hit statistics of a run of turns, with the keys common to all hit benches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TurnHits(NamedTuple):
     """One turn.
 
     Attributes:
-        prompt_tokens, hit_tokens: of the prompt, and what of it the cache served.
-        by_tier: the served tokens at the farthest tier that any of their pools came from.
-        verified, wrong: pages and states that were compared byte by byte, and those that differed.
+        prompt_tokens, hit_tokens: length of the prompt, and tokens of it that the cache served.
+        by_tier: served tokens, by the farthest tier that any of their pools came from.
+        verified, wrong: number of pages and states compared byte by byte, and of those that differed.
     """
 
     prompt_tokens: int
@@ -35,7 +35,7 @@ class TurnHits(NamedTuple):
 
 
 class HitLimit(NamedTuple):
-    """The best hit rate that there can be, and the key that it is reported under."""
+    """The best possible hit rate, and the key of its entry in the report."""
 
     key: str
     hit_rate: float
@@ -43,17 +43,18 @@ class HitLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HitReport:
-    """What a bench found.
+    """The result of a hit bench.
 
     Attributes:
-        title: of its tables.
-        hit_rate: the share of prompt tokens served from the cache.
-        round_rates: the same of each round.
-        limit: what it could have been at best.
-        tokens_by_tier: served tokens at the farthest tier that any of their pools came from.
-        turns, turns_s: how many, and how many a second, checking included.
-        verified_pages, wrong_pages: pages and states compared byte by byte, and those that differed.
-        problems: what the cache's own check found at the end.
+        title: title of its tables.
+        hit_rate: share of prompt tokens served from the cache.
+        round_rates: hit rate of each round.
+        limit: the best possible hit rate.
+        tokens_by_tier: served tokens, by the farthest tier that any of their pools came from.
+        turns, turns_s: number of turns, and turns per second, checks included.
+        verified_pages, wrong_pages: number of pages and states compared byte by byte, and of those that
+            differed.
+        problems: findings of the cache's own check at the end.
     """
 
     title: str
@@ -106,7 +107,7 @@ class HitReport:
 
 
 class HitTally:
-    """Adds up turns, and tells how far it is."""
+    """Sums up turns and reports progress."""
 
     def __init__(self, rounds: int, turns: int, progress: Progress) -> None:
         self._prompt = [0] * rounds
@@ -128,7 +129,7 @@ class HitTally:
         self._progress(self._done, self._turns)
 
     def report(self, title: str, limit: HitLimit, problems: Sequence[str]) -> HitReport:
-        """What all turns so far come to."""
+        """The report of all turns so far."""
         return HitReport(
             title=title,
             hit_rate=sum(self._hit) / sum(self._prompt),

@@ -1,4 +1,4 @@
-"""How long the event loop stands still: a one-millisecond ticker beside some work."""
+"""Measure how long the event loop is blocked, with a one-millisecond ticker beside some work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TICK_SECONDS = 0.001
 
 
 async def longest_gap(work: Callable[[], Awaitable[object]]) -> float:
-    """The longest time between two ticks while `work` runs, in seconds."""
+    """Longest time between two ticks while `work` runs, in seconds."""
     longest = 0.0
     running = asyncio.ensure_future(work())
     last = time.perf_counter()

@@ -156,7 +156,7 @@ class BackendConformance:
 
     The tests cannot prove that an engine is `durable`. They look for pages after an orderly close in the same
     process, and so also find pages that were written only at close or that are only in the page cache. To
-    test durability, kill the process during writes, and cut a recorded log of writes and syncs at every point.
+    test durability, kill the process during writes, and cut a recorded log of writes and syncs everywhere.
 
     Attributes:
         page_bytes: size of a stored page; not a multiple of 4,096, so that slots have padding.

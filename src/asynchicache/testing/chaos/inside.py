@@ -22,7 +22,7 @@ class CacheInternals:
     """The internals of one open cache.
 
     Attributes:
-        books: the cache's state, including the holders of slots.
+        state: the cache's state, including the holders of slots.
         memory: every tensor of every pool in both tiers as bytes, `[layers, slots, ...]`.
         violations: allocations of slots that must never be reused.
     """
@@ -54,8 +54,8 @@ class CacheInternals:
         return self._controller.executor.failure is not None
 
     def copy_in_groups(self, group_bytes: int) -> None:
-        """Load layers in groups of at least `group_bytes`: the library's default would load such a small model
-        in one group."""
+        """Load layers in groups of at least `group_bytes`: the library's default would load such a small
+        model in one group."""
         self._scheduler._group_bytes = group_bytes  # noqa: SLF001
 
     def poison_freed(self) -> None:
@@ -65,7 +65,7 @@ class CacheInternals:
 
     @contextmanager
     def watching_failed_copies(self) -> Iterator[None]:
-        """During the body, report allocations of slots that a failed copy was to write: it may still write."""
+        """During the body, report allocations of slots that a failed copy may still write."""
         planner = self._controller.planner
         settle = planner.copy_finished
 
@@ -97,7 +97,7 @@ class CacheInternals:
                 tensor[:, list(slots)] = POISON
 
     def leftovers(self, may_leak: bool) -> list[str]:
-        """Describe what an idle, flushed cache still holds. With `may_leak`, permanently lost slots are allowed."""
+        """Describe what an idle, flushed cache still holds. `may_leak`: slots may be lost for good."""
         books = self.state
         found = [f"leak: {len(held)} {name}" for name, held in self._holders() if held and not may_leak]
         for free in books.free:

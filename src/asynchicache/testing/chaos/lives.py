@@ -62,7 +62,7 @@ def life_config(life: Life) -> CacheConfig:
 
 
 def page_identity(life: Life, model: ModelShape) -> Callable[[str], str]:
-    """Return a function that gives, by pool, what distinguishes this cache's pages from those of other caches.
+    """Return a function of the pool that tells this cache's pages from those of other caches.
 
     It uses the options only, not the library's fingerprint of them, which may be wrong.
     """
@@ -273,8 +273,8 @@ class _LifeRun:
         return ClientTurn(prompt=tuple(range(full.device * self._spec.page_size)), patience=None, admit=True)
 
     def _may_leak(self) -> bool:
-        """Whether slots may be lost for good: a failed device may still write to them, or a storage engine whose
-        call had not ended (or, after a clock jump, not begun) when it was closed."""
+        """Whether slots may be lost for good: a failed device may still write to them, or a storage engine
+        whose call had not ended (or, after a clock jump, not begun) when it was closed."""
         counted = self._ledger.faults
         not_begun = counted["storage.detach"] and counted["clock.jump"]
         return bool(self._device.error or self._device.lied or self._storage.calls.given_up or not_begun)

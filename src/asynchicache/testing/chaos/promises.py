@@ -38,7 +38,7 @@ class DurabilityOracle:
 
     @contextmanager
     def waiting(self) -> Iterator[set[tuple[bytes, str]]]:
-        """Collect the pages (digest and pool) that the store loses during the body; they need not be durable."""
+        """Collect pages (digest and pool) that the store loses during the body; they need not be durable."""
         gone: set[tuple[bytes, str]] = set()
         with self._store.watched(lambda digest, pool: gone.add((digest, pool))):
             yield gone

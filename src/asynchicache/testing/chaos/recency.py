@@ -115,8 +115,8 @@ class RecencyOracle:
             )
 
     def _used_since(self, key: ObjectKey, since: float) -> list[ObjectKey]:
-        """The pages that may count as used later than a page used at `since`; each with those before it on its
-        path."""
+        """The pages that may count as used later than a page used at `since`, each with those before it on
+        its path."""
         used = {
             other.digest
             for other, latest in self._latest.items()
@@ -150,7 +150,7 @@ class RecencyOracle:
         return all(other in self._store for keys in path.full[: page + 1] for other in keys if other != key)
 
     def _goes_before(self, other: ObjectKey, key: ObjectKey) -> bool:
-        """Whether page `other` must be evicted before `key`: it follows on the path and was not used later."""
+        """Whether `other` must be evicted before `key`: it follows on the path and was not used later."""
         if self._latest[other] > min(self._latest[key], self._clock() - TOLD_SECONDS):
             return False
         digest: bytes | None = other.digest

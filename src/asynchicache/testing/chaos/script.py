@@ -1,6 +1,6 @@
 """A run as data: its caches, their requests, the faults, and the seed of everything else.
 
-A script replays its run on any machine. It is stored as JSON, so that findings can be shared, read and shrunk.
+A script replays its run on any machine. It is stored as JSON, so that a finding can be sent, read and shrunk.
 """
 
 from __future__ import annotations

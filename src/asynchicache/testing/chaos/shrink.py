@@ -1,6 +1,6 @@
-"""Cuts a script down to what its violation takes (after Zeller and Hildebrandt, TSE 2002).
+"""Shrink a script while its violation remains (after Zeller and Hildebrandt, TSE 2002).
 
-What is left out changes the luck of all that stays, so each candidate is tried with a few seeds.
+Removing a part changes all later random draws, so each candidate is tried with a few seeds.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Stage: TypeAlias = Callable[[Script], Iterator[Script]]
 MOST_RUNS = 1000
 MOST_SECONDS = 60.0
 """Processor time; a run that never ends takes seconds."""
-_NEEDED = {"prompt", "sizes", "clients", "page_size"}  # what has no usual value
+_NEEDED = {"prompt", "sizes", "clients", "page_size"}  # fields without a default that could replace them
 SEEDS = 4
 """Seeds that a candidate is tried with."""
 
 
 class Shrinker:
-    """Looks for the least script with the same kind of violation.
+    """Searches for the smallest script with the same kind of violation.
 
     Attributes:
-        runs: how many were made.
+        runs: number of runs so far.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Shrinker:
         self._end = time.process_time() + MOST_SECONDS
 
     def shrink(self, script: Script, report: ScriptReport) -> tuple[Script, ScriptReport]:
-        """The least script that was found, and what its run came to; `report` is of `script`."""
+        """Return the smallest script found and its report; `report` is that of `script`."""
         kind = violation_kind(report.violations[0])
         before = None
         while script != before and not self._done:
@@ -72,14 +72,14 @@ class Shrinker:
     def _pass(
         self, stage: Stage, script: Script, report: ScriptReport, kind: str
     ) -> tuple[Script, ScriptReport]:
-        """Every simplification of one stage, on top of those before it that kept the violation."""
+        """Try every simplification of one stage; keep those that preserve the violation."""
         tried = 0
         while (candidate := next(islice(stage(script), tried, None), None)) is not None:
             found = self._try(candidate, kind) if candidate != script else None
             if found is None:
                 tried += 1
             else:
-                script, report = found  # the next one has moved up to its place
+                script, report = found  # the next candidate now has this index
         return script, report
 
     def _try(self, candidate: Script, kind: str) -> tuple[Script, ScriptReport] | None:
@@ -95,7 +95,7 @@ class Shrinker:
 
 
 def violation_kind(violation: str) -> str:
-    """What sort of violation it is: without the numbers and names of one run."""
+    """The kind of a violation: its text without run-specific numbers and names."""
     return re.sub(r"[0-9]+|'[^']*'", "", violation.partition(":")[0]).strip()
 
 
@@ -132,7 +132,7 @@ def _fewer(
     places: Callable[[Script], list[Place]],
     without: Callable[[Script, set[Place]], Script],
 ) -> Iterator[Script]:
-    """Without all, without each half, each quarter, and so on down to each one."""
+    """Yield scripts without all places, without each half, each quarter, down to each single one."""
     there = places(script)
     size = len(there)
     while size:
@@ -162,7 +162,7 @@ def _without_events(script: Script, gone: set[Place]) -> Script:
 
 
 def _simpler_lives(script: Script) -> Iterator[Script]:
-    """Each option of each life as usual, and each fault never."""
+    """Reset each option of each life to its default, and each fault to never."""
     usual = Life(sizes={})
     for number, life in enumerate(script.lives):
         for simpler in chain(_usual(life, usual), _calmer(life)):
@@ -182,7 +182,7 @@ def _calmer(life: Life) -> Iterator[Life]:
 
 
 def _less(steady: Steady) -> Iterator[Steady]:
-    """One call, one client, or one page less."""
+    """Remove one call, one client or one page."""
     for name in ("calls", "prompts"):
         items = getattr(steady, name)
         for index in range(len(items)) if len(items) > 1 else ():
@@ -209,7 +209,7 @@ def _shorter(turn: ClientTurn) -> Iterator[ClientTurn]:
 
 
 def _simpler_models(script: Script) -> Iterator[Script]:
-    """Without one of its kinds of pools."""
+    """Remove one kind of pool."""
     for model in _usual(script.model, ModelShape(page_size=script.model.page_size)):
         names = {pool.name for pool in model.spec().owners}
         last = None if script.last is None else _with_pools(script.last, names)
@@ -222,7 +222,7 @@ def _with_pools(life: Life, names: set[str]) -> Life:
 
 
 def _usual(given: T, usual: T) -> Iterator[T]:
-    """With each field in turn as it usually is, where that says less."""
+    """Reset each field in turn to its usual value, if it differs."""
     for name in given.__struct_fields__:
         if name not in _NEEDED and getattr(given, name) != getattr(usual, name):
             yield _replaced(given, **{name: getattr(usual, name)})

@@ -1,6 +1,6 @@
-"""Draws scripts of one situation each, which traffic at random hardly ever gets into.
+"""Draw scripts that each create one situation, which random traffic rarely reaches.
 
-Storage and device do what they should there, so that every hit, promise and wait can be judged.
+Storage and device have no faults here, so that the oracles can judge every hit, promise and wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CALLS = ("flush", "drain", "durable", "reserve", "detach")
 
 
 def draw_rush(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """Many requests with one head at the same moment, against a cold memory and a warm storage."""
+    """Many simultaneous requests with a common prefix, with cold memory and warm storage."""
     head = tuple(range(chance.randrange(2, 9) * model.page_size))
     tails = _tails(chance, model, chance.randrange(5, 17))
     known = chance.randrange(1, len(tails))
@@ -64,7 +64,7 @@ def draw_rush(chance: random.Random, seed: int, model: ModelShape) -> Script:
 def _rush(
     chance: random.Random, head: tuple[int, ...], tails: list[tuple[int, ...]]
 ) -> tuple[ChaosClient, ...]:
-    """Who was there before comes back with more, the others come for the first time."""
+    """Earlier clients return with longer prompts; the others come for the first time."""
     turns = [_turn((*head, *tail, *range(7, 7 + chance.randrange(1, 9)))) for tail in tails]
     chance.shuffle(turns)
     wait = chance.choice([0.0, 0.0, 0.001])
@@ -79,8 +79,8 @@ def _again(turn: ClientTurn) -> ClientTurn:
 
 
 def draw_return(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """Many requests at the same moment that resume where one has ended, whose pages and state others have
-    since driven to the host; some of them are audited on their way back."""
+    """Many simultaneous requests that resume where an earlier one ended. Other requests have since evicted
+    its pages and state to the host; the cache audits some of them as they are loaded."""
     model = _replaced(model, states=True)
     size, many = model.page_size, chance.randrange(5, 11)
     shared = tuple(range(chance.randrange(1, 6) * size))
@@ -103,11 +103,11 @@ def draw_return(chance: random.Random, seed: int, model: ModelShape) -> Script:
 
 
 def draw_waves(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """Two waves of requests that resume at one state, which is on the host, while the pages before it are on
-    the device: their copies are alike to the last slot that they keep.
+    """Two waves of requests that resume at one state. The state is on the host and the pages before it are on
+    the device, so both waves' copies keep the same slots.
 
-    The first wave goes with requests whose pages were fingerprinted, so that its copy is looked at for as
-    long as that takes in earnest, and the copy of the second wave, which is not, may end before it.
+    The first wave's copy is merged with requests whose pages are fingerprinted, so the audit delays it. The
+    second wave's copy is not audited, and may end first.
     """
     model = _replaced(model, states=True)
     size, many = model.page_size, chance.randrange(6, 12)
@@ -119,7 +119,7 @@ def draw_waves(chance: random.Random, seed: int, model: ModelShape) -> Script:
     waits = [
         0.15,
         *(0.2 if number % 2 else second for number in range(1, many)),
-    ]  # the first brings the pages
+    ]  # the first computes the pages
     back = [_replaced(_turn((*shared, 7, *range(n)), wait=wait), patience=0) for n, wait in enumerate(waits)]
     beside = [_replaced(_turn((*other, 9), wait=0.2), patience=0) for other in others[:4]]
     life = Life(
@@ -137,8 +137,7 @@ def draw_waves(chance: random.Random, seed: int, model: ModelShape) -> Script:
 
 
 def draw_bounded(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """Conversations that begin alike, one after the other, in a memory that holds them all and a storage that
-    holds a few."""
+    """Sequential conversations with a common prefix; memory holds all of them, storage only a few."""
     size = model.page_size
     head, numbers = tuple(range(chance.randrange(2, 9) * size)), count(5000)
     own = chance.randrange(2, 6)
@@ -170,7 +169,7 @@ def _in_turn(chance: random.Random, turns: list[ClientTurn]) -> tuple[ChaosClien
 
 
 def draw_steady(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """Traffic that does not stop, and calls that have to end all the same."""
+    """Continuous traffic, and calls that must end in spite of it."""
     size, clients = model.page_size, chance.randrange(5, 9)
     prompts = tuple(
         tuple(range(family * 100, family * 100 + chance.randrange(1, 4) * size)) for family in range(clients)
@@ -194,8 +193,7 @@ def draw_steady(chance: random.Random, seed: int, model: ModelShape) -> Script:
 
 
 def draw_long(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """One prompt of very many pages, which storage is asked for, and that has come back when it is asked for
-    again."""
+    """A prompt of very many pages that is queried in storage, and queried again after it was restored."""
     model = ModelShape(page_size=1, layers=2)
     prompt = tuple(range(LONGEST_PROMPT))
     client = ChaosClient(turns=(_turn(prompt), _turn((*prompt, 1))))
@@ -223,12 +221,12 @@ def _replaced(given: T, **changes: object) -> T:
 
 
 def roomy(model: ModelShape, *, device: int, host: int) -> dict[str, CacheSizes]:
-    """Pools of one size, whatever they hold."""
+    """Pools that all have the same number of slots."""
     return {pool.name: CacheSizes(device=device, host=host) for pool in model.spec().owners}
 
 
 def page_bytes(spec: ModelSpec) -> int:
-    """Bytes that a page of a prefix takes in storage, of all its pools."""
+    """Stored bytes per page of a prefix, over all pools."""
     return sum(
         pool.item_bytes(tensor, spec.page_size) * len(tensor.layers)
         for pool in spec.pools

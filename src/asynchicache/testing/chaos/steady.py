@@ -1,4 +1,4 @@
-"""Calls that wait, beside traffic that goes on until they have ended: each has to end while it does."""
+"""Waiting calls beside continuous traffic: each must end while the traffic continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BEGINNING = 0.003
 
 
 class SteadyTraffic:
-    """Clients that ask again and again, with new pages each time, and what is called meanwhile."""
+    """Clients that keep making requests with new pages, and the calls made meanwhile."""
 
     def __init__(self, engine: ChaosEngine, steady: Steady, backend: StorageBackend) -> None:
         self._engine = engine
@@ -31,7 +31,7 @@ class SteadyTraffic:
         self._stopped = False
 
     async def run(self) -> None:
-        """Make every call; then let the clients come to their end."""
+        """Make every call, then let the clients end."""
         clients = [asyncio.create_task(self._client(prompt)) for prompt in self._steady.prompts]
         await asyncio.sleep(_BEGINNING)
         for what in self._steady.calls:
@@ -44,7 +44,7 @@ class SteadyTraffic:
             await self._one(ClientTurn(prompt=self._longer(prompt, self._steady.pages), patience=None))
 
     def _longer(self, prompt: tuple[int, ...], pages: int) -> tuple[int, ...]:
-        """A prompt that goes on with new pages."""
+        """The prompt, extended by new pages."""
         return (*prompt, *(next(self._numbers) for _ in range(pages * self._size)), 0)
 
     async def _one(self, turn: ClientTurn) -> None:
@@ -85,7 +85,7 @@ class SteadyTraffic:
                 raise UsageError(f"{what!r} is none of the calls that a script may make beside traffic")
 
     async def _reserve(self, prompt: tuple[int, ...]) -> None:
-        """Wait for all the room that a large request needs at once."""
+        """Wait until all slots of a large request are free at once."""
         async with self._engine.cache.request(prompt) as request:
             await request.load()
             await request.reserve(len(prompt))

@@ -1,5 +1,5 @@
-"""Storage that outlives caches, goes wrong by a script, and is watched: what is stored must be right, and
-when nothing went wrong is known."""
+"""Storage that outlives caches, fails as scripted, and is observed: stored pages must be right, and the
+oracles know when there was no fault."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _SPEEDS = ("stall", "exists")
 
 
 class ChaosStorage:
-    """One cache's way to a store, through all that may go wrong.
+    """One cache's access to a store, with injected faults.
 
     Attributes:
-        store: see above.
-        calls: what the cache asks of it.
-        backend: what the cache is given.
+        store: the store that outlives the cache.
+        calls: record of the cache's calls.
+        backend: the backend that the cache uses.
     """
 
     def __init__(
@@ -80,23 +80,23 @@ class ChaosStorage:
         await asyncio.sleep(self._draws.chance.expovariate(1 / (mean_seconds * slower)))
 
     async def _question(self) -> None:
-        """What a question takes, beside what any call does."""
+        """Wait for the extra latency of a query."""
         if self._exists:
             await asyncio.sleep(self._exists)
 
-    # What is there, and what went wrong
+    # Stored pages and past faults
 
     def holds(self, digest: bytes) -> bool:
-        """Whether the store has a page of attention; not without memory for such pages to arrive in."""
+        """Whether the store has an attention page, and the cache has memory to prefetch such pages into."""
         return bool(self.has(["kv"], [digest])[0])
 
     def key(self, pool: str, digest: bytes) -> ObjectKey | None:
-        """What a page is called in the store; None if the cache has no such pool in storage."""
+        """A page's key in the store; None if the cache does not store that pool."""
         binding = self._witness.bindings.get(pool)
         return ObjectKey(binding.fingerprint, digest, pool, binding.shard) if binding is not None else None
 
     def has(self, pools: Sequence[str], digests: Sequence[bytes]) -> bytearray:
-        """One byte a page: 1 if the store has it of every pool."""
+        """One byte per page: 1 if the store has it for every pool."""
         found = bytearray(b"\1" * len(digests))
         for pool in pools:
             binding, store = self._witness.bindings.get(pool), self.store
@@ -109,8 +109,8 @@ class ChaosStorage:
         return found
 
     def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
-        """Whether nothing went wrong with storage since then, and what did before is over: every call is
-        made, and has been answered in time and rightly."""
+        """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
+        all calls, and each was answered in time and correctly."""
         self._look()
         stored = controller.storage
         if not stored or self._faulty.injected["swap"] or controller.storage_writer.clearing:
@@ -122,12 +122,12 @@ class ChaosStorage:
         return self._troubled < settled and all(pool.breaker is BreakerState.CLOSED for pool in pools)
 
     def never_troubled(self) -> bool:
-        """Whether nothing ever went wrong with storage."""
+        """Whether storage never had a fault."""
         self._look()
         return not self._seen
 
     def _look(self) -> None:
-        """Notice that something went wrong since the last time, or still does."""
+        """Record faults since the last look, and ongoing ones."""
         counted = self._draws.counted
         seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
         if seen != self._seen or self._faulty.hanging or self.calls.oldest() > self._limits.deadline:
@@ -135,11 +135,11 @@ class ChaosStorage:
             self._troubled = asyncio.get_running_loop().time()
 
     def release(self) -> None:
-        """Let calls that hang go on."""
+        """Let hanging calls continue."""
         self._faulty.release()
 
     async def restart(self, seconds: float, *, lose: bool) -> None:
-        """Answer nothing for a while; and forget everything, if it is to."""
+        """Answer no call for `seconds`. If `lose`, also forget all pages."""
         self._draws.count("storage.lose" if lose else "storage.restart")
         self._faulty.rates = FaultRates(raises=1.0)
         if lose:
@@ -148,18 +148,18 @@ class ChaosStorage:
         self._faulty.rates = self._rates
 
     def forget(self, share: float) -> None:
-        """Lose some pages, for good and without a word."""
+        """Lose some pages permanently and silently."""
         self._draws.count("storage.forget")
         keys = list(self.store)
         self.store.forget(self._draws.chance.sample(keys, round(len(keys) * share)))
 
     def cut_off(self) -> None:
-        """The process is killed: nothing that it asks from now on gets to the store."""
+        """The process is killed: none of its later calls reaches the store."""
         self._cut = True
         self._faulty.rates = FaultRates(raises=1.0)
 
     def mend(self) -> None:
-        """Nothing goes wrong from now on, unless all of it is over."""
+        """Stop all faults, unless the process was killed."""
         self._stall, self._rates = 0.0, FaultRates()
         self._faulty.rates = self._rates if not self._cut else FaultRates(raises=1.0)
         self._faulty.release()
@@ -242,10 +242,10 @@ class _WatchedCalls:
 
 
 class VerifyingBackend:
-    """A backend that checks the bytes of every page that it is asked to store.
+    """A backend that checks the bytes of every page before storing it.
 
     Attributes:
-        bindings: of the opened pools, by name.
+        bindings: bindings of the opened pools, by name.
     """
 
     def __init__(self, store: ChaosStore, oracle: HostOracle, ledger: Ledger) -> None:
@@ -303,7 +303,7 @@ class _VerifyingEngine:
         return outcomes
 
     def _tell(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
-        """The store knows by itself of the pages that were there."""
+        """Report used pages that the store could not see itself."""
         if (keeper := self._store.keeper) is not None:
             for key, outcome in zip(keys, outcomes, strict=True):
                 if outcome in (Outcome.HIT, Outcome.STORED, Outcome.EXISTS):

@@ -44,7 +44,7 @@ class ChaosStore(MemoryStore):
 
     @contextmanager
     def watched(self, gone: Gone) -> Iterator[None]:
-        """Have `gone` told of pages that go."""
+        """During the body, call `gone` for each lost page."""
         self._watchers.append(gone)
         try:
             yield

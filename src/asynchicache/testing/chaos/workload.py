@@ -1,7 +1,7 @@
-"""Draws a script from a seed: models, sizes that are always too small, traffic that shares, and faults.
+"""Draw a script from a seed: models, always too small sizes, traffic with shared prefixes, and faults.
 
-Each script leaves most kinds of trouble out, and draws which (swarm testing: Groce et al., ISSTA 2012):
-where everything goes wrong at once, nothing gets far enough to go wrong in a new way.
+Each script omits most kinds of faults, chosen at random (swarm testing: Groce et al., ISSTA 2012): if all
+faults happen at once, no operation gets far enough to fail in a new way.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ _EVENTS = (
 
 
 def draw_script(seed: int) -> Script:
-    """The script of a seed; the same one anywhere."""
+    """The script of a seed; the same on every machine."""
     chance = random.Random(f"script {seed}")
     model = draw_model(chance)
-    if seed >= _FIRST_WAVES and seed % _SEEDS_A_WAVE == 0:  # beside the others: what they draw stays
+    if seed >= _FIRST_WAVES and seed % _SEEDS_A_WAVE == 0:  # before any draw, so other seeds keep their scripts
         return draw_waves(chance, seed, model)
     situation = chance.choices([draw for draw, _ in _SITUATIONS], [share for _, share in _SITUATIONS])[0]
     return situation(chance, seed, model)
 
 
 def draw_traffic(chance: random.Random, seed: int, model: ModelShape) -> Script:
-    """Requests at random, and most kinds of faults left out."""
+    """Random requests, without most kinds of faults."""
     together = chance.random() < 0.2
     count = chance.choice([1, 1, 2, 2, 3]) if not together else 2
     traffic = TrafficGenerator(chance, model)
@@ -86,7 +86,7 @@ def draw_traffic(chance: random.Random, seed: int, model: ModelShape) -> Script:
 
 
 def _is_cut_short(life: Life) -> bool:
-    """Whether not all may happen that was drawn."""
+    """Whether the life may end before all of its drawn requests and events have happened."""
     faults = life.device
     failing = (
         faults.fail,
@@ -99,7 +99,7 @@ def _is_cut_short(life: Life) -> bool:
 
 
 def _draw_rest(chance: random.Random, model: ModelShape, traffic: TrafficGenerator) -> Life:
-    """A cache in which everybody comes to an end."""
+    """Draw the last cache, in which every request completes."""
     life = _draw_life(chance, model, traffic, 1, alone=False)
     calm = msgspec.structs.replace(life.device, fail=None, partial=None, never=None, lie=None)
     clients = tuple(msgspec.structs.replace(client, cancel=None) for client in life.clients)
@@ -118,7 +118,7 @@ _SITUATIONS: Sequence[tuple[Situation, float]] = (
 
 
 def draw_model(chance: random.Random) -> ModelShape:
-    """One of the families: full, with states, with windows, with an index, or with all of them."""
+    """Draw one of the model families: full, with states, with windows, with an index, or with all of them."""
     family = chance.choice(["full", "states", "window", "index", "mixed", "mixed"])
     mixed = family == "mixed"
     window = chance.choice([1, 2, 3, LONGEST + 4]) if family == "window" or mixed else 0
@@ -135,22 +135,22 @@ def draw_model(chance: random.Random) -> ModelShape:
 
 
 class TrafficGenerator:
-    """Who asks for what: prompts that share, diverge, extend, resume inside outputs, and come back when
-    their pages have just had to go."""
+    """Generates requests whose prompts share prefixes, diverge, extend, resume inside outputs, and return
+    just after their pages were evicted."""
 
     def __init__(self, chance: random.Random, model: ModelShape) -> None:
         self._chance = chance
         self._model = model
         self._families = [[1000 * family + n for n in range(LONGEST * 4)] for family in range(2)]
-        self._past: list[tuple[str | None, tuple[int, ...]]] = []  # the last one that was used comes last
+        self._past: list[tuple[str | None, tuple[int, ...]]] = []  # most recently used last
 
     @property
     def most(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence, in tokens."""
         return LONGEST * self._model.page_size
 
     def turn(self, capacity: int) -> ClientTurn:
-        """The next request on a cache whose device and host have so many pages."""
+        """The next request on a cache whose device and host have `capacity` pages."""
         chance = self._chance
         tenant, start = self._start(capacity)
         tail = [
@@ -164,19 +164,19 @@ class TrafficGenerator:
         return self._request(tenant, prompt, output)
 
     def _start(self, capacity: int) -> tuple[str | None, Sequence[int]]:
-        """Whose tokens a prompt begins with, and how many of them."""
+        """The tenant of the next prompt, and the tokens that it begins with."""
         chance = self._chance
         kind = chance.random()
         if kind < 0.25 or not self._past:
             return chance.choice(TENANTS), chance.choice(self._families)[: chance.randrange(self.most)]
         tenant, tokens = self._evicted(capacity) if kind < 0.55 else chance.choice(self._past)
         if chance.random() < 0.1:
-            tenant = chance.choice(TENANTS)  # the same words, and nobody else's pages
+            tenant = chance.choice(TENANTS)  # same tokens in another tenant: no pages may be shared
         cut = len(tokens) if chance.random() < 0.6 else chance.randrange(len(tokens) + 1)
         return tenant, tokens[:cut]
 
     def _evicted(self, capacity: int) -> tuple[str | None, tuple[int, ...]]:
-        """A sequence that just had to go, if the least recently used one goes first (a ghost list)."""
+        """A sequence that LRU eviction would just have removed (a ghost list)."""
         used, chosen = 0, self._past[-1]
         for chosen in reversed(self._past):
             used += -(-len(chosen[1]) // self._model.page_size)
@@ -217,17 +217,16 @@ class TrafficGenerator:
 def _draw_life(
     chance: random.Random, model: ModelShape, traffic: TrafficGenerator, lives: int, *, alone: bool
 ) -> Life:
-    """One of so many caches; `alone`: no other is open at that time.
+    """Draw one cache. `alone`: no other cache is open at the same time.
 
-    What may end in a device that failed, or hangs, is seldom drawn: a cache that serves nothing any more
-    finds nothing any more.
+    Faults that may fail or hang the device are rare: a cache that serves nothing finds no further violations.
     """
     sizes = draw_sizes(chance, model)
     deadly = chance.choice(["fail", "partial", "never", "lie"]) if chance.random() < 0.2 else ""
     stored = deadly != "lie" and (chance.random() < 0.85 or lives > 1)
     requests = max(2, round(MEAN_REQUESTS / lives * chance.uniform(0.7, 1.3)))
     close = round(chance.uniform(0.001, 0.03), 6) if chance.random() < 0.15 or deadly == "never" else None
-    layouts = [HostLayout.PAGE_FIRST_DIRECT] * 3 + [HostLayout.PAGE_FIRST]  # another one's pages are others
+    layouts = [HostLayout.PAGE_FIRST_DIRECT] * 3 + [HostLayout.PAGE_FIRST]  # different layouts share no pages
     return Life(
         sizes=sizes,
         clients=_draw_clients(chance, traffic, requests, sizes),
@@ -253,7 +252,7 @@ def _draw_life(
 
 
 def draw_sizes(chance: random.Random, model: ModelShape) -> dict[str, CacheSizes]:
-    """Pools that one long sequence nearly fills; some have no host memory at all."""
+    """Draw pools that one long sequence nearly fills; some have no host memory."""
     sizes: dict[str, CacheSizes] = {}
     for pool in model.spec().owners:
         window = pool.coverage.pages or 0
@@ -292,7 +291,7 @@ def _draw_clients(
 
 
 def _draw_events(chance: random.Random, requests: int) -> tuple[ScriptEvent, ...]:
-    """What happens beside the requests; storage that is detached mostly comes back."""
+    """Draw concurrent events. Detached storage is usually attached again."""
     known = chance.sample(_EVENTS, chance.randrange(1, len(_EVENTS)))
     events: list[ScriptEvent] = []
     for _ in range(requests):
@@ -314,7 +313,7 @@ def _draw_storage_faults(chance: random.Random) -> StorageFaults:
     rate = chance.choice([0.0, 0.03, 0.1, 0.3])
     rates = dict.fromkeys(kinds, rate)
     if "hang" in rates:
-        rates["hang"] = min(rate, 0.03)  # a few calls that hang, and the core asks for nothing more
+        rates["hang"] = min(rate, 0.03)  # after a few hanging calls the core stops calling storage
     return StorageFaults(**rates)
 
 
@@ -325,6 +324,6 @@ def _draw_device_faults(chance: random.Random, deadly: str, requests: int) -> De
 
 
 def _of_rank(life: Life, rank: int, ranks: int) -> Life:
-    """The same model, of which each cache has a part."""
+    """The life of one rank; each rank's cache holds a part of the model."""
     weights = life.weights and WEIGHTS[0]
     return msgspec.structs.replace(life, rank=rank, ranks=ranks, weights=weights, salt="")
