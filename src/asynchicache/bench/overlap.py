@@ -27,7 +27,7 @@ SHARES = (0.5, 1.0, 2.0)
 """How long the forward computes, as a multiple of how long its pages are on the way."""
 
 _PAGES = 32
-_CPU_WIDTH, _GPU_WIDTH = 192, 2048  # of the matrices that a layer multiplies; small enough for the CPU's or GPU's caches
+_CPU_WIDTH, _GPU_WIDTH = 192, 2048  # of a layer's matrices; these fit into the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class _OverlapRunner:
         seconds: list[list[float]] = [[] for _ in orders]
         for turn in range(rounds + 1):
             for which in rotated(range(len(orders)), turn):
-                await self._rig.seconds_on_stream(self._pages[:, :, 0].zero_)  # so that `_see` detects stale bytes
+                await self._rig.seconds_on_stream(self._pages[:, :, 0].zero_)  # `_see` then finds stale bytes
                 seconds[which].append(await self._timed(partial(orders[which], repeats)))
         layerwise, serial, compute, transfer, together = (median(times[1:]) * 1e3 for times in seconds)
         first = transfer / self._layers

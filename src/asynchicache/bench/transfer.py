@@ -1,4 +1,4 @@
-"""`bench transfer`: pages through the engine, beside one plain copy of as many bytes."""
+"""`bench transfer`: copy pages with the engine, and compare with one plain copy of the same size."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ class TransferRow:
     """One pool in one layout, in one direction.
 
     Attributes:
-        page_bytes: of one slot, all tensors and layers.
-        run_bytes: contiguous on both sides, on average.
-        path: how the pages were copied.
-        gb_s, limit_gb_s: 10^9 bytes a second, of the engine, and of one plain copy of as many bytes; medians.
-        ratio: of both in a round; the median.
-        pinned: whether host memory was pinned, that of the plain copy as well; never on a CPU.
-        singles_gb_s: of a loop of single copies of as long runs, for pages or runs of 4 to 16 KiB; else None.
-        gain: the engine's speed by that in a round; the median, or None.
+        page_bytes: size of one slot, all tensors and layers.
+        run_bytes: average length of runs that are contiguous on both sides.
+        path: the copy path.
+        gb_s, limit_gb_s: median speed of the engine and of one plain copy of the same size, in 10^9 bytes/s.
+        ratio: median of the two speeds' ratio within a round.
+        pinned: whether host memory was pinned, including the plain copy's; never on a CPU.
+        singles_gb_s: speed of a loop of single copies of equally long runs, for pages or runs of 4 to 16 KiB;
+            else None.
+        gain: median ratio of the engine's speed to `singles_gb_s` within a round, or None.
     """
 
     direction: str
@@ -89,7 +90,7 @@ class TransferRow:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """One run; `ok` if every page that arrived is the page that left."""
+    """The result of one run; `ok` if every page arrived intact."""
 
     device: str
     rows: list[TransferRow]
@@ -99,7 +100,7 @@ class TransferReport:
         return {"device": self.device, "ok": self.ok, "rows": [asdict(row) for row in self.rows]}
 
     def present(self) -> RenderableType:
-        """A table with a section for each pool and page, in which a row has both directions of a layout."""
+        """A table with a section per pool and page size, and a row per layout with both directions."""
         caption = "share: of the speed of one plain copy of as many bytes"
         table = Table(title=f"transfer, {self.device}, GB/s", caption=caption)
         table.add_column("pool, page\nlayout", no_wrap=True)
@@ -111,7 +112,7 @@ class TransferReport:
             if section != (section := f"{load.pool}, {_size(load.page_bytes)}"):
                 table.add_section()
                 table.add_row(section)
-            paths = dict.fromkeys((load.path, backup.path))  # one word where both are the same
+            paths = dict.fromkeys((load.path, backup.path))  # without duplicates
             rates = [f"{value:.2f}" for row in (load, backup) for value in (row.gb_s, row.ratio)]
             table.add_row(load.layout, _size(load.run_bytes), ", ".join(paths), *rates)
         return table
@@ -135,7 +136,7 @@ class _Case:
 
     @property
     def run_bytes(self) -> int:
-        """Pages are taken in no order, so a run is a unit of an item."""
+        """Run length. Pages are copied in random order, so runs never span pages."""
         layout = SlotLayout.of(self.pool, self.page_size, self.layout)
         units = sum(len(tensor.spec.layers) * tensor.units for tensor in layout.tensors.values())
         return layout.page_bytes // units
@@ -146,7 +147,7 @@ class _Case:
 
     @property
     def singly(self) -> bool:
-        """Whether it is held against single copies, too."""
+        """Whether to compare with single copies, too."""
         return self.page_bytes in SINGLES or self.run_bytes in SINGLES
 
 
@@ -163,19 +164,19 @@ async def run_transfer(
     advance: Callable[[int, int], None],
     tell: Callable[[TransferReport], None] = lambda report: None,
 ) -> TransferReport:
-    """Move the pages of every pool in every layout, in both directions.
+    """Copy the pages of every pool in every layout, in both directions.
 
     Args:
         options: what to measure.
-        advance: told how many cases are done, and of how many.
-        tell: told what there is after each: whoever ends it early keeps that. Default: nobody is.
+        advance: called with the number of finished cases and the total.
+        tell: called with the partial report after each case, which survives an interrupt. Default: ignored.
 
     Raises:
-        ConfigError: no such device, or no such path on it.
-        DeviceError: the device is not there.
+        ConfigError: the device's name is invalid, or the device does not support the copy path.
+        DeviceError: the device is not available.
     """
     cases, rows, ok, device = list(_cases(options.pool)), [], True, options.device
-    with one_torch_thread():  # as many for the plain copy as a stream of the engine's has
+    with one_torch_thread():  # the plain copy gets one thread, as the engine's streams have
         for done, case in enumerate(cases):
             found, right, device = await _run_case(case, options)
             rows += found
@@ -202,7 +203,7 @@ async def _run_case(case: _Case, options: TransferOptions) -> tuple[list[Transfe
 
 
 def _shuffled(direction: Direction, pool: str, slots: int, seed: int) -> CacheOperation:
-    """Every page, in no order."""
+    """An operation on all pages, in random order."""
     rng = random.Random(seed)
     sources, destinations = (rng.sample(range(slots), slots) for _ in range(2))
     return CacheOperation(direction, (PoolTransfer(pool, sources, destinations),))
@@ -238,11 +239,11 @@ async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, options: Tr
 async def _measured(
     measures: Sequence[tuple[int, Callable[[], Awaitable[float]]]], rounds: int
 ) -> list[list[float]]:
-    """By measure, 10^9 bytes a second in each round.
+    """Speeds of each measure by round, in 10^9 bytes/s.
 
     Args:
-        measures: bytes, and what takes how many seconds to move them.
-        rounds: that count; one more, the first, warms up.
+        measures: for each, the bytes moved and a call that moves them and returns the seconds.
+        rounds: number of counted rounds, which follow one warm-up round.
     """
     seconds: list[list[float]] = [[] for _ in measures]
     for number in range(rounds + 1):
@@ -252,29 +253,29 @@ async def _measured(
 
 
 def _median_ratio(mine: Sequence[float], others: Sequence[float]) -> float:
-    """Of the rates of a round."""
+    """Median over rounds of the ratio of two rates."""
     return median(one / other for one, other in zip(mine, others, strict=True))
 
 
 def _rates(nbytes: int, seconds: Sequence[float]) -> list[float]:
-    """10^9 bytes a second."""
+    """Rates in 10^9 bytes/s."""
     return [nbytes / one / 1e9 for one in seconds]
 
 
 def _sides(rig: CopyRig, direction: Direction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """By tensor, source and destination."""
+    """Source and destination of each tensor."""
     items = rig.memory.items()
     sides = (items.host, items.device) if direction is Direction.LOAD else (items.device, items.host)
     return zip(*sides, strict=True)
 
 
 def _place(rig: CopyRig) -> torch.device:
-    """Where pages are made and compared: a CPU takes seconds for what a GPU does at once."""
+    """The device that generates and compares pages: the rig's, since a CPU would take seconds for a GPU's."""
     return rig.memory.device.device
 
 
 def _fill(rig: CopyRig, direction: Direction, seed: int) -> None:
-    """Numbers to be read, no two words alike, and zeros where they are to arrive."""
+    """Fill the source with distinct words and the destination with zeros."""
     start = seed << 32
     for source, destination in _sides(rig, direction):
         nbytes = source.numel() * source.element_size()
@@ -287,7 +288,7 @@ def _fill(rig: CopyRig, direction: Direction, seed: int) -> None:
 
 
 def _arrived(rig: CopyRig, operation: CacheOperation) -> bool:
-    """Whether every page is where it was to go."""
+    """Whether every page has arrived at its destination."""
     transfer = operation.transfers[0]
     place = _place(rig)
     order = [torch.tensor(list(slots), device=place) for slots in (transfer.sources, transfer.destinations)]

@@ -1,7 +1,7 @@
-"""How fast the tree is: turns of a chat through it, with nothing but slot numbers around it.
+"""Measure the speed of the tree: run a chat's turns through it, with slot numbers only.
 
-Times are CPU time of this thread, medians over repeats in which the sets of pools take turns, so
-that what else the machine does falls on all of them alike. Compare within one result.
+Times are CPU times of this thread, as medians over repeats. The sets of pools alternate within each repeat,
+so that other load on the machine affects all alike. Compare only figures of one result.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class SetResult(TypedDict):
     """One set of pools.
 
     Attributes:
-        turns_s: turns per second: match, pin, evict if needed, allocate, insert, release.
-        match_us: one match within them.
-        tokens_s: prompt tokens looked up per second of all that.
-        hit_rate: share of prompt tokens that the tree had.
+        turns_s: turns per second; a turn is match, pin, evict if needed, allocate, insert, release.
+        match_us: duration of one match in a turn.
+        tokens_s: prompt tokens looked up per second of turns.
+        hit_rate: share of prompt tokens found in the tree.
     """
 
     turns_s: float
@@ -56,12 +56,12 @@ class SetResult(TypedDict):
 
 
 class TreeResult(TypedDict):
-    """What `run_tree` measured.
+    """The result of `run_tree`.
 
     Attributes:
-        turns: how many the chat has.
-        sets: by name, a key of `SETS`.
-        full_hit_match_us: a match of 131,072 tokens, all there, by how many nodes hold them.
+        turns: number of turns of the chat.
+        sets: results by name, a key of `SETS`.
+        full_hit_match_us: duration of a full match of 131,072 tokens, by the number of nodes holding them.
     """
 
     scenario: str
@@ -81,14 +81,14 @@ def run_tree(
     window: int = 1024,
     seed: int | None = None,
 ) -> TreeResult:
-    """Drive a chat through a tree for every set of pools.
+    """Run a chat through a tree for every set of pools.
 
     Args:
         scenario: a name in `workload.SCENARIOS`.
         page_size: tokens of a page.
-        fill: `fit`, pools hold all that is ever computed; `half`, half of its pages and states.
+        fill: `fit`: pools hold everything that is computed; `half`: half of its pages and states.
         window: tokens of the sliding window, for sets that have one.
-        seed: of the chat; by default the scenario's own.
+        seed: seed of the chat. Default: the scenario's.
 
     Raises:
         ConfigError: an argument is outside its rule.
@@ -136,7 +136,7 @@ def _check(page_size: int, fill: str, window: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What a tree is made of: the pools beside the full one, and how many pages a window has."""
+    """The configuration of a tree: its pools besides the full one, and the pages of a window."""
 
     page_size: int
     pools: Sequence[str]
@@ -148,7 +148,7 @@ class _Recipe:
 
     @property
     def windows(self) -> list[int]:
-        """Component numbers of the pools that have pages."""
+        """Component numbers of the window pools."""
         return [component_id for component_id, pool in enumerate(self.pools, start=1) if pool == "swa"]
 
     @property
@@ -157,7 +157,7 @@ class _Recipe:
 
 
 class _Server:
-    """A tree and its pools, as the scheduler of a serving engine uses them; one request at a time."""
+    """A tree and its pools, used as by a serving engine's scheduler, one request at a time."""
 
     def __init__(self, recipe: _Recipe, slots: Callable[[int], int]) -> None:
         """`slots(component)` is the size of that component's pool."""
@@ -170,11 +170,11 @@ class _Server:
         self._windows, self._states = recipe.windows, recipe.states
 
     def turn(self, turn: ChatTurn) -> int:
-        """Serve one turn; returns how many pages of its prompt were there."""
+        """Serve one turn; return the number of its prompt's pages that were hits."""
         tree = self.tree
         match = self.match(turn.tokens, limit=turn.prompt // tree.page_size)
         lease = tree.pin(match)
-        _path_slots(lease.node)  # what an attention kernel is given for the prefix
+        _path_slots(lease.node)  # the prefix's slots, as for an attention kernel
         new = len(turn.tokens) // tree.page_size - match.pages
         slots = self._allocate(FULL_DEVICE, new)
         windows = {
@@ -190,7 +190,7 @@ class _Server:
         return match.pages
 
     def _give_back(self, inserted: Inserted) -> None:
-        """Free the slots of what the tree had already."""
+        """Free slots of pages that the tree already held."""
         self.pools[FULL_DEVICE].release(inserted.duplicates)
         for component_id, refused in inserted.windows.items():
             self.pools[place_of(component_id, Tier.DEVICE)].release(list(refused.values()))
@@ -213,7 +213,7 @@ def _path_slots(node: Node) -> list[int]:
 
 
 class _Stopwatch:
-    """Stands in for a function and adds up the time spent in it."""
+    """Wraps a function and sums up the time spent in it."""
 
     def __init__(self, call: Callable[..., Match]) -> None:
         self._call = call
@@ -227,7 +227,7 @@ class _Stopwatch:
 
 
 class _TreeBench:
-    """One set of pools: how large they must be, and what every repeat measured."""
+    """One set of pools: their sizes, and the measurements of every repeat."""
 
     def __init__(self, chat: Sequence[ChatTurn], fill: str, recipe: _Recipe) -> None:
         self._chat = chat
@@ -241,12 +241,12 @@ class _TreeBench:
         self._slots = [
             pool.held + spare if fill == "fit" else max(pool.held // 2, spare)
             for pool, spare in zip(boundless.pools.values(), spares, strict=True)
-        ]  # spare: a turn has slots before it knows that the tree has its pages already
+        ]  # spare: a turn allocates slots before it learns that the tree holds its pages
         self._turn_ns: list[int] = []
         self._match_ns: list[float] = []
 
     def _serve(self, server: _Server) -> float:
-        """Serve the chat; returns the hit rate."""
+        """Serve the chat; return the hit rate."""
         hits = sum(server.turn(turn) for turn in self._chat)
         return hits * self._recipe.page_size / sum(turn.prompt for turn in self._chat)
 
@@ -254,7 +254,7 @@ class _TreeBench:
         return _Server(self._recipe, self._slots.__getitem__)
 
     def repeat(self) -> None:
-        """Measure once: whole turns, and then, in a run of its own, the matches within them."""
+        """Measure one repeat: whole turns, and in a separate run the matches within them."""
         server = self._server()
         begun = thread_time_ns()
         self._hit_rate = self._serve(server)
@@ -275,7 +275,7 @@ class _TreeBench:
 
 
 def _clock_ns() -> float:
-    """What reading the clock adds to whatever is timed with it."""
+    """The overhead that reading the clock adds to a measurement."""
     begun, readings = thread_time_ns(), 1000
     for _ in range(readings - 1):
         thread_time_ns()
@@ -283,7 +283,7 @@ def _clock_ns() -> float:
 
 
 def _full_hit_us(page_size: int, nodes: int) -> float:
-    """A match of a long sequence that the tree has, in a path of `nodes` nodes."""
+    """Duration of a full match of a long sequence in a path of `nodes` nodes."""
     tokens = array("q", range(1, FULL_HIT_TOKENS + 1))
     tree = UnifiedRadixTree(page_size)
     lease = tree.pin(tree.match(tokens))
@@ -301,7 +301,7 @@ def _full_hit_us(page_size: int, nodes: int) -> float:
 
 
 def present(result: TreeResult) -> RenderableType:
-    """A result of `run_tree` as tables for people."""
+    """Format a result of `run_tree` as tables."""
     title = (
         f"{result['scenario']}: {result['turns']:,} turns, pages of {result['page_size']}, {result['fill']}"
     )

@@ -1,5 +1,5 @@
-"""Turns of conversations through the whole cache, with synthetic pools and every byte checked; and the
-choice between that and `bench.virtual`.
+"""Run turns of conversations through the whole cache, with synthetic pools and all bytes checked; and the
+choice between this and `bench.virtual`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asynchicache.types import PrefetchPolicy
 
 
 class TurnRunner:
-    """A serving engine without a model: it "computes" the bytes that the oracle says."""
+    """A serving engine without a model: its "computation" writes the oracle's bytes."""
 
     def __init__(self, cache: HybridCache, oracle: ByteOracle, page_size: int, interval: int) -> None:
-        """`interval`: tokens between positions at which a prompt can be resumed; whole pages."""
+        """`interval`: tokens between two positions where a prompt can resume; whole pages."""
         self._cache = cache
         self._oracle = oracle
         self._page_size = page_size
@@ -37,21 +37,21 @@ class TurnRunner:
         self._chunk = min(windows) * page_size
 
     def problems(self) -> Sequence[str]:
-        """What the cache's own check finds."""
+        """Findings of the cache's own check."""
         return self._cache.verify()
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
     ) -> TurnHits:
-        """Serve one turn; `history` grows by the new prompt tokens and the output.
+        """Serve one turn, and append its new prompt tokens and output to `history`.
 
-        As in a serving engine, the last token of the output is never computed, and the state kept at
-        the end is the one at the last multiple of the interval.
+        As in a serving engine, the last output token is never computed, and the final state is kept at the
+        last multiple of the interval.
 
         Args:
             history: the conversation so far.
-            prompt, output: what this turn adds to it.
-            marks: lengths at which a state is wanted besides those that the cache asks for.
+            prompt, output: the tokens that this turn adds.
+            marks: lengths at which to keep a state, besides those that the cache demands.
         """
         history.extend(prompt)
         length = len(history.tokens)
@@ -66,11 +66,11 @@ class TurnRunner:
             request.append(output)
             computed = len(history.tokens) - 1
             await self._compute(request, history.digests, length, self._on_grid([computed]), computed)
-        await self._cache.drain()  # the next turn meets the same cache on every machine
+        await self._cache.drain()  # so that results do not depend on the machine's speed
         return TurnHits(length, hit.tokens, hit.by_tier, verified, wrong)
 
     def _check(self, request: Request, digests: list[bytes]) -> tuple[int, int]:
-        """How many restored pages and states were compared, and how many are not what was computed."""
+        """Compare restored pages and states; return the numbers of compared and of wrong ones."""
         verified = wrong = 0
         for pool in self._paged:
             expected = digests[request.first_page(pool) :]
@@ -82,7 +82,7 @@ class TurnRunner:
         return verified, wrong
 
     def _on_grid(self, lengths: Iterable[int]) -> list[int]:
-        """`lengths` down to multiples of the interval, ascending."""
+        """`lengths` rounded down to multiples of the interval, ascending."""
         return sorted({length // self._interval * self._interval for length in lengths})
 
     async def _compute(
@@ -94,12 +94,12 @@ class TurnRunner:
                 self._fill(request, digests, start, cut)
                 for pool in self._states:
                     self._oracle.write(pool, [request.state(pool)], [digests[cut // self._page_size - 1]])
-                await request.checkpoint(cut)  # the working state may be overwritten after that
+                await request.checkpoint(cut)  # afterwards the working state may be overwritten
                 start = cut
         self._fill(request, digests, start, end)
 
     def _fill(self, request: Request, digests: list[bytes], start: int, end: int) -> None:
-        """Pages from token `start` to `end`, in chunks that windows move along with."""
+        """Fill pages from token `start` to `end`, in chunks after which windows advance."""
         for begin in range(start, end, self._chunk):
             stop = min(begin + self._chunk, end)
             request.extend(stop - begin)
@@ -112,7 +112,7 @@ class TurnRunner:
 
 
 class ConversationRunner(Protocol):
-    """Serves turns: on the whole cache, or on the planner alone."""
+    """Serves turns, on the whole cache or on the planner alone."""
 
     def problems(self) -> Sequence[str]:
         """What the cache's own check finds."""
@@ -129,12 +129,12 @@ class ConversationRunner(Protocol):
 async def open_runner(
     page_size: int, sizes: PoolSizes, interval: int, *, real: bool
 ) -> AsyncIterator[ConversationRunner]:
-    """A runner on a fresh cache.
+    """Open a runner on a fresh cache.
 
     Args:
         page_size: tokens of a page.
-        sizes: what the tiers hold.
-        interval: tokens between positions at which a prompt can be resumed.
+        sizes: sizes of the tiers.
+        interval: tokens between two positions where a prompt can resume.
         real: move bytes through the whole cache; else stamps through the planner, ten times faster.
 
     Raises:
@@ -149,7 +149,7 @@ async def open_runner(
 
 
 def _config(sizes: PoolSizes) -> CacheConfig:
-    """In-loop copies and storage in memory: every run of the same turns is the same."""
+    """Copies on the loop and storage in memory, which make runs of the same turns identical."""
     slots = sizes.slots()
     return CacheConfig(
         inline=True,

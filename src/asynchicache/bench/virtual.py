@@ -1,8 +1,8 @@
-"""Turns through the planner alone: what the cache decides, with a stamp in place of each page's bytes.
+"""Run turns through the planner alone, with a stamp in place of each page's bytes.
 
-The tree, the allocators, eviction and every decision are the library's own; what the controller does
-around them (copies, storage calls, waiting) happens at once and in order. That is what makes the same
-turns give the same figures everywhere, at thousands of turns a second.
+The tree, the allocators, eviction and all decisions are the library's. The controller's work (copies, storage
+calls, waiting) happens immediately and in order. So the same turns give the same figures on every machine, at
+thousands of turns per second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENDS = {
 
 
 class InstantCache:
-    """A planner whose copies happen at once and move nothing: what is where, and nothing else."""
+    """A planner whose copies complete immediately and move nothing; it only tracks locations."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -48,27 +48,27 @@ class InstantCache:
                 self.carry_out(self.planner.backups.backup(node))
 
     def advance(self, sequence: RequestState, length: int) -> None:
-        """Let a request go of what lies before its windows."""
+        """Release a request's pages that precede its windows."""
         retired = self.planner.windows.retire(sequence, length)
         if retired is not None:
             self.planner.windows.finish(retired)
 
     def move(self, copy: Copy) -> None:
-        """Move what stands for bytes."""
+        """Hook: move the stamps that represent bytes."""
 
     def store(self, node: Node) -> None:
-        """The path to `node` has come to the host: write it to storage, if there is one."""
+        """Hook: the path to `node` was backed up to the host; write it to storage if there is one."""
 
 
 class VirtualCache(InstantCache):
     """Copies move stamps, and storage is a dictionary.
 
-    A slot holds the digest of the page, or of the prefix of the state, that belongs there: enough to
-    see a stale, swapped or unwritten one.
+    A slot holds the digest of its page, or of its state's prefix, which is enough to detect stale, swapped or
+    unwritten slots.
     """
 
     def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]]) -> None:
-        """`slots`: device and host slots by pool; storage holds everything."""
+        """`slots`: device and host slots by pool. Storage is unbounded."""
         super().__init__(Planner(spec, slots))
         self.memory: dict[tuple[str, Tier], list[bytes]] = {
             (name, tier): [b""] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
@@ -92,7 +92,7 @@ class VirtualCache(InstantCache):
         self.planner.backups.write_finished(work, stored=True)
 
     def prefetch(self, sequence: RequestState) -> None:
-        """Bring what storage has of the prefix to the host."""
+        """Load the prefix's stored pages to the host."""
         reader, names = self.planner.fetches, self.planner.state.names
         query = reader.ask(sequence.tokens, sequence.seed)
         if query is None:
@@ -121,7 +121,7 @@ class VirtualCache(InstantCache):
         return [n for n in range(len(self.planner.state.names)) if self.planner.fetches.can_read(n)]
 
     def _present(self, pool: str, digests: Sequence[bytes], first: int) -> bytes:
-        """A byte for each page, 1 if storage has it, for those from number `first` on."""
+        """For each page from number `first` on, a byte: 1 if storage has it."""
         stored = self._storage[pool]
         return bytes(first) + bytes([digest in stored for digest in digests[first:]])
 
@@ -130,7 +130,7 @@ class VirtualRunner:
     """A serving engine without a model, on a `VirtualCache`."""
 
     def __init__(self, cache: VirtualCache, page_size: int, interval: int) -> None:
-        """`interval`: tokens between positions at which a prompt can be resumed; whole pages."""
+        """`interval`: tokens between two positions where a prompt can resume; whole pages."""
         self._cache = cache
         self._planner = cache.planner
         self._names = cache.planner.state.names
@@ -140,14 +140,14 @@ class VirtualRunner:
         self._chunk = min(windows, default=WHOLE) * page_size
 
     def problems(self) -> Sequence[str]:
-        """What the cache's own check finds."""
+        """Findings of the cache's own check."""
         return self._planner.state.verify()
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()
     ) -> TurnHits:
         """Serve one turn, as `turns.TurnRunner.run` does."""
-        await asyncio.sleep(0)  # nothing else here suspends, and an interrupt must find a place to land
+        await asyncio.sleep(0)  # the only suspension point, so that interrupts are possible
         history.extend(prompt)
         length = len(history.tokens)
         sequence = self._planner.open(array("q", history.tokens), b"")
@@ -170,7 +170,7 @@ class VirtualRunner:
         return length // self._interval * self._interval
 
     def _compute(self, sequence: RequestState, length: int, digests: list[bytes]) -> None:
-        """Fill what lies before `length`, in chunks that windows move along with, and publish it."""
+        """Fill pages up to `length`, in chunks after which windows advance, and publish them."""
         while sequence.reserved < length:
             first, end = sequence.reserved // self._page_size, min(sequence.reserved + self._chunk, length)
             self._planner.extend(sequence, end - sequence.reserved)
@@ -191,7 +191,7 @@ class VirtualRunner:
                 memory[slot] = digest
 
     def _check(self, sequence: RequestState, digests: list[bytes]) -> tuple[int, int]:
-        """How many restored pages and states were compared, and how many are not what was computed."""
+        """Compare restored pages and states; return the numbers of compared and of wrong ones."""
         expected = digests[: sequence.hit_pages]
         verified = wrong = 0
         for number, begin, slots in self._pages(sequence):
@@ -211,7 +211,7 @@ class VirtualRunner:
 
     @staticmethod
     def _pages(sequence: RequestState) -> Iterator[tuple[int, int, list[int]]]:
-        """By component with pages: its number, the page that it begins with, and its slots."""
+        """For each component with pages: its number, its first page, and its slots."""
         yield FULL, 0, sequence.pages
         for number, window in sequence.windows.items():
             yield number, window.first, window.slots

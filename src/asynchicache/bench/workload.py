@@ -1,8 +1,8 @@
-"""A synthetic multi-turn chat, every number of which follows from its seed.
+"""A synthetic multi-turn chat, determined by its seed.
 
-Sessions share a system prompt and take turns in a new random order each round. A turn appends a
-user message and a response to what the session said before. Now and then a session first goes back
-to a point inside its last turn, as a user does who asks for another answer: the tree must split.
+Sessions share a system prompt and take turns in a new random order each round. A turn appends a user message
+and a response to the session's history. Sometimes a session first goes back to a point inside its last turn,
+like a user who asks for another answer; the tree must then split a node.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ChatWorkload:
     """The shape of a chat.
 
     Attributes:
-        sessions, rounds: every session takes one turn a round.
-        system_tokens: length of the prompt that all sessions begin with.
+        sessions, rounds: every session takes one turn per round.
+        system_tokens: length of the common system prompt.
         shortest, longest: bounds of a message's length in tokens, the upper one exclusive.
         regenerate_share: probability that a turn goes back before it appends.
         vocabulary: token ids are 1 to `vocabulary - 1`.
-        seed: of numpy's default generator.
+        seed: seed of numpy's default generator.
     """
 
     sessions: int
@@ -50,7 +50,7 @@ SCENARIOS: Mapping[str, ChatWorkload] = {
 
 
 class ChatTurn(NamedTuple):
-    """One request: `tokens` are the prompt, `prompt` of them, and the response that follows it."""
+    """One request: `tokens` are the prompt (the first `prompt` tokens) and the response."""
 
     session: int
     round: int
@@ -59,11 +59,11 @@ class ChatTurn(NamedTuple):
 
 
 def turns(workload: ChatWorkload) -> Iterator[ChatTurn]:
-    """The chat's turns, in the order that a server would see them."""
+    """The chat's turns, in order of arrival."""
     draw = _Draw(workload)
     system = draw.ids(workload.system_tokens)
     histories = [system] * workload.sessions
-    last_turn = [len(system)] * workload.sessions  # where the session's last turn began
+    last_turn = [len(system)] * workload.sessions  # start of the session's last turn
     for number in range(workload.rounds):
         for session in draw.order():
             history = histories[session]
@@ -106,13 +106,13 @@ def _as_array(ids: Ids) -> array[int]:
 
 
 class Stats(NamedTuple):
-    """What a chat amounts to.
+    """Totals of a chat.
 
     Attributes:
-        turns: how many.
-        unique_tokens: what a radix tree of single tokens would hold in the end.
-        prompt_tokens: what is looked up.
-        digest: twelve hexadecimal digits over the tokens of all turns; equal if the chats are.
+        turns: number of turns.
+        unique_tokens: tokens that a radix tree of single tokens would hold at the end.
+        prompt_tokens: number of tokens looked up.
+        digest: twelve hexadecimal digits over the tokens of all turns; equal for equal chats.
     """
 
     turns: int
@@ -122,7 +122,7 @@ class Stats(NamedTuple):
 
 
 def stats(workload: ChatWorkload) -> Stats:
-    """Count a chat; independent of any tree, so that trees can be checked against it."""
+    """Compute a chat's totals without a tree, so that trees can be checked against them."""
     count = prompts = 0
     unique = workload.system_tokens
     digest = hashlib.sha256()

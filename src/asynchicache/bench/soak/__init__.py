@@ -1,1 +1,1 @@
-"""`soak`: the whole cache at its highest rate, for as long as one likes."""
+"""`soak`: run the whole cache at its highest rate for a given time."""

@@ -1,25 +1,25 @@
-"""What the requests of a soak would hit in an LRU of paths: a model that shares no code with the cache.
+"""Model of a soak's hits as an LRU of paths. It shares no code with the cache.
 
-A *prefix* is a number of whole pages from the beginning of a conversation. A *thing* is what one pool has of
-one page: the page itself, or the state after it. What a prefix of `n` pages needs follows from each pool's
-coverage: all `n` pages, the last `w` of them, or the state after page `n`.
+A *prefix* is a number of whole pages from the beginning of a conversation. A *thing* is one pool's data of one
+page: the page itself, or the state after it. Each pool's coverage determines the things that a prefix of `n`
+pages needs: all `n` pages, the last `w` of them, or the state after page `n`.
 
-Memory, and the store below it, are an LRU of things each, in one or several parts with a bound of their own.
-Four rules say all that happens:
+Memory and the store below it are each an LRU of things, in one or several parts with separate bounds. The
+model has four rules:
 
-- **A request** of `t` tokens looks for its longest prefix of at most `(t - 1) // page_size` pages of which
-  memory or the store has each thing that it needs. That is its hit, and a use of that prefix.
-- **A publication** of `n` pages brings the pages that were computed since the last one, and a state if one
-  was saved there, and is a use of the prefix of `n` pages.
-- **A use** makes what the prefix needs the most recent, the end of the path before its beginning, and at one
-  page states and windows before the pages of pools that cover all. What is not there is brought: a hit from
-  storage comes to memory.
-- **Over its bound** a part gives up the least recent thing. With a page that every prefix needs go all things
-  of that page, in other parts too: nothing can be restored from them.
+- **Request.** A request of `t` tokens hits its longest prefix of at most `(t - 1) // page_size` pages for which
+  memory or the store has every needed thing. The hit is a use of that prefix.
+- **Publication.** Publishing `n` pages adds the pages computed since the last publication, and a state if one
+  was saved there. It is a use of the prefix of `n` pages.
+- **Use.** A use makes the prefix's things the most recent. The end of the path is touched before its beginning,
+  and at each page, states and windows before the pages of pools that cover everything. Missing things are
+  added: a hit from storage is loaded into memory.
+- **Eviction.** A part over its bound evicts its least recent thing. Evicting a page that every prefix needs
+  also evicts all other things of that page, in all parts, because nothing can be restored from them.
 
-Time does not pass in the model: what is published is stored at once, and what is in use may be given up. The
-cache needs time to write, keeps what is in use, and may lose a write to a deadline. So the two hit rates are
-near each other, and not the same.
+The model has no time: publications are stored immediately, and things in use can be evicted. The cache takes
+time to write, protects things in use, and can lose a write to a deadline. The two hit rates are therefore
+close but not equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asynchicache.specs import ModelSpec
 
 
 class Thing(NamedTuple):
-    """What one pool has of one page."""
+    """One pool's data of one page."""
 
     pool: str
     page: bytes
@@ -46,8 +46,8 @@ class SharedBound:
     """Pools that share one bound.
 
     Attributes:
-        costs: of one thing, by pool.
-        capacity: what all things may cost.
+        costs: cost of one thing, by pool.
+        capacity: maximum total cost of all things.
     """
 
     costs: Mapping[str, int]
@@ -70,7 +70,7 @@ class ModelTier:
         return thing in self._things[self._part[thing.pool]]
 
     def use(self, things: Sequence[Thing]) -> None:
-        """Bring things, or make them recent; the last one is the most recent."""
+        """Add things or make them recent; the last one becomes the most recent."""
         for thing in things:
             number = self._part[thing.pool]
             part = self._things[number]
@@ -91,7 +91,7 @@ class ModelTier:
                 self._cost[number] -= self._parts[number].costs[pool]
 
     def count(self) -> Counter[str]:
-        """How many things there are, by pool."""
+        """Number of things by pool."""
         return Counter(thing.pool for part in self._things for thing in part)
 
     def clear(self) -> None:
@@ -101,19 +101,19 @@ class ModelTier:
 
 
 class HitModel:
-    """The model of one cache and its storage; see the top of this file.
+    """The model of one cache and its storage; see the module's docstring.
 
     Attributes:
-        hit_tokens: of all requests so far.
-        memory_tokens: what memory alone would have given of them.
+        hit_tokens: hit tokens of all requests so far.
+        memory_tokens: hit tokens that memory alone would have served.
     """
 
     def __init__(self, spec: ModelSpec, memory: Sequence[SharedBound], store: Sequence[SharedBound]) -> None:
         """
         Args:
-            spec: says what a prefix needs.
-            memory: bounds in slots; all of `spec`'s pools are in one part each.
-            store: bounds in bytes, likewise.
+            spec: defines the things that a prefix needs.
+            memory: parts with bounds in slots; each pool of `spec` is in exactly one.
+            store: parts with bounds in bytes, likewise.
         """
         self.hit_tokens = self.memory_tokens = 0
         self._page_size = spec.page_size
@@ -128,7 +128,7 @@ class HitModel:
         self.store = ModelTier(store, self._full)
 
     def request(self, namespace: str, tokens: array[int]) -> int:
-        """Tokens of a request's hit."""
+        """Look up a request; return the tokens of its hit."""
         pages = self._pages(namespace, tokens, (len(tokens) - 1) // self._page_size)
         length = self._longest(pages, (self.memory, self.store))
         self.memory_tokens += self._longest(pages, (self.memory,)) * self._page_size
@@ -140,11 +140,11 @@ class HitModel:
         """A request has published its first `end` tokens.
 
         Args:
-            namespace: whose tokens they are.
-            tokens: of the request.
-            start: how many of them it was given, or had published before.
-            end: how many it has published now.
-            state: whether a state was saved there.
+            namespace: the namespace of the tokens.
+            tokens: the request's tokens.
+            start: number of tokens that were hits or already published.
+            end: number of tokens published now.
+            state: whether a state was saved at `end`.
         """
         pages = self._pages(namespace, tokens, end // self._page_size)
         fresh = pages[start // self._page_size :]
@@ -153,11 +153,11 @@ class HitModel:
         self._use(brought + [thing for thing in needed if state or thing.pool not in self._states])
 
     def forget_memory(self) -> None:
-        """The cache was closed, and another one opens the store."""
+        """The cache was closed; another one opens the store."""
         self.memory.clear()
 
     def _pages(self, namespace: str, tokens: array[int], count: int) -> list[bytes]:
-        """The names of the first pages: each says what all tokens up to its end are."""
+        """Names of the first pages. Each name identifies all tokens up to the page's end."""
         names, name, data = [], namespace.encode(), memoryview(tokens)
         for page in range(count):
             part = data[page * self._page_size : (page + 1) * self._page_size]
@@ -166,7 +166,7 @@ class HitModel:
         return names
 
     def _needs(self, pages: Sequence[bytes]) -> list[Thing]:
-        """What a prefix of these pages needs, the end of the path first."""
+        """The things that a prefix of these pages needs, from the end of the path."""
         things = [Thing(pool, page) for page in pages[-1:] for pool in self._states]
         for back, page in enumerate(reversed(pages)):
             things += [Thing(pool, page) for pool, width in self._windows.items() if back < width]
@@ -174,7 +174,7 @@ class HitModel:
         return things
 
     def _longest(self, pages: Sequence[bytes], tiers: Sequence[ModelTier]) -> int:
-        """Pages of the longest prefix of which these tiers together have all."""
+        """Length, in pages, of the longest prefix whose things are all in these tiers together."""
 
         def there(pool: str, page: bytes) -> bool:
             return any(Thing(pool, page) in tier for tier in tiers)
@@ -188,7 +188,7 @@ class HitModel:
         return 0
 
     def _ends(self, pages: Sequence[bytes]) -> list[Thing]:
-        """What a prefix needs of pools that do not cover every page."""
+        """The things that a prefix needs in pools that do not cover every page."""
         states = [Thing(pool, page) for page in pages[-1:] for pool in self._states]
         windows = self._windows.items()
         return states + [Thing(pool, page) for pool, width in windows for page in pages[-width:]]

@@ -67,7 +67,7 @@ def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
     chance = random.Random(f"script {seed}")
     model = draw_model(chance)
-    if seed >= _FIRST_WAVES and seed % _SEEDS_A_WAVE == 0:  # before any draw, so other seeds keep their scripts
+    if seed >= _FIRST_WAVES and seed % _SEEDS_A_WAVE == 0:  # other seeds keep their scripts
         return draw_waves(chance, seed, model)
     situation = chance.choices([draw for draw, _ in _SITUATIONS], [share for _, share in _SITUATIONS])[0]
     return situation(chance, seed, model)
