@@ -115,7 +115,7 @@ class ConversationRunner(Protocol):
     """Serves turns, on the whole cache or on the planner alone."""
 
     def problems(self) -> Sequence[str]:
-        """What the cache's own check finds."""
+        """Findings of the cache's own check."""
         ...
 
     async def run(

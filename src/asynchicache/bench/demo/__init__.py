@@ -1,1 +1,1 @@
-"""`demo`: the same conversations served four ways, and a report."""
+"""`demo`: serve the same conversations in four modes, and write a report."""

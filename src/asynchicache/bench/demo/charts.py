@@ -1,4 +1,4 @@
-"""The report's charts, as SVG text that stands in a page of HTML."""
+"""The report's charts, as SVG text to embed in HTML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIER_COLORS: Mapping[str, str] = {"device": "#123f8c", "host": "#4b8bf0", "stora
 
 _INK, _GRID = "#3d4654", "#e6e9ef"
 _STYLE = {
-    "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
+    "svg.fonttype": "none",  # keep text as text: it uses the page's font and is searchable
     "font.size": 11,
     "font.family": "sans-serif",
     "text.color": _INK,
@@ -40,7 +40,7 @@ _STYLE = {
 
 
 def hit_rate_chart(modes: Mapping[str, ModeResult], ceiling: Sequence[float]) -> str:
-    """Hit rate by round, with what could be reached at best as a thin line."""
+    """Hit rate by round, with the maximum as a thin line."""
 
     def draw(axes: Axes) -> None:
         axes.plot(ceiling, color=_INK, linewidth=1, linestyle=(0, (2, 3)), label="ceiling")
@@ -64,7 +64,7 @@ def ttft_chart(modes: Mapping[str, ModeResult]) -> str:
 
 
 def tiers_chart(modes: Mapping[str, ModeResult]) -> str:
-    """Tokens served, by the farthest tier that they came from."""
+    """Served tokens, by the farthest tier that they came from."""
     names = list(modes)[::-1]
 
     def draw(axes: Axes) -> None:
@@ -82,7 +82,7 @@ def tiers_chart(modes: Mapping[str, ModeResult]) -> str:
 
 
 def _lines(axes: Axes, series: Mapping[str, Sequence[float]]) -> None:
-    """One line a mode; earlier ones are wider, so that lines that coincide can all be seen."""
+    """Draw one line per mode. Earlier lines are wider, so that coinciding lines all stay visible."""
     for depth, (name, values) in enumerate(series.items()):
         width = 3.0 - 0.5 * depth
         axes.plot(values, color=COLORS[name], linewidth=width, marker="o", markersize=width + 2.5, label=name)
@@ -92,7 +92,7 @@ def _lines(axes: Axes, series: Mapping[str, Sequence[float]]) -> None:
 
 
 def _svg(name: str, draw: Callable[[Axes], None], *, size: tuple[float, float] = (6.4, 3.8)) -> str:
-    """The chart as an `<svg>` element of `size` inches; `name` keeps its ids apart from other charts'."""
+    """The chart as an `<svg>` element of `size` inches; `name` makes its ids unique among charts."""
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())

@@ -1,4 +1,4 @@
-"""The four ways in which the demo serves the same conversations."""
+"""The demo's four modes of serving the same conversations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asynchicache.types import PrefetchPolicy
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to serve.
+    """One mode.
 
     Attributes:
-        name: as in the results.
-        blurb: one sentence for people.
-        config: the cache of a run with these options, whose storage is in that folder; None for none.
-        reopens: whether the cache is closed and opened again before every round.
+        name: name in the results.
+        blurb: a one-sentence description.
+        config: returns the cache's configuration for given options and storage folder; None: no cache.
+        reopens: whether the cache is closed and reopened before every round.
     """
 
     name: str
@@ -29,14 +29,14 @@ class Mode:
 
 
 def _tiered(options: DemoOptions, folder: Path) -> CacheConfig:
-    """Device and host hold a quarter and half of all pages, so that all three tiers serve."""
+    """Device and host hold a quarter and a half of all pages, so that all three tiers serve hits."""
     return _config(
         options, folder, states=max(3, options.num_clients // 2), host_states=2 * options.num_clients
     )
 
 
 def _states_on_device(options: DemoOptions, folder: Path) -> CacheConfig:
-    """As the tiered cache, with states that are lost when they leave the device."""
+    """Like the tiered cache, but states are lost when the device evicts them."""
     return _config(options, folder, states=max(2, options.num_clients * 6 // 10), host_states=0)
 
 

@@ -1,4 +1,4 @@
-"""Flags of the demo, and what they mean in tokens and pages. Needs no model, so that help is quick."""
+"""Flags of the demo, and derived numbers of tokens and pages. Loads no model, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ class DemoOptions(CommandOptions, frozen=True):
         return self.history(round_) + self.request_length
 
     def kept(self, round_: int) -> int:
-        """Tokens of that prompt that can be restored at best.
+        """Maximum number of that prompt's tokens that can be restored.
 
-        The last token of a history was never fed to the model, so of `h` tokens `h - 1` are computed,
-        and the last whole page among them is the end.
+        The last token of a history was never fed to the model, so of `h` tokens `h - 1` are computed. Only
+        whole pages of these can be restored.
         """
         return max(self.history(round_) - 1, 0) // PAGE_SIZE * PAGE_SIZE
 
     @property
     def pages(self) -> int:
-        """Pages of one conversation at its end."""
+        """Pages of one finished conversation."""
         return -(-self.history(self.num_rounds) // PAGE_SIZE)
 
 
 def ceiling(options: DemoOptions) -> Fraction:
-    """The hit rate of the whole run if nothing is ever lost."""
+    """The hit rate of the whole run if the cache loses nothing."""
     rounds = range(options.num_rounds)
     return Fraction(sum(map(options.kept, rounds)), sum(map(options.prompt, rounds)))
 
 
 def round_ceilings(options: DemoOptions) -> list[float]:
-    """The same, round by round."""
+    """The same hit rate for each round."""
     return [options.kept(r) / options.prompt(r) for r in range(options.num_rounds)]

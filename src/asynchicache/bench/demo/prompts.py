@@ -1,4 +1,4 @@
-"""Real text for the demo's conversations: what Python's own help says about the language."""
+"""Real text for the demo's conversations: Python's built-in help topics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DECORATION = re.compile(r"[*=\-~^]{3,}|\s+")
 def conversations(clients: int, rounds: int, length: int) -> list[list[list[int]]]:
     """Prompt pieces `[clients][rounds][length]`, as byte tokens.
 
-    Each client reads on in the text from round to round, and all begin at different places.
+    Each client continues in the text from round to round; clients start at different positions.
     """
     text = encode_text(_reader())
     stride = len(text) // clients
@@ -24,11 +24,11 @@ def conversations(clients: int, rounds: int, length: int) -> list[list[list[int]
 
 
 def _reader() -> str:
-    """Every topic in the order of names, as running text in ASCII: one byte is one character."""
+    """All topics, sorted by name, as continuous ASCII text: one byte is one character."""
     text = " ".join(topics[name] for name in sorted(topics))
     return _DECORATION.sub(" ", text).encode("ascii", "replace").decode()
 
 
 def _cut(text: list[int], start: int, length: int) -> list[int]:
-    """`length` tokens from `start` on, beginning anew at the end of the text."""
+    """`length` tokens from `start` on, wrapping around at the end of the text."""
     return [text[(start + i) % len(text)] for i in range(length)]

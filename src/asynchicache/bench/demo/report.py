@@ -12,21 +12,21 @@ from asynchicache.bench.demo.results import DemoResult, ModeResult
 
 
 def write_report(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[str, str]) -> None:
-    """Write `result.report`, in a folder that is there.
+    """Write `result.report`. Its folder must exist.
 
     Args:
-        result: what was found.
-        ceiling: the best hit rate of each round.
-        blurbs: a sentence about each mode.
+        result: the results.
+        ceiling: the best possible hit rate of each round.
+        blurbs: one sentence about each mode.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     Path(result.report).write_text(render(result, ceiling, blurbs), encoding="utf-8")
 
 
 def render(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[str, str]) -> str:
-    """The page as text; arguments as for `write_report`."""
+    """The page as HTML text; arguments as for `write_report`."""
     return _PAGE.substitute(
         model=escape(result.model),
         workload=escape(result.workload),

@@ -1,4 +1,4 @@
-"""What the demo found, as values: for JSON, for tables and for the report."""
+"""The demo's results, for JSON, tables and the report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ServedPrompt(NamedTuple):
     """One request.
 
     Attributes:
-        prompt_tokens, hit_tokens: of the prompt, and what of it the cache served.
-        by_tier: the served tokens at the farthest tier that any of their pools came from.
+        prompt_tokens, hit_tokens: length of the prompt, and tokens of it that the cache served.
+        by_tier: served tokens, by the farthest tier that any of their pools came from.
         ttft_ms: milliseconds from the request's arrival to its first token.
         tokens: generated ids.
     """
@@ -32,7 +32,7 @@ class ServedPrompt(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """One round of one mode: the share of prompt tokens served, and the mean time to first token."""
+    """One round of one mode: the hit rate and the mean time to first token."""
 
     hit_rate: float
     ttft_ms: float
@@ -40,12 +40,12 @@ class RoundResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode; times are milliseconds to the first token.
+    """The results of one mode; times are milliseconds to the first token.
 
     Attributes:
-        rounds: by round.
-        tokens_by_tier: served tokens at the farthest tier that any of their pools came from.
-        tokens_equal: whether every generated token is the one that the model says without a cache.
+        rounds: results by round.
+        tokens_by_tier: served tokens, by the farthest tier that any of their pools came from.
+        tokens_equal: whether all generated tokens equal those of the model without a cache.
     """
 
     hit_rate: float
@@ -57,7 +57,7 @@ class ModeResult:
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[ServedPrompt]], *, tokens_equal: bool) -> ModeResult:
-        """From the requests of every round."""
+        """Summarise the requests of every round."""
         served = [request for round_ in rounds for request in round_]
         times = sorted(request.ttft_ms for request in served)
         return cls(
@@ -81,15 +81,15 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """All modes.
+    """The results of all modes.
 
     Attributes:
-        model: what was served, in words.
-        workload: what it was asked, in words.
-        ceiling: the hit rate if nothing is ever lost.
-        modes: by name.
+        model: description of the model.
+        workload: description of the workload.
+        ceiling: the hit rate if the cache loses nothing.
+        modes: results by mode name.
         report: path of the HTML report.
-        seconds: how long it took.
+        seconds: duration of the demo.
     """
 
     model: str
@@ -101,7 +101,7 @@ class DemoResult:
 
     @property
     def violations(self) -> list[str]:
-        """What should have held and did not, in words."""
+        """Descriptions of failed checks."""
         found = [
             f"{name}: other tokens than uncached" for name, m in self.modes.items() if not m.tokens_equal
         ]

@@ -1,4 +1,4 @@
-"""The demo: the same conversations served four ways by a real hybrid model, and compared."""
+"""The demo: serve the same conversations in four modes with a real hybrid model, and compare."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ Rounds = list[list[ServedPrompt]]
 
 
 class Watcher(Protocol):
-    """Is told how the demo goes on."""
+    """Receives the demo's progress."""
 
     def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
-        """One more round of a mode is done."""
+        """One more round of a mode has finished."""
         ...
 
 
 async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
-    """Play all modes, compare them, write the report.
+    """Play all modes, compare them, and write the report.
 
     Raises:
         CacheError: a cache cannot be opened.
         OSError: the report cannot be written.
     """
     started = time.perf_counter()
-    Path(options.report).parent.mkdir(parents=True, exist_ok=True)  # now, and not after a minute's work
+    Path(options.report).parent.mkdir(parents=True, exist_ok=True)  # fail early, not after a minute
     model, config = build_demo_model(options.seed)
     with one_torch_thread(), ModelThread(model.device) as thread:
         owned = OwnedModel(model, config, thread)
@@ -63,7 +63,7 @@ async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
 
 
 class Stage:
-    """One model and the conversations that every mode plays with it."""
+    """One model, and the conversations that every mode plays with it."""
 
     def __init__(self, options: DemoOptions, owned: OwnedModel, watcher: Watcher) -> None:
         self._options = options
@@ -73,13 +73,13 @@ class Stage:
         self._pieces = conversations(options.num_clients, options.num_rounds, options.request_length)
 
     async def warm_up(self) -> None:
-        """Run what is loaded and chosen at first use, so that no mode pays for the others."""
+        """Warm up: trigger all loading and autotuning, so that no mode's times include it."""
         engine = ServingEngine(self._owned, None)
         await engine.serve([self._pieces[0][0]] * self._options.num_clients, 2)
         await engine.serve([list(chain.from_iterable(self._pieces[0]))], 2)
 
     async def play(self, mode: Mode) -> Rounds:
-        """All rounds of a mode; its storage is a folder that is gone afterwards."""
+        """Play all rounds of a mode, with storage in a temporary folder."""
         rounds = range(self._options.num_rounds)
         histories: list[list[int]] = [[] for _ in range(self._options.num_clients)]
         played: Rounds = []
@@ -90,7 +90,7 @@ class Stage:
                         played.append(await self._play_round(engine, number, histories))
                         self._watcher.round_served(mode.name, played[-1])
                         if cache is not None:
-                            await cache.drain()  # people think before they answer
+                            await cache.drain()  # the pause in which users would read and type
         return played
 
     @asynccontextmanager
@@ -106,7 +106,7 @@ class Stage:
     async def _play_round(
         self, engine: ServingEngine, number: int, histories: list[list[int]]
     ) -> list[ServedPrompt]:
-        """One turn of every client, in an order that is drawn anew each round and equal in all modes."""
+        """Play one turn of every client, in a random order that differs by round but not by mode."""
         clients = list(range(len(histories)))
         random.Random(self._options.seed * 1000 + number).shuffle(clients)
         for client in clients:

@@ -1,9 +1,8 @@
-"""A small serving engine: one model on one thread, a cache before it, decoding in batches.
+"""A small serving engine: one model on one thread, with a cache and batched decoding.
 
-The file to copy from. The model works on memory of its own, a transformers `DynamicCache`; the cache
-holds what later turns will want. A request is open while its prompt is prefilled, and again while the
-end of its turn is published, but not while the batch decodes: so conversations share device pages that
-are too few for all of them.
+Use this file as a template. The model works on separate memory, a transformers `DynamicCache`; the cache keeps
+data for later turns. A request is open during its prefill, and again while the end of its turn is published,
+but not while the batch decodes. So conversations can share device pages that are too few for all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from asynchicache.integrations.transformers.thread import ModelThread
 
 @dataclass(frozen=True, slots=True)
 class OwnedModel:
-    """A model, and the one thread that may touch it or its memory."""
+    """A model, and the only thread that may use it or its memory."""
 
     model: PreTrainedModel
     config: PreTrainedConfig
@@ -37,13 +36,13 @@ class OwnedModel:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A sequence from its admission on.
+    """An admitted sequence.
 
     Attributes:
-        tokens: prompt and generated ids; the last of them was not fed to the model yet.
-        prompt: how many of them are the prompt.
-        memory: what the model works on.
-        hit, ttft_ms: what the cache served, and how long the first token took.
+        tokens: prompt and generated ids; the last one was not yet fed to the model.
+        prompt: length of the prompt in tokens.
+        memory: the model's memory of the sequence.
+        hit, ttft_ms: the cache's hit, and the time to the first token.
     """
 
     tokens: list[int]
@@ -61,7 +60,7 @@ class ServingEngine:
     """Serves prompts greedily, from a cache or without one."""
 
     def __init__(self, owned: OwnedModel, cache: HybridCache | None) -> None:
-        """`cache`: what was computed before, or None to compute everything."""
+        """`cache`: serves previously computed prefixes; None computes everything."""
         self._model, self._config, self._thread = owned.model, owned.config, owned.thread
         self._store = None if cache is None else PrefixStore(owned, cache)
 
@@ -69,15 +68,15 @@ class ServingEngine:
         """Admit prompts one after the other, then decode all of them as one batch.
 
         Args:
-            prompts: of equal length, because the batch has no padding.
-            new_tokens: how many to generate for each.
+            prompts: prompts of equal length, because the batch has no padding.
+            new_tokens: number of tokens to generate per prompt.
         """
         batch = [await self._admit(list(prompt)) for prompt in prompts]
         await self._decode(batch, new_tokens)
         return [running.served() for running in batch]
 
     async def _admit(self, prompt: list[int]) -> _Running:
-        """One request from its arrival to its first token."""
+        """Run one request from its arrival to its first token."""
         if self._store is None:
             return await self._admit_uncached(prompt)
         arrived = time.perf_counter()
@@ -101,17 +100,17 @@ class ServingEngine:
         return _Running([*prompt, first], len(prompt), memory, Hit(0), _milliseconds_since(arrived))
 
     async def _prefill(self, memory: DynamicCache, tokens: list[int], start: int, stop: int) -> int:
-        """Compute `tokens[start:stop]`; the token that follows."""
+        """Compute `tokens[start:stop]`; return the next token."""
         logits = await self._thread.run(partial(prefill, self._model, memory, tokens, start, stop))
         return int(logits.argmax())
 
     async def _decode(self, batch: Sequence[_Running], new_tokens: int) -> None:
-        """The other tokens of a batch. Its end is known here, so one state is kept, at the last page
-        boundary before it; an engine that does not know would take a snapshot at each boundary.
+        """Generate the remaining tokens of a batch. Their number is known, so one state is kept, at the last
+        page boundary; an engine that does not know it would take a snapshot at each boundary.
         """
         memory = await self._thread.run(partial(stack, [running.memory for running in batch]))
         length = batch[0].prompt
-        computed = length + new_tokens - 1  # nothing follows the last token, so it is never fed
+        computed = length + new_tokens - 1  # the last token is never fed to the model
         for _ in range(new_tokens - 1):
             latest = [running.tokens[-1] for running in batch]
             logits = await self._thread.run(partial(decode, self._model, memory, latest, length))
@@ -125,10 +124,10 @@ class ServingEngine:
     async def _publish_turns(
         store: PrefixStore, batch: Sequence[_Running], memory: DynamicCache, length: int
     ) -> None:
-        """Publish what every sequence of a batch has computed in `length` tokens.
+        """Publish the first `length` tokens of every sequence of a batch.
 
-        Each is a request of its own, for the prefix may have been evicted since the prompt was served.
-        What is lost altogether is still in the model's memory, and published again.
+        Each sequence opens a new request, because its prefix may have been evicted since the prefill. Lost
+        pages are still in the model's memory, and are published again.
         """
         for row, running in enumerate(batch):
             async with store.request(running.tokens) as request:
@@ -137,7 +136,7 @@ class ServingEngine:
 
 
 class PrefixStore:
-    """A `HybridCache` whose pages are read from, and written to, the model's own memory."""
+    """A `HybridCache` whose pages are copied from and to the model's memory."""
 
     def __init__(self, owned: OwnedModel, cache: HybridCache) -> None:
         self._thread = owned.thread
@@ -149,32 +148,32 @@ class PrefixStore:
         return self._cache.request(tokens)
 
     def whole_pages(self, length: int) -> int:
-        """`length` down to whole pages."""
+        """`length` rounded down to whole pages."""
         return length // self._page_size * self._page_size
 
     async def load(self, request: Request) -> None:
-        """Bring what the cache knows to device pages, from wherever it is."""
+        """Load the request's hit from all tiers to device pages."""
         await request.prefetch()
-        with suppress(CapacityError):  # then `load` makes do with what there is
+        with suppress(CapacityError):  # `load` then loads what fits
             await request.admit()
         await request.load()
 
     async def restore(self, request: Request) -> DynamicCache:
-        """Model memory that holds the `request.hit.tokens` tokens that the cache knows."""
+        """Return model memory with the first `request.hit.tokens` tokens, from the cache."""
         await self.load(request)
         return await self._thread.run(partial(self._bridge.restore, request))
 
     async def publish(
         self, request: Request, memory: DynamicCache, length: int, *, row: int = 0, final: bool = False
     ) -> None:
-        """Copy from the model's memory what the request has no pages for yet, and hand it to the cache.
+        """Copy tokens that the request has no pages for from the model's memory, and publish them.
 
         Args:
-            request: loaded; what was published for it before were whole pages.
-            memory: holds `length` tokens.
-            length: if it is whole pages, the states are published too; if not, this is the last time.
-            row: which sequence of `memory`.
-            final: whether the request publishes nothing more; its state then needs no second slot.
+            request: a loaded request; everything it published before ended at a page boundary.
+            memory: model memory with `length` tokens.
+            length: at a page boundary, states are published too; otherwise this is the last publication.
+            row: index of the sequence in `memory`.
+            final: whether this is the request's last publication; its state then needs no second slot.
         """
         done = request.reserved
         if length <= done:
@@ -182,9 +181,9 @@ class PrefixStore:
         try:
             await request.reserve(length - done)
         except CapacityError:
-            return  # a cache that is full costs later hits, not this request
+            return  # a full cache costs later hits, but must not fail this request
         await self._thread.run(partial(self._bridge.save, request, memory, done, length, row=row))
-        await request.checkpoint(length, final=final)  # the working state may be overwritten after that
+        await request.checkpoint(length, final=final)  # afterwards the working state may be overwritten
 
 
 def _milliseconds_since(start: float) -> float:

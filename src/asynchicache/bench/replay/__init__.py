@@ -1,1 +1,1 @@
-"""`replay`: a trace of real prompts through the planner, without bytes."""
+"""`replay`: run a trace of real prompts through the planner, without bytes."""

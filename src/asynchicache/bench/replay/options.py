@@ -1,4 +1,4 @@
-"""What a replay is asked for: which pools, how large, and by which policies."""
+"""Flags of a replay: pools, sizes and policies."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class ReplayOptions(CommandOptions, frozen=True):
         return tuple(self.pools.split(","))
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """Of each pool that has slots of its own, the shares that device and host hold.
+        """Device and host shares of each pool that does not share another pool's slots.
 
         Raises:
-            ConfigError: a share is no number, outside its rule, or of a pool that is not there.
+            ConfigError: a share is not a number, breaks its rule, or names an unknown pool.
         """
         names = [pool.name for pool in synthetic_spec(1, self.names).owners]
         device = _shares("--capacity-share", self.capacity_share, names)
@@ -60,10 +60,10 @@ class ReplayOptions(CommandOptions, frozen=True):
         return {name: (device[name], host[name]) for name in names}
 
     def checkpoints(self, block_size: int) -> CheckpointPolicy:
-        """Where states are kept, with the spacing in blocks.
+        """The checkpoint policy, with its spacing in blocks.
 
         Raises:
-            ConfigError: the spacing is not whole blocks.
+            ConfigError: the spacing is not a whole number of blocks.
         """
         policy = CheckpointPolicy.parse(self.checkpoint)
         policy.check(block_size)
@@ -71,7 +71,7 @@ class ReplayOptions(CommandOptions, frozen=True):
 
 
 def _shares(flag: str, text: str, names: list[str]) -> dict[str, float]:
-    """`0.5` for all, or `kv=0.5,mamba=0.1`; pools that are not named have all they need."""
+    """Parse `0.5` for all pools, or `kv=0.5,mamba=0.1`; pools that are not named get all the slots they need."""
     if "=" not in text:
         return dict.fromkeys(names, _share(flag, text))
     shares = dict.fromkeys(names, 1.0)

@@ -1,4 +1,4 @@
-"""Requests of a trace through the planner, one after the other: every decision, and no bytes."""
+"""Run a trace's requests through the planner, one after the other: all decisions, but no bytes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _WHOLE = 1 << 62
 
 
 class Miss(NamedTuple):
-    """Why tokens were computed: the pool that held them back, and what was wrong with it."""
+    """Why tokens were not served: the pool that limited the hit, and the reason."""
 
     pool: str
     reason: str
 
 
 class ReplayedRequest(NamedTuple):
-    """What one request was given.
+    """The result of one request.
 
     Attributes:
-        prompt_tokens, hit_tokens: of the prompt, and what of it the cache served.
-        tier: the farthest tier that a pool of the hit came from.
-        reason: why it was not more, as `request.hit` says it.
-        misses: the other tokens of the prompt.
+        prompt_tokens, hit_tokens: length of the prompt, and tokens of it that the cache served.
+        tier: the farthest tier that any pool of the hit came from.
+        reason: why the hit was not longer, as in `request.hit`.
+        misses: the remaining tokens, by cause.
     """
 
     prompt_tokens: int
@@ -49,8 +49,8 @@ class ReplayedRequest(NamedTuple):
 
 
 class Player:
-    """A serving engine without a model. Prompts are all that it serves: no trace says which tokens were
-    generated.
+    """A serving engine without a model. It serves prompts only, because traces do not contain generated
+    tokens.
     """
 
     def __init__(self, planner: Planner, trace: Trace) -> None:
@@ -61,7 +61,7 @@ class Player:
         self._was_resumable = bytearray(trace.blocks)
 
     def serve(self, request: TraceRequest, known: int) -> ReplayedRequest:
-        """Match, load, compute and publish one prompt, of which `known` blocks came before."""
+        """Match, load, compute and publish one prompt, whose first `known` blocks occurred before."""
         blocks = request.blocks()
         try:
             sequence = self._planner.open(self._tokens(request, blocks), b"")
@@ -70,7 +70,7 @@ class Player:
         self._cache.carry_out(self._planner.count_hit(sequence))
         self._cache.carry_out(self._planner.loads.load(sequence))
         served = self._served(request, sequence, blocks, known)
-        with suppress(CapacityError):  # what there is no room for is computed, and leaves nothing here
+        with suppress(CapacityError):  # without room, the prompt is computed but not cached
             self._compute(sequence, blocks)
         self._planner.release(sequence)
         return served
@@ -98,8 +98,8 @@ class Player:
                 self._was_resumable[blocks[sequence.borrowed - 1]] = 1
 
     def _stops(self, sequence: RequestState, whole: int) -> list[int]:
-        """Where forwards end: where states are wanted, and else one id behind a block, where no state is
-        kept."""
+        """Ends of forwards: positions where states are wanted; otherwise one id after a block, where no state
+        is kept."""
         cuts = self._planner.cuts(sequence)
         chunks = range(sequence.hit_pages + self._chunk, whole, self._chunk)
         stops = {IDS_A_BLOCK * blocks + 1 for blocks in chunks}
@@ -110,7 +110,7 @@ class Player:
         return sorted(stops.union(cuts))
 
     def _chunk_blocks(self) -> int:
-        """The longest chunk of a prefill beside a window and the page that is not whole."""
+        """Longest prefill chunk that fits beside a window and a partial page."""
         free = self._planner.state.free
         room = [
             free[place_of(window.id, Tier.DEVICE)].capacity - window.pages - 1
@@ -130,21 +130,21 @@ class Player:
         return ReplayedRequest(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
 
     def _refused(self, request: TraceRequest, known: int) -> ReplayedRequest:
-        """A prompt that the device cannot hold: it is computed elsewhere, and leaves nothing here."""
+        """The result for a prompt that does not fit on the device: computed, but not cached."""
         misses = self._unknown(request, known)
         misses[self._miss(FULL, "device_capacity")] = known * self._block_size
         return ReplayedRequest(request.tokens, 0, Tier.DEVICE, MissReason.DEVICE_CAPACITY, misses)
 
     def _unknown(self, request: TraceRequest, known: int) -> dict[Miss, int]:
-        """What no cache could have served: what is no whole block, and what was not asked for before."""
-        whole = (request.tokens - 1) // self._block_size  # one token at least is left to compute
+        """Tokens that no cache could serve: those of partial blocks, and those that did not occur before."""
+        whole = (request.tokens - 1) // self._block_size  # at least one token must be computed
         return {
             self._miss(FULL, "partial_block"): request.tokens - whole * self._block_size,
             self._miss(FULL, "cold"): (whole - known) * self._block_size,
         }
 
     def _held_back(self, sequence: RequestState, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
-        """Known blocks that were not served, by the pool that lacked them."""
+        """Known blocks that were not served, by the pool that missed them."""
         hit, matched, reach = sequence.hit_pages, sequence.matched_pages, sequence.match.full_pages
         yield self._miss(FULL, "evicted"), known - reach
         if matched > hit:

@@ -1,4 +1,4 @@
-"""What a replay found: hit rates by tier, what was evicted and kept, and why the misses missed."""
+"""The result of a replay: hit rates by tier, evictions, kept states, and causes of misses."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class ReplayReport:
     """One replay.
 
     Attributes:
-        title: of its tables; not in the JSON.
-        requests, prompt_tokens, trace_seconds: of the trace.
-        hit_rate: the share of prompt tokens served from the cache.
-        request_hit_rate: the share of requests that were served anything.
-        ceiling: the hit rate if attention pages were all that is needed, and none were ever lost.
-        tokens_by_tier, hit_rate_by_tier: the same by tier, the farthest that any of their pools came from.
+        title: title of the tables; not in the JSON.
+        requests, prompt_tokens, trace_seconds: totals of the trace.
+        hit_rate: share of prompt tokens served from the cache.
+        request_hit_rate: share of requests with a hit.
+        ceiling: the hit rate if a hit needed only attention pages and none were lost.
+        tokens_by_tier, hit_rate_by_tier: by the farthest tier that any pool of the hit came from.
         working_set: by pool, the slots that the whole trace would fill.
-        slots: by pool, those that device and host had.
-        evicted_pages: attention pages that left the device.
-        evicted: by pool and tier, slots that were evicted.
+        slots: by pool, device and host slots.
+        evicted_pages: attention pages evicted from the device.
+        evicted: evicted slots by pool and tier.
         states_kept: recurrent states in memory at the end.
-        misses: tokens that were computed, by pool and reason (`REMEDIES`).
-        reasons: requests by `MissReason`.
-        problems: what the planner's own check found at the end.
-        seconds: what the replay took.
+        misses: computed tokens by pool and reason (`REMEDIES`).
+        reasons: number of requests by `MissReason`.
+        problems: findings of the planner's own check at the end.
+        seconds: duration of the replay.
     """
 
     title: str
@@ -73,7 +73,7 @@ class ReplayReport:
         return {name: value for name, value in asdict(self).items() if name != "title"}
 
     def present(self) -> RenderableType:
-        """Tables for people."""
+        """The report as tables."""
         problems = map(escape, self.problems)
         return Group(escape(self.title), self._summary(), self._pools(), self._losses(), *problems)
 
@@ -112,7 +112,7 @@ class ReplayReport:
 
 @dataclass(slots=True, eq=False)
 class ReplayTally:
-    """Adds up what requests were given."""
+    """Sums up the results of requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -132,7 +132,7 @@ class ReplayTally:
         self.reasons[served.reason] += 1
 
     def missed(self) -> dict[str, dict[str, int]]:
-        """Tokens by pool and reason, those that there are."""
+        """Missed tokens by pool and reason, without zeros."""
         table: dict[str, dict[str, int]] = {}
         for (pool, reason), tokens in self.misses.items():
             if tokens:

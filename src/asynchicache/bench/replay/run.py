@@ -1,7 +1,7 @@
-"""A trace through the tree, the planner and the policies in virtual time: no bytes, no waiting.
+"""Run a trace through the tree, the planner and the policies in virtual time, without bytes or waiting.
 
-Requests come one after the other; a block can be hit as soon as the request that brought it has
-arrived. Generated tokens are not cached: traces do not say what they were.
+Requests run one after the other, so a block can be hit as soon as the request that computed it has arrived.
+Generated tokens are not cached, because traces do not contain them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     """Replay a trace.
 
     Raises:
-        ConfigError: the trace cannot be read, or does not go together with the options.
+        ConfigError: the trace cannot be read, or does not fit the options.
     """
     begun = time.perf_counter()
     trace = read_trace(Path(options.trace), options.block_size)
@@ -96,7 +96,7 @@ def _report(
 
 
 def _states_kept(state: CacheState) -> int:
-    """Nodes that have a state, in whatever tier."""
+    """Number of nodes with a state in any tier."""
     states = [
         component for component in state.tree.components if not state.spec.owners[component.id].per_token
     ]

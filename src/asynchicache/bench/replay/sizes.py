@@ -1,4 +1,4 @@
-"""How many slots each pool gets, as a share of what the trace would fill."""
+"""Compute each pool's slots as a share of the trace's working set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sizes:
     """Slots of a replay.
 
     Attributes:
-        working_set: by pool, slots for everything that the trace brings.
+        working_set: by pool, slots for everything in the trace.
         slots: by pool, device and host slots.
     """
 
@@ -31,15 +31,15 @@ class Sizes:
 def plan_sizes(
     spec: ModelSpec, shares: Mapping[str, tuple[float, float]], trace: Trace, found: Survey
 ) -> Sizes:
-    """The sizes that shares come to.
+    """Convert shares to slots.
 
-    With a share of 1 nothing is ever evicted: a whole prompt fits beside the working set, because a
-    request may compute again what the tree has, where it lacks the state to go with it.
+    With a share of 1 nothing is evicted. A whole prompt fits in addition to the working set, because a request
+    may recompute pages that the tree holds if their state is missing.
 
     Args:
         spec: the pools.
-        shares: by pool, of device and host.
-        trace, found: what is asked, and what that needs.
+        shares: by pool, the shares of device and host.
+        trace, found: the trace and its survey.
     """
     needs = {pool.name: trace.blocks if pool.per_token else found.states for pool in spec.owners}
     slots = {}

@@ -1,4 +1,4 @@
-"""What a trace would need if nothing were ever evicted: how much to keep, and the most that can be hit."""
+"""What a trace needs if nothing is evicted: its working set and its best possible hits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asynchicache.planner.checkpoints import CheckpointPolicy
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """One look at a whole trace.
+    """Totals of a whole trace.
 
     Attributes:
-        known: of each request, how many of its first blocks came before, as far as they can be hit: one
-            token at least is left to compute.
-        states: places where the policy would keep a state.
-        longest: blocks of the longest prompt, one that is not whole included.
+        known: for each request, the number of its first blocks that occurred before and can be hits; at least
+            one token must be computed.
+        states: number of positions where the policy would keep a state.
+        longest: blocks of the longest prompt, including a partial one.
     """
 
     known: Sequence[int]
@@ -30,11 +30,11 @@ def survey(trace: Trace, checkpoints: CheckpointPolicy) -> Survey:
     """Walk through a trace with unlimited memory.
 
     Args:
-        trace: what was asked.
-        checkpoints: where states are kept; its spacing is in blocks.
+        trace: the trace.
+        checkpoints: the checkpoint policy, with its spacing in blocks.
 
     Raises:
-        ConfigError: ids are not chained: a known one follows on an unknown one.
+        ConfigError: ids are not chained: a known one follows an unknown one.
     """
     seen, stated = bytearray(trace.blocks), bytearray(trace.blocks)
     known = []
@@ -50,7 +50,7 @@ def survey(trace: Trace, checkpoints: CheckpointPolicy) -> Survey:
 
 
 def _count_known(seen: bytearray, runs: Runs, number: int) -> int:
-    """How many of the first blocks were seen before; no other may have been."""
+    """Number of first blocks that were seen before. No later block may have been seen."""
     common = 0
     behind_unknown = False
     for start, count in runs:
@@ -66,5 +66,5 @@ def _count_known(seen: bytearray, runs: Runs, number: int) -> int:
 
 
 def _state_places(blocks: Sequence[int], known: int, checkpoints: CheckpointPolicy) -> list[int]:
-    """The blocks at whose ends a state would be kept."""
+    """The blocks at whose ends the policy keeps a state."""
     return [blocks[cut - 1] for cut in checkpoints.cuts(0, len(blocks), known)]

@@ -1,7 +1,7 @@
-"""Traces of real prompts: gzip or plain JSONL, a request a line, prompts as ids of their blocks.
+"""Traces of real prompts: plain or gzipped JSONL with one request per line, and prompts as block ids.
 
-The format of the Mooncake traces (kvcache-ai/Mooncake, FAST25-release/traces), whose `hash_ids` may be
-written as runs as well. Ids are chained: two prompts share one only if they share all that is before it.
+The format is that of the Mooncake traces (kvcache-ai/Mooncake, FAST25-release/traces); `hash_ids` may also be
+written as runs. Ids are chained: two prompts share an id only if they share everything before it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TraceRequest(NamedTuple):
     """One request of a trace.
 
     Attributes:
-        tokens: of the prompt.
-        runs: the ids of its whole blocks.
+        tokens: length of the prompt.
+        runs: ids of its whole blocks, as runs.
     """
 
     tokens: int
@@ -46,12 +46,12 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was asked, in the order of arrival.
+    """A trace in order of arrival.
 
     Attributes:
         block_size: tokens of a block.
-        requests: their block ids are 0 to `blocks - 1`.
-        blocks: how many different whole blocks there are: the working set.
+        requests: the requests; their block ids are 0 to `blocks - 1`.
+        blocks: number of distinct whole blocks: the working set.
         seconds: from the first arrival to the last.
     """
 
@@ -70,10 +70,10 @@ def read_trace(path: Path, block_size: int = 0) -> Trace:
 
     Args:
         path: the file.
-        block_size: tokens of a block, where the lines do not say; 0: they must.
+        block_size: tokens of a block if the lines do not say; 0: the lines must say.
 
     Raises:
-        ConfigError: no such file, not a trace, or a value outside its rule; names the line.
+        ConfigError: the file is missing or not a trace, or a value breaks its rule; names the line.
     """
     lines = _checked(_read(path), block_size, f"trace {str(path)!r}")
     requests, blocks = _renumbered([line.request() for line in lines])
@@ -84,7 +84,7 @@ def read_trace(path: Path, block_size: int = 0) -> Trace:
 
 
 class _Line(msgspec.Struct):
-    """One line as it stands in the file."""
+    """One line of the file, unchecked."""
 
     input_length: int
     timestamp_ms: float | None = None
@@ -99,13 +99,13 @@ class _Line(msgspec.Struct):
 
     @property
     def numbers(self) -> list[int]:
-        """Starts and counts of its runs, in turns."""
+        """Starts and counts of its runs, alternating."""
         if self.hash_runs is not None:
             return self.hash_runs
         return list(chain.from_iterable((block, 1) for block in self.hash_ids or ()))
 
     def request(self) -> TraceRequest:
-        """The request, without a last block that is not whole."""
+        """The request, without a partial last block."""
         numbers = self.numbers
         runs = list(zip(numbers[::2], numbers[1::2], strict=True))
         if runs and sum(numbers[1::2]) > self.input_length // self.block_size:
@@ -115,17 +115,17 @@ class _Line(msgspec.Struct):
 
 
 def _read(path: Path) -> list[_Line]:
-    """The lines of a file.
+    """Read the lines of a file.
 
     Raises:
-        ConfigError: it cannot be read, or a line is not a request.
+        ConfigError: the file cannot be read, or a line is not a request.
     """
     decode = msgspec.json.Decoder(_Line).decode
     number = 0
     lines = []
     try:
         with _open(path) as file:
-            for number, text in enumerate(file, start=1):  # noqa: B007  the handler names it
+            for number, text in enumerate(file, start=1):  # noqa: B007  the except clause uses it
                 lines.append(decode(text))
     except msgspec.MsgspecError as error:
         raise ConfigError(f"trace {str(path)!r}, line {number}: {error}") from error
@@ -140,7 +140,7 @@ def _open(path: Path) -> BinaryIO:
     return cast("BinaryIO", gzip.open(path)) if is_packed else path.open("rb")
 
 
-# What lines must be.
+# Rules for lines.
 
 
 def _checked(lines: list[_Line], block_size: int, where: str) -> list[_Line]:
@@ -163,7 +163,7 @@ def _checked(lines: list[_Line], block_size: int, where: str) -> list[_Line]:
 
 
 def _problem(line: _Line) -> str | None:
-    """What is wrong with a line by itself, in words."""
+    """Describe what is wrong with a single line, if anything."""
     if line.timestamp is None and line.timestamp_ms is None:
         return "timestamp_ms is missing"
     if not 1 <= line.input_length <= _LONGEST:
@@ -192,9 +192,9 @@ def _run_problem(runs: list[int], whole: int, rest: int) -> str | None:
 
 
 def _renumbered(requests: list[TraceRequest]) -> tuple[list[TraceRequest], int]:
-    """The same requests with ids that leave no gaps, and how many there are.
+    """Renumber block ids without gaps; return the requests and the number of ids.
 
-    Ids may be hashes; as small numbers they can index arrays.
+    Ids in a trace may be hashes; small numbers can index arrays.
     """
     begins, ends = _intervals([run for request in requests for run in request.runs])
     firsts = [0, *accumulate(end - begin for begin, end in zip(begins, ends, strict=True))]
@@ -209,7 +209,7 @@ def _renumbered(requests: list[TraceRequest]) -> tuple[list[TraceRequest], int]:
 
 
 def _intervals(runs: Runs) -> tuple[list[int], list[int]]:
-    """The union of runs as half-open intervals that do not touch, ascending: their starts and ends."""
+    """The union of runs as sorted, non-adjacent half-open intervals: their starts and ends."""
     begins: list[int] = []
     ends: list[int] = []
     for start, count in sorted(runs):

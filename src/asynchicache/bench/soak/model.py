@@ -1,19 +1,19 @@
 """Model of a soak's hits as an LRU of paths. It shares no code with the cache.
 
-A *prefix* is a number of whole pages from the beginning of a conversation. A *thing* is one pool's data of one
-page: the page itself, or the state after it. Each pool's coverage determines the things that a prefix of `n`
-pages needs: all `n` pages, the last `w` of them, or the state after page `n`.
+A *prefix* is a number of whole pages from the beginning of a conversation. A *thing* is one pool's data of
+one page: the page itself, or the state after it. Each pool's coverage determines the things that a prefix of
+`n` pages needs: all `n` pages, the last `w` of them, or the state after page `n`.
 
 Memory and the store below it are each an LRU of things, in one or several parts with separate bounds. The
 model has four rules:
 
-- **Request.** A request of `t` tokens hits its longest prefix of at most `(t - 1) // page_size` pages for which
-  memory or the store has every needed thing. The hit is a use of that prefix.
+- **Request.** A request of `t` tokens hits its longest prefix of at most `(t - 1) // page_size` pages for
+  which memory or the store has every needed thing. The hit is a use of that prefix.
 - **Publication.** Publishing `n` pages adds the pages computed since the last publication, and a state if one
   was saved there. It is a use of the prefix of `n` pages.
-- **Use.** A use makes the prefix's things the most recent. The end of the path is touched before its beginning,
-  and at each page, states and windows before the pages of pools that cover everything. Missing things are
-  added: a hit from storage is loaded into memory.
+- **Use.** A use makes the prefix's things the most recent. It touches the end of the path before its
+  beginning, and at each page, states and windows before the pages of pools that cover everything. Missing
+  things are added: a hit from storage is loaded into memory.
 - **Eviction.** A part over its bound evicts its least recent thing. Evicting a page that every prefix needs
   also evicts all other things of that page, in all parts, because nothing can be restored from them.
 
