@@ -71,7 +71,7 @@ class ReplayOptions(CommandOptions, frozen=True):
 
 
 def _shares(flag: str, text: str, names: list[str]) -> dict[str, float]:
-    """Parse `0.5` for all pools, or `kv=0.5,mamba=0.1`; pools that are not named get all the slots they need."""
+    """Parse `0.5` for all pools, or `kv=0.5,mamba=0.1`; other pools get all the slots they need."""
     if "=" not in text:
         return dict.fromkeys(names, _share(flag, text))
     shares = dict.fromkeys(names, 1.0)

@@ -33,8 +33,8 @@ def plan_sizes(
 ) -> Sizes:
     """Convert shares to slots.
 
-    With a share of 1 nothing is evicted. A whole prompt fits in addition to the working set, because a request
-    may recompute pages that the tree holds if their state is missing.
+    With a share of 1 nothing is evicted. A whole prompt fits in addition to the working set, because a
+    request may recompute pages that the tree holds if their state is missing.
 
     Args:
         spec: the pools.

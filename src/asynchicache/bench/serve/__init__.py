@@ -1,1 +1,1 @@
-"""`bench serve`: conversations with servers over HTTP, one of which loses its storage."""
+"""`bench serve`: conversations with servers over HTTP; one of them loses its storage."""

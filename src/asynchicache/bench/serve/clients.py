@@ -1,4 +1,4 @@
-"""Conversations with a server over HTTP, as streams, so that the first token has a time."""
+"""Conversations with a server over HTTP, streamed to measure the time to first token."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ServeTurn:
     """One answer.
 
     Attributes:
-        tokens: generated.
-        cached_tokens: of the prompt.
-        ttft_ms: from sending the request to the first token's arrival.
+        tokens: the generated tokens.
+        cached_tokens: number of prompt tokens served from the cache.
+        ttft_ms: milliseconds from sending the request to the first token's arrival.
     """
 
     tokens: list[int]
@@ -35,14 +35,14 @@ class ServeTurn:
 
 
 class ServerError(CacheError):
-    """Raised when a request is not answered as it should be."""
+    """Raised when a request gets a wrong answer or none."""
 
 
 class Client:
-    """Asks one server.
+    """Sends requests to one server.
 
     Args:
-        http: bound to its address.
+        http: an HTTP client with the server's address.
         output_length: tokens of an answer.
     """
 
@@ -51,10 +51,10 @@ class Client:
         self._output_length = output_length
 
     async def ask(self, prompt: list[int], salt: str) -> ServeTurn:
-        """One turn.
+        """Run one turn.
 
         Raises:
-            ServerError: no answer, or half of one.
+            ServerError: the answer is missing or incomplete.
         """
         body = {
             "prompt": prompt,
@@ -93,7 +93,7 @@ def _chunk(line: str) -> Mapping[str, Any]:
 
 
 def questions(options: ServeBenchOptions) -> list[list[list[int]]]:
-    """New prompt tokens by client and round; no two conversations begin alike."""
+    """New prompt tokens by client and round. All conversations begin differently."""
     draw = random.Random(options.seed)
     lengths = [options.first_length] + [options.request_length] * (options.num_rounds - 1)
     return [

@@ -1,4 +1,4 @@
-"""The flags of `bench serve`, and what they mean in tokens. Needs no model, so that help is quick."""
+"""The flags of `bench serve`, and derived numbers of tokens. Loads no model, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class ServeBenchOptions(CommandOptions, frozen=True):
         return self.first_length + round_ * (self.output_length + self.request_length)
 
     def kept(self, round_: int) -> int:
-        """Tokens of that prompt that can be restored at best.
+        """Maximum number of that prompt's tokens that can be restored.
 
-        Everything that was computed, down to whole pages. The last token of an answer was never fed to the
-        model. Checkpoints are kept at the end of each prompt and of each answer, in whole pages.
+        These are all whole pages of computed tokens. The last token of an answer was never fed to the model.
+        Checkpoints are kept at the last page boundary of each prompt and each answer.
         """
         if not round_:
             return 0
@@ -59,7 +59,7 @@ class ServeBenchOptions(CommandOptions, frozen=True):
 
     @property
     def ceiling(self) -> int:
-        """Cached tokens of the whole run if nothing is lost."""
+        """Cached tokens of the whole run if the cache loses nothing."""
         return self.num_clients * sum(map(self.kept, range(self.num_rounds)))
 
     @property
@@ -68,6 +68,6 @@ class ServeBenchOptions(CommandOptions, frozen=True):
 
     @property
     def pages(self) -> int:
-        """Pages of all conversations at their end."""
+        """Total pages of all finished conversations."""
         longest = self.prompt(self.num_rounds - 1) + self.output_length
         return self.num_clients * -(-longest // self.page_size)

@@ -1,4 +1,4 @@
-"""Storage for a server, that can be killed and come back."""
+"""Storage of a server that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _PATIENCE = 10.0
 
 
 class Outage(Protocol):
-    """A place for pages."""
+    """Storage that can fail on request."""
 
     @property
     def flags(self) -> list[str]:
-        """What tells `asynchicache serve` of it."""
+        """The flags of `asynchicache serve` for this storage."""
         ...
 
     def kill(self) -> None:
-        """It is gone, with what it had."""
+        """Remove the storage and its contents."""
         ...
 
     def restart(self) -> None:
-        """It is there again, empty."""
+        """Restart the storage, empty."""
         ...
 
 
 class FolderOutage:
-    """A folder that is removed while the store in it is open, and is made again."""
+    """A folder that is removed while its store is open, and recreated."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "pages"
@@ -51,10 +51,10 @@ class FolderOutage:
 
 
 class RedisOutage:
-    """A `redis-server` of its own, without persistence, killed as a machine dies.
+    """A separate `redis-server` without persistence, killed as by a machine failure.
 
     Raises:
-        ConfigError: the program is not installed, or does not start.
+        ConfigError: the program is not installed or does not start.
     """
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ class RedisOutage:
 
 @contextmanager
 def open_outage(storage: str, folder: Path) -> Iterator[Outage]:
-    """The storage of that name, gone at the end.
+    """Open the storage of that name; remove it at the end.
 
     Raises:
-        ConfigError: it cannot be had here.
+        ConfigError: the storage is not available on this machine.
     """
     if storage == "file":
         yield FolderOutage(folder)

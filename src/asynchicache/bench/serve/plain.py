@@ -1,4 +1,4 @@
-"""What plain transformers answers: no cache of ours, no server, every prompt computed from its beginning."""
+"""Reference answers of plain transformers: no asynchicache, no server, every prompt computed completely."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PlainTurn:
     """One answer.
 
     Attributes:
-        tokens: generated, greedily.
-        prefill_ms: how long the prompt alone took.
+        tokens: the tokens, generated greedily.
+        prefill_ms: duration of the prefill.
     """
 
     tokens: list[int]
@@ -28,8 +28,8 @@ class PlainTurn:
 
 
 def plain_answers(options: ServeBenchOptions) -> list[list[PlainTurn]]:
-    """The first conversations, `options.plain_clients` of them, by client and round."""
-    with one_torch_thread():  # as the servers
+    """Answers of the first `options.plain_clients` conversations, by client and round."""
+    with one_torch_thread():  # like the servers
         model, _ = build_demo_model(options.seed)
         return [_conversation(model, asked, options) for asked in questions(options)[: options.plain_clients]]
 

@@ -1,4 +1,4 @@
-"""What `bench serve` found."""
+"""The result of `bench serve`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Rounds = list[list[ServeTurn | None]]
 
 @dataclass(slots=True, eq=False)
 class ServeReport:
-    """One run.
+    """The result of one run.
 
     Attributes:
-        cached, uncached, outage: the turns with the cache, without hits, and with storage that is killed.
-        plain: what plain transformers answered to the first clients, by client and round.
-        rss_bytes: of the cached server, after each of its rounds: those of `cached`, then of `outage`.
-        errors: requests that were not answered.
-        unhandled: lines of the servers' logs that tell of errors which nobody handled.
+        cached, uncached, outage: the turns with the cache, without hits, and with killed storage.
+        plain: plain transformers' answers to the first clients, by client and round.
+        rss_bytes: resident memory of the cached server after each round of `cached`, then of `outage`.
+        errors: requests without an answer.
+        unhandled: lines of the servers' logs about unhandled errors.
     """
 
     options: ServeBenchOptions
@@ -47,7 +47,7 @@ class ServeReport:
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether all answers are those of the uncached server, and these those of plain transformers."""
+        """Whether all answers equal those of the uncached server, and these equal those of plain transformers."""
         expected = _tokens(self.uncached)
         plain = [[turn.tokens for turn in turns] for turns in zip(*self.plain, strict=True)]
         checked = [turns[: len(self.plain)] for turns in expected]
@@ -55,13 +55,13 @@ class ServeReport:
 
     @property
     def ttft_ratio(self) -> float:
-        """Median of the later rounds' ratios: mean time to the first token without hits by that with."""
+        """Median over later rounds of the ratio of mean TTFT without hits to mean TTFT with hits."""
         later = zip(self.uncached[1:], self.cached[1:], strict=True)
         return median(fmean(_ttft(without)) / fmean(_ttft(having)) for without, having in later)
 
     @property
     def rss_growth(self) -> float:
-        """Share by which the server grew from the end of the first play to that of the second."""
+        """Relative memory growth of the server from the end of the first play to that of the second."""
         return self.rss_bytes[-1] / self.rss_bytes[self.options.num_rounds - 1] - 1
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class ServeReport:
         return _cached(rounds[number : number + 1]) / tokens
 
     def present(self) -> RenderableType:
-        """Tables for people."""
+        """The report as tables."""
         problems = [
             f"[red]violated:[/red] {escape(problem)}" for problem in [*self.errors, *self.unhandled][:10]
         ]

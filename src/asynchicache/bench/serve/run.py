@@ -1,7 +1,7 @@
 """Conversations with a cached server, an uncached one, and a cached one whose storage is killed.
 
-The two servers are processes of their own and take turns round by round, so that both meet the same
-machine. The uncached one is the same program; every request has a salt of its own, so that nothing hits.
+The two servers are separate processes that alternate round by round, so that other load on the machine affects
+both. The uncached server is the same program, but every request has a unique salt, so nothing hits.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from asynchicache.bench.serve.server_process import ServerProcess, server_proces
 
 Advance = Callable[[int, int], None]
 
-_SECONDS = 600.0  # a request's patience: fifty prompts may be before it
+_SECONDS = 600.0  # a request's timeout: fifty prompts may be queued before it
 _DEVICE_SHARE = 0.5  # of the pages of all conversations
-_HOST_SHARE = 0.6  # so the end of each is found in memory, and old beginnings in storage
-_STATES_A_CLIENT = 4  # those at the ends of its last two prompts and answers
+_HOST_SHARE = 0.6  # so recent ends are found in memory, and old beginnings in storage
+_STATES_A_CLIENT = 4  # at the ends of its last two prompts and answers
 
 
 class Conversations:
-    """What all clients have said to one server so far.
+    """The conversations of all clients with one server so far.
 
     Args:
-        client: asks the server.
-        options: what is asked.
-        salt: of a client's request of a round.
+        client: sends requests to the server.
+        options: the workload.
+        salt: returns the salt of a client's request in a round.
 
     Attributes:
-        rounds: the turns, by round and client; None where there was no answer.
-        errors: why not.
+        rounds: the turns by round and client; None for a request without an answer.
+        errors: the reasons of missing answers.
     """
 
     def __init__(self, client: Client, options: ServeBenchOptions, salt: Callable[[int, int], str]) -> None:
@@ -52,13 +52,13 @@ class Conversations:
         self.errors: list[str] = []
 
     async def play_round(self, halfway: Callable[[], None] | None = None) -> None:
-        """One turn of every client, all at once.
+        """Run one turn of every client, concurrently.
 
         Args:
-            halfway: what happens when half of them have their answers.
+            halfway: called when half of the clients have their answers.
 
         Raises:
-            ServerError: nobody got one.
+            ServerError: no client got an answer.
         """
         number, clients = len(self.rounds), range(len(self._asked))
         turns = [asyncio.create_task(self._turn(client, number)) for client in clients]
@@ -84,11 +84,11 @@ class Conversations:
 
 
 async def run_serve(options: ServeBenchOptions, advance: Advance) -> ServeReport:
-    """Play everything.
+    """Run the whole bench.
 
     Raises:
         ConfigError: a server or its storage does not start.
-        ServerError: a server has stopped to answer.
+        ServerError: a server stopped answering.
     """
     report = ServeReport(options)
     with TemporaryDirectory(prefix="asynchicache-serve-") as name:
@@ -105,7 +105,7 @@ async def run_serve(options: ServeBenchOptions, advance: Advance) -> ServeReport
 
 
 def _cache(options: ServeBenchOptions) -> dict[str, object]:
-    """Options of the cache: all three tiers have something to do."""
+    """Cache options with sizes that use all three tiers."""
     states = _STATES_A_CLIENT * options.num_clients
     return {
         "device_slots": {"kv": int(options.pages * _DEVICE_SHARE), "mamba": states},
@@ -155,8 +155,8 @@ async def _lose_storage(
     outage: Outage,
     advance: Advance,
 ) -> None:
-    """The same conversations again, as if they were new; storage goes away in a round, and comes back in
-    a later one."""
+    """Play the same conversations again with new salts. Storage is killed in one round and restarted in a later
+    one."""
     again = Conversations(ask, options, lambda client, number: "outage")
     lost = options.num_rounds // 2 - 1
     events = {lost: outage.kill, min(lost + 2, options.num_rounds - 1): outage.restart}

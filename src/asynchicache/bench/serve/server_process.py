@@ -1,4 +1,4 @@
-"""An `asynchicache serve` of its own process, and what can be seen of it from outside."""
+"""An `asynchicache serve` process, observed from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNHANDLED = ("Traceback", "never retrieved", "Unclosed", "Exception in")
 
 
 class ServerProcess:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         address: `http://127.0.0.1:PORT`.
@@ -32,7 +32,7 @@ class ServerProcess:
 
     @property
     def rss_bytes(self) -> int:
-        """Its resident memory now."""
+        """Current resident memory in bytes."""
         status = Path(f"/proc/{self._process.pid}/status").read_text("ascii")
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         return int(found[1]) * 1024 if found else 0
@@ -42,21 +42,21 @@ class ServerProcess:
         return self._process.returncode is None
 
     def unhandled(self) -> list[str]:
-        """Lines of its log that tell of errors which nobody handled."""
+        """Log lines about unhandled errors."""
         lines = self._log.read_text("utf-8", errors="replace").splitlines()
         return [line for line in lines if any(word in line for word in _UNHANDLED)]
 
 
 @asynccontextmanager
 async def server_process(log: Path, flags: Sequence[str]) -> AsyncIterator[ServerProcess]:
-    """A server for the duration of the block, ended with SIGTERM.
+    """Run a server for the duration of the block; end it with SIGTERM.
 
     Args:
-        log: where its standard error goes.
-        flags: of `asynchicache serve`.
+        log: file for its standard error.
+        flags: flags of `asynchicache serve`.
 
     Raises:
-        ConfigError: it does not start; with what it said.
+        ConfigError: the server does not start; quotes its log.
     """
     words = ["-I", "-m", "asynchicache.cli.main", "serve", "--port", "0", "--threads", "1", *flags]
     with log.open("wb") as errors:

@@ -1,4 +1,4 @@
-"""What a soak came to: figures, and what was violated."""
+"""The result of a soak: figures and violations."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class SoakReport:
     """The result of `soak`.
 
     Attributes:
-        minutes: that it ran.
-        happened: by name, how often something was done to the cache or its storage.
-        unwritten: by reason, pages and states that did not get to storage, or to the host, when they should.
-        memory, hit_drift: None where the run was too short to judge.
-        model_gap: by how much the hit rate is above the model's after the first minute, likewise.
-        stalls: what blocked the loop, in words.
-        starved: how often the machine stopped the loop for longer than the limit.
-        violations: what went wrong, in words; empty if nothing did.
+        minutes: duration of the run.
+        happened: by name, the number of events and faults applied to the cache or its storage.
+        unwritten: by reason, pages and states that were not written to storage or the host as they should.
+        memory, hit_drift: None if the run was too short to judge.
+        model_gap: hit rate minus the model's, after the first minute; None if the run was too short.
+        stalls: descriptions of what blocked the loop.
+        starved: number of times that the machine stopped the loop for longer than the limit.
+        violations: descriptions of what went wrong; empty if nothing did.
     """
 
     storage: str
@@ -157,7 +157,7 @@ class SoakReport:
         return Group(table, *told)
 
     def _share(self, tokens: int) -> float:
-        """Of all prompt tokens."""
+        """Share of all prompt tokens that were hits."""
         return tokens / self.served.prompt_tokens if self.served.prompt_tokens else 0.0
 
     def _rows(self, served: SoakCounters) -> list[tuple[str, str]]:

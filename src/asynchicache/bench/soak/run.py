@@ -1,4 +1,4 @@
-"""A soak: real threads, real storage that fails, caches that come and go, at the highest rate there is."""
+"""A soak: real threads, real storage with failures, caches that open and close, at the highest rate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLE_SECONDS = 1.0
 HANG_SECONDS = 60.0
 """A client that does not come to its end in that time hangs."""
 
-_CACHES = 2  # at least, so that one is closed at rest and one at work
+_CACHES = 2  # at least: one is closed while idle, one while busy
 _LEAST_SECONDS = 0.5
 _ABANDONED = 0.05
 
@@ -41,11 +41,11 @@ Advance = Callable[[int, int], None]
 
 
 async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
-    """Serve conversations for as long as asked, and look whether anything breaks or grows.
+    """Serve conversations for the given time, and check whether anything breaks or grows.
 
     Raises:
         ConfigError: the storage's server is not installed.
-        StorageError: it does not start.
+        StorageError: the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder or None) as name:
         chance = random.Random(options.seed)
@@ -53,7 +53,7 @@ async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
         await store.start()
         try:
             gc.collect()
-            gc.freeze()  # what was imported is not looked through again: that would stop the loop
+            gc.freeze()  # exclude imported objects from collections, which would block the loop
             soak = Soak(options, store, chance, advance, await store.bounds(soak_spec()))
             with Complaints(soak.problems), LoopWatchdog(options.stall_ms / 1e3) as watchdog:
                 await soak.run()
@@ -64,7 +64,7 @@ async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
 
 
 class Complaints(logging.Handler):
-    """While entered, what the library logs as an error is a problem; warnings tell of faults on purpose."""
+    """While entered, records the library's logged errors as problems. Warnings are expected from injected faults."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -91,7 +91,7 @@ class Soak:
     """One run.
 
     Attributes:
-        problems: what went wrong, in words.
+        problems: descriptions of what went wrong.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Soak:
         return self._options.minutes * 60
 
     async def run(self) -> None:
-        """One cache after the other, until the time is up."""
+        """Run one cache after the other until the time is up."""
         sampler = asyncio.create_task(self._sample(), name="sampler")
         try:
             self._own_tasks = set(asyncio.all_tasks())
@@ -146,7 +146,7 @@ class Soak:
     # One cache
 
     async def _one_cache(self) -> None:
-        """Open, serve, break, close: by turns when all is done, and in the middle of it."""
+        """Open a cache, serve, inject faults, and close it, alternately when idle and while busy."""
         self._caches += 1
         threads = look(self._elapsed, self._served).threads
         async with HybridCache.open(soak_spec(), self._config()) as cache:
@@ -179,21 +179,21 @@ class Soak:
         return asyncio.create_task(work, name=name)  # type: ignore[arg-type]
 
     async def _until(self, seconds: float, clients: set[asyncio.Task[object]]) -> None:
-        """Some time, or until a client fails."""
+        """Wait for some time, or until a client fails."""
         await asyncio.wait(clients, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     def _slots(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of the device, and of the host, which has a copy of what is on the device."""
+        """Sizes of the device and of the host, which also holds copies of the device's pages."""
         clients = self._options.clients
         device = {"kv": clients * 24, "mamba": clients * 4, "swa": clients * 16}
         host = {"kv": clients * 40, "mamba": clients * 6, "swa": clients * 16}
-        if self._patient:  # what is being read and written finds room besides
+        if self._patient:  # spare slots for reads and writes in flight
             host = {"kv": clients * 48, "mamba": clients * 16, "swa": clients * 40}
         return device, host
 
     @property
     def _patient(self) -> bool:
-        """Nothing goes wrong, so hits are judged: none may be lost to a deadline, or to a slow disk."""
+        """Without faults, hits are judged, so none may be lost to a deadline or a slow disk."""
         return not self._options.fault_seconds
 
     def _models(self, bounds: Sequence[SharedBound]) -> Models:
@@ -230,10 +230,10 @@ class Soak:
             return PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE)
         return PrefetchOptions(base_seconds=0.5)
 
-    # What runs beside it
+    # Concurrent tasks
 
     async def _client(self, engine: Engine, stop: asyncio.Event) -> None:
-        """One turn after the other; some are abandoned where they are."""
+        """Serve one turn after the other; abandon some midway."""
         while not stop.is_set():
             talk, answer = self._talks.take(), self._talks.answer()
             try:
@@ -242,7 +242,7 @@ class Soak:
                     await engine.serve(talk, answer)
             except TimeoutError:
                 self._served.abandoned += 1
-            except CapacityError:  # everybody waited for everybody, and this one gave way
+            except CapacityError:  # all requests waited for each other, and this one was refused
                 self._served.gave_way += 1
             except ClosedError:
                 return
@@ -250,7 +250,7 @@ class Soak:
                 self._talks.give_back(talk)
 
     async def _operate(self, cache: HybridCache, stop: asyncio.Event) -> None:
-        """What goes wrong with storage, and what an operator does."""
+        """Inject storage faults and operator actions."""
         while self._options.fault_seconds and not stop.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), self._chance.expovariate(1 / self._options.fault_seconds))
@@ -269,10 +269,10 @@ class Soak:
         await cache.detach_storage()
         await cache.attach_storage(self._store.engine, self._store.options)
 
-    # Whether all is well
+    # Checks
 
     async def _ended(self, tasks: set[asyncio.Task[object]]) -> None:
-        """Tasks that were told to end do."""
+        """Check that tasks that were told to end do so."""
         _, hanging = await asyncio.wait(tasks, timeout=HANG_SECONDS)
         self.problems += [f"hangs: {describe(task)}" for task in hanging]
         errors = [error for task in tasks - hanging if (error := task.exception()) is not None]
@@ -280,7 +280,7 @@ class Soak:
             raise errors[0]
 
     async def _settled(self, cache: HybridCache) -> None:
-        """Nobody is served, so nothing is held: what is left can all be forgotten."""
+        """Check that an idle cache holds nothing: everything left must be evictable."""
         await self._idle(cache)
         await cache.flush()
         self.problems += cache.verify(idle=True)
@@ -290,7 +290,7 @@ class Soak:
                     self.problems.append(f"slots left of {pool} {tier}: {occupancy}")
 
     async def _idle(self, cache: HybridCache) -> None:
-        """Also calls of storage that have outlived their deadline have ended: they keep their slots."""
+        """Wait for all storage calls, including those past their deadline, which still hold their slots."""
         with suppress(TimeoutError):
             async with asyncio.timeout(HANG_SECONDS):
                 await cache.drain()
@@ -299,11 +299,11 @@ class Soak:
                     await cache.drain()
 
     def _nothing_left(self, threads: int) -> None:
-        """A closed cache has no task, thread or file."""
+        """Check that a closed cache leaves no task, thread or file."""
         left = [task for task in asyncio.all_tasks() - self._own_tasks if not task.done()]
         self.problems += [f"left behind: {describe(task)}" for task in left]
         now = look(self._elapsed, self._served)
-        if self._files is None:  # the first one has made the loop's own threads, pipes and so on
+        if self._files is None:  # the first cache has also created the loop's threads and pipes
             self._files = now.files
             return
         if now.threads > threads:
@@ -312,7 +312,7 @@ class Soak:
             self.problems.append(f"{now.files} open files, there were {self._files}")
 
     def report(self, watchdog: LoopWatchdog) -> SoakReport:
-        """What came of it."""
+        """The report."""
         return SoakReport.of(
             self._options,
             self._served,

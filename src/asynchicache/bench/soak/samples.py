@@ -1,4 +1,4 @@
-"""What a soak looks at while it runs: memory, tasks, files, threads, hits; and whether they stay flat."""
+"""Samples of a running soak (memory, tasks, files, threads, hits), and whether they stay flat."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MOST_HIT_DRIFT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """One look at the process.
+    """One sample of the process.
 
     Attributes:
         at: seconds since the start.
         rss: resident bytes.
-        tasks, threads, files: of the process; files are open descriptors.
-        turns, prompt_tokens, hit_tokens: since the start.
-        model_tokens: hits of the model since the start.
+        tasks, threads, files: counts in the process; files are open descriptors.
+        turns, prompt_tokens, hit_tokens: totals since the start.
+        model_tokens: hit tokens of the model since the start.
     """
 
     at: float
@@ -45,7 +45,7 @@ class ProcessSample:
 
 
 def look(at: float, served: SoakCounters) -> ProcessSample:
-    """A sample of now."""
+    """Take a sample now."""
     return ProcessSample(
         at,
         _resident(),
@@ -60,12 +60,12 @@ def look(at: float, served: SoakCounters) -> ProcessSample:
 
 
 def _threads() -> int:
-    """Those of the loop's default executor left out: it makes some when it is busy, and keeps them."""
+    """Number of threads, without the loop's default executor, which creates threads under load and keeps them."""
     return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
 def _open_files() -> int:
-    """Descriptors, without those by which the kernel's accounts are read: they come and go."""
+    """Number of open descriptors, without those that briefly read kernel statistics."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
@@ -80,7 +80,7 @@ def _resident() -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevel:
-    """Resident bytes after the first minute, and how far they went from there.
+    """Resident bytes after the first minute, and their later range.
 
     Attributes:
         level, lowest, highest, last: medians of quarters of a minute.
@@ -93,12 +93,12 @@ class MemoryLevel:
 
     @property
     def drift(self) -> float:
-        """The share of the level that memory moved away from it, at most."""
+        """Largest deviation from the level, as a share of it."""
         return max(self.highest - self.level, self.level - self.lowest) / self.level
 
 
 def memory_level(samples: Sequence[ProcessSample]) -> MemoryLevel | None:
-    """None if there is not more than the first minute and a quarter."""
+    """Compute the level; None unless the samples exceed 75 seconds."""
     quarters: dict[int, list[int]] = {}
     for sample in samples:
         if sample.at >= SETTLE_SECONDS:
@@ -124,8 +124,8 @@ def hit_rates(samples: Sequence[ProcessSample]) -> list[float]:
 
 
 def hit_drift(rates: Sequence[float]) -> float | None:
-    """How far the mean of the second half is from that of the first, without the first minute; None if
-    there are not two minutes more."""
+    """Difference of the means of the second and first half, without the first minute; None if fewer than two
+    minutes remain."""
     settled = rates[1:]
     if len(settled) < 2:
         return None
@@ -134,8 +134,7 @@ def hit_drift(rates: Sequence[float]) -> float | None:
 
 
 def model_gap(samples: Sequence[ProcessSample]) -> float | None:
-    """By how much the hit rate is above the model's, after the first minute; None if nothing was asked
-    then."""
+    """Hit rate minus the model's, after the first minute; None if there were no requests then."""
     settled = [sample for sample in samples if sample.at >= SETTLE_SECONDS]
     if not settled or settled[-1].prompt_tokens == settled[0].prompt_tokens:
         return None

@@ -1,4 +1,4 @@
-"""Real storage for a soak, and what goes wrong with it: servers are killed, files are damaged."""
+"""Real storage for a soak, and its faults: killed servers and damaged files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asynchicache.errors import ConfigError, StorageError
 from asynchicache.layouts import ALIGNMENT, HEADER_BYTES, round_up
 from asynchicache.specs import ModelSpec
 
-_FILE_BYTES = 16 << 10  # counted for the small files of a folder
+_FILE_BYTES = 16 << 10  # allowance for the small files of a folder
 _ENTRIES_BYTES = 256 << 10  # of a segment, of which a pool of a soak has one
 _KEY_BYTES = 120  # of a page in Redis
 _SAMPLES = 64  # keys that Redis compares to find the oldest; its default is 5
@@ -28,8 +28,8 @@ Fault = Callable[[HybridCache], Awaitable[None]]
 
 
 class SoakStore(Protocol):
-    """One kind of storage: how a cache opens it, and by name what may happen to it, as awaited calls after
-    which all is well again."""
+    """One kind of storage: how a cache opens it, and its faults by name. Awaiting a fault injects it and
+    repairs the storage."""
 
     @property
     def engine(self) -> str: ...
@@ -43,14 +43,14 @@ class SoakStore(Protocol):
     async def start(self) -> None: ...
 
     async def bounds(self, spec: ModelSpec) -> Sequence[SharedBound]:
-        """How many pages and states of each pool it holds; it has been started, and is empty."""
+        """Number of pages and states of each pool that it can hold. It must be started and empty."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class FileStore:
-    """A folder. Bytes of its pages are changed while no cache has it open."""
+    """A folder. Its fault changes bytes of pages while no cache has it open."""
 
     engine = "file"
 
@@ -65,7 +65,7 @@ class FileStore:
         """Nothing to start."""
 
     async def bounds(self, spec: ModelSpec) -> Sequence[SharedBound]:
-        """Each pool gets an equal share of the folder's bytes, in the end."""
+        """In the long run, each pool gets an equal share of the folder's bytes."""
         share = (self._capacity - _FILE_BYTES) // len(spec.pools) - _ENTRIES_BYTES
         sizes = {pool.name: round_up(pool.slot_bytes(spec.page_size), ALIGNMENT) for pool in spec.pools}
         return [SharedBound({name: size}, share) for name, size in sizes.items()]
@@ -79,7 +79,7 @@ class FileStore:
         await cache.attach_storage(self.engine, self.options)
 
     def _flip(self) -> None:
-        """Change a byte in each of some pages' files."""
+        """Change one byte in the files of some pages."""
         for path in sorted(self._folder.rglob("*.pages")):
             with path.open("r+b") as file:
                 for _ in range(16):
@@ -89,10 +89,10 @@ class FileStore:
 
 
 class RedisStore:
-    """A Redis server of its own, which forgets everything when it is killed.
+    """A separate Redis server, which loses everything when killed.
 
     Raises:
-        ConfigError: there is no `redis-server` on the path.
+        ConfigError: `redis-server` is not on the path.
     """
 
     engine = "redis"
@@ -109,7 +109,7 @@ class RedisStore:
         self._command += ["--maxmemory", str(capacity_bytes), "--maxmemory-policy", "allkeys-lru"]
         self._command += ["--maxmemory-samples", str(_SAMPLES)]
         setpriv = shutil.which("setpriv")
-        if setpriv is not None:  # the kernel ends the server when this process ends, however it does
+        if setpriv is not None:  # the kernel then ends the server with this process, even after a crash
             self._command[:0] = [setpriv, "--pdeathsig", "KILL", "--"]
         self.options: Mapping[str, object] = {
             "url": f"redis://127.0.0.1:{self._port}",
@@ -119,10 +119,10 @@ class RedisStore:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the server; returns when it answers.
+        """Start the server; return when it answers.
 
         Raises:
-            StorageError: it does not, in time.
+            StorageError: the server does not answer in time.
         """
         quiet = asyncio.subprocess.DEVNULL
         self._process = await asyncio.create_subprocess_exec(*self._command, stdout=quiet, stderr=quiet)
@@ -145,7 +145,7 @@ class RedisStore:
             writer.close()
 
     async def bounds(self, spec: ModelSpec) -> Sequence[SharedBound]:
-        """The server is asked what one page takes of its memory, and how much an empty one has used."""
+        """Ask the server for the memory that one page takes, and for its memory when empty."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             costs = {}
@@ -176,7 +176,7 @@ class RedisStore:
         await self.start()
 
     async def _pause(self, cache: HybridCache) -> None:
-        """It holds its connections, and answers nothing for a while."""
+        """Suspend the server: it keeps its connections but does not answer for a while."""
         assert self._process is not None, "it was started"
         self._process.send_signal(signal.SIGSTOP)
         try:

@@ -1,6 +1,6 @@
-"""Conversations without end, and the serving of their turns: every byte that a turn is given is checked.
+"""Endless conversations, and an engine that serves their turns and checks every restored byte.
 
-Forwards run on a compute stream, a thread of its own, and are ordered with copies by fences alone.
+Forwards run on a compute stream in a separate thread. Only fences order them with copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK = 8 * PAGE
 LONGEST = 30 * PAGE
 """Tokens of a conversation; then it ends, and another one begins."""
 
-_GARBAGE = b"\xff" * 32  # stands for a state in the middle of a page, which nobody may be given
+_GARBAGE = b"\xff" * 32  # marks a state inside a page, which must never be served
 
 
 def soak_spec() -> ModelSpec:
@@ -47,11 +47,11 @@ def soak_spec() -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What turns would have been given.
+    """Models of the turns' hits.
 
     Attributes:
-        judged: with storage divided among pools as its engine divides it.
-        undivided: with one bound for all pools; the same one where the engine does not divide it.
+        judged: model with storage divided among pools as its engine divides it.
+        undivided: model with one bound for all pools; the same object if the engine does not divide storage.
     """
 
     judged: HitModel
@@ -67,15 +67,15 @@ class Models:
 
 @dataclass(slots=True, eq=False)
 class SoakCounters:
-    """What turns were given since the start.
+    """Totals of all turns since the start.
 
     Attributes:
-        turns: served to their end; `abandoned`: by their clients; `gave_way`: for want of room.
-        short: by the reason that the cache gives, tokens that hits were shorter than the model's.
-        over: tokens that hits were longer.
-        not_durable: turns whose publications storage did not get, of those that waited for that.
-        checked: pages and states that were compared.
-        wrong: slots that held other bytes, in words.
+        turns: completed turns; `abandoned`: by their clients; `gave_way`: refused for lack of slots.
+        short: tokens by which hits were shorter than the model's, by the cache's reason.
+        over: tokens by which hits were longer than the model's.
+        not_durable: turns that waited for storage, but whose publications were not stored.
+        checked: number of compared pages and states.
+        wrong: descriptions of slots with wrong bytes.
     """
 
     models: Models
@@ -97,21 +97,21 @@ class SoakCounters:
 
 @dataclass(slots=True, eq=False)
 class Talk:
-    """One conversation: whose it is, and its tokens so far."""
+    """One conversation: its namespace, and its tokens so far."""
 
     tenant: str
     tokens: array[int]
 
 
 class Talks:
-    """Conversations that wait for their next turn. They are of all ages, and some
-    begin alike; a long one is replaced by a new one."""
+    """Conversations that wait for their next turn. They have various lengths, and some share a beginning. A new
+    conversation replaces one that became too long."""
 
     def __init__(self, chance: random.Random, count: int) -> None:
         self._chance = chance
         self._begins = [self._ids(10 * PAGE) for _ in range(4)]
         self._waiting = deque(self._new() for _ in range(count))
-        for talk in self._waiting:  # of all ages, as they are later on
+        for talk in self._waiting:  # start with mixed lengths, as in the steady state
             talk.tokens.extend(self._ids(chance.randrange(LONGEST - len(talk.tokens))))
 
     def _ids(self, count: int) -> array[int]:
@@ -121,14 +121,14 @@ class Talks:
         return Talk(self._chance.choice(("one", "two")), self._chance.choice(self._begins)[:])
 
     def take(self) -> Talk:
-        """One that nobody serves, with what its user says next."""
+        """A conversation that is not being served, and its user's next tokens."""
         self._waiting.rotate(self._chance.randrange(len(self._waiting)))
         talk = self._waiting.popleft()
         talk.tokens.extend(self._ids(self._chance.randrange(8, 40)))
         return talk
 
     def answer(self) -> array[int]:
-        """Tokens that a model may have generated."""
+        """Random tokens in place of generated ones."""
         return self._ids(self._chance.randrange(8, 40))
 
     def give_back(self, talk: Talk) -> None:
@@ -139,7 +139,7 @@ class Engine:
     """Serves turns on one cache."""
 
     def __init__(self, cache: HybridCache, served: SoakCounters, *, durable: bool = False) -> None:
-        """`durable`: a turn ends when storage has what it published, so that storage keeps up."""
+        """`durable`: a turn ends when its publications are stored, so that storage keeps up."""
         self._cache = cache
         self._served = served
         self._durable = durable
@@ -148,7 +148,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, talk: Talk, answer: array[int]) -> None:
-        """Restore, prefill, decode and publish one turn."""
+        """Serve one turn: restore, prefill, decode, publish."""
         request = self._cache.request(talk.tokens, namespace=talk.tenant)
         async with request:
             try:
@@ -178,13 +178,13 @@ class Engine:
             self._served.over -= short
 
     async def _computed(self) -> None:
-        """Until the stream has got here, as an engine waits for its tokens."""
+        """Wait until the stream reaches this point, as an engine waits for its tokens."""
         done = self._loop.create_future()
         self.launch(lambda: self._loop.call_soon_threadsafe(_settle, done))
         await done
 
     async def follow(self, ticket: Ticket) -> None:
-        """Let the stream wait for what a ticket stands for."""
+        """Make the stream wait for a ticket's operation."""
         for layer in range(self._cache.spec.layers):
             await ticket.submitted(layer)
             ticket.fence(layer).wait_on(self._stream)
@@ -193,7 +193,7 @@ class Engine:
         self._stream.launch(work)
 
     def expect(self, pool: str, slots: list[int], digests: list[bytes]) -> None:
-        """Compare slots with what belongs there, when the stream gets here."""
+        """Compare slots with their expected bytes when the stream reaches this point."""
         served = self._served
         served.checked += len(slots)
 
@@ -215,7 +215,7 @@ class Engine:
         return request.checkpoint(length, after=self._stream, final=final)
 
     def published(self, tenant: str, request: Request, start: int, end: int) -> None:
-        """Tell the models; a state was saved if `end` is a whole number of pages."""
+        """Report a publication to the models. A state was saved if `end` is a page boundary."""
         for model in self._served.models.all():
             model.publish(tenant, request.tokens, start, end, state=end % PAGE == 0)
 
@@ -234,7 +234,7 @@ class _SoakTurn:
         self._done = self._published = request.hit.tokens
 
     async def prefill(self) -> None:
-        """Check what was restored, and compute the rest of the prompt."""
+        """Check the restored data, and compute the rest of the prompt."""
         self._check()
         prompt = len(self._request.tokens)
         for stop in sorted({*self._request.cuts, prompt, *range(self._done + CHUNK, prompt, CHUNK)}):
@@ -242,7 +242,7 @@ class _SoakTurn:
             await self._publish(stop)
 
     async def decode(self, answer: array[int]) -> None:
-        """Generate, and publish the last page boundary, whose state is kept by a snapshot."""
+        """Generate, and publish up to the last page boundary, whose state a snapshot keeps."""
         request, engine = self._request, self._engine
         request.append(answer)
         end = len(request.tokens)
@@ -266,7 +266,7 @@ class _SoakTurn:
         return page_digests(self._request.tokens, PAGE, self._seed)
 
     def _check(self) -> None:
-        """What was restored is what was computed for these tokens: pages, windows and the state."""
+        """Check that the restored pages, windows and state are those computed for these tokens."""
         request, end = self._request, self._done // PAGE
         digests = self._digests()
         for pool in self._engine.spec.pools if end else ():
@@ -278,7 +278,7 @@ class _SoakTurn:
                 self._engine.expect(pool.name, [request.state(pool.name)], digests[end - 1 : end])
 
     async def _forward(self, length: int) -> None:
-        """Write what a forward from where the last one ended to `length` would."""
+        """Write what a forward from the end of the last one to `length` would write."""
         request, first, last = self._request, self._done // PAGE, length // PAGE
         await request.reserve(max(length - request.reserved, 0))
         digests = self._digests()

@@ -1,4 +1,4 @@
-"""Finds what blocks the event loop: a beat on the loop, and a thread that looks at the loop's stack."""
+"""Find what blocks the event loop, with a heartbeat on the loop and a thread that inspects its stack."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _FRAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The loop stood still.
+    """A period in which the loop was blocked.
 
     Attributes:
-        seconds: for how long.
-        starved: how much of that threads of ours waited for a core, which no code can help.
-        cpu: how much of it the loop's thread computed.
-        collecting: how much of it was garbage collection, on any thread.
-        stack: where the loop's thread was, outermost first; empty if nobody could look, because somebody
-            held the interpreter's lock.
+        seconds: its duration.
+        starved: seconds of it in which our threads waited for a core; caused by the machine, not by code.
+        cpu: seconds of it that the loop's thread computed.
+        collecting: seconds of it spent in garbage collection, on any thread.
+        stack: stack of the loop's thread, outermost first; empty if another thread held the GIL.
     """
 
     seconds: float
@@ -43,7 +42,7 @@ class Stall:
 
     @property
     def blocked(self) -> float:
-        """Seconds that something on the loop took, or waited for."""
+        """Seconds caused by code on the loop: the duration without starvation."""
         return self.seconds - self.starved
 
     def __str__(self) -> str:
@@ -54,16 +53,16 @@ class Stall:
 
 
 class LoopWatchdog:
-    """Watches the running loop for as long as it is entered.
+    """Watches the running loop while entered.
 
-    A machine that others use stops threads for a while, and so stops the loop; the kernel's accounts
-    (`schedstat` and `stat`, Linux) say for how long a thread was ready and had no core, or the machine had
-    none because its host gave them to others, and that is taken off.
+    A shared machine also stops threads, and so the loop. Linux's `schedstat` and `stat` report how long a
+    ready thread had no core, and how long the host gave the machine's cores to other guests; the watchdog
+    subtracts these times.
 
     Attributes:
-        stalls: when something blocked the loop for longer than the limit.
-        starved: stalls longer than the limit that were the machine's.
-        longest: the longest that something blocked the loop, in seconds.
+        stalls: periods in which code blocked the loop for longer than the limit.
+        starved: number of stalls longer than the limit that the machine caused.
+        longest: longest time that code blocked the loop, in seconds.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -99,7 +98,7 @@ class LoopWatchdog:
         self._thread.join()
 
     def wait_until_seen(self, timeout: float) -> bool:
-        """Block until a stall is seen while it lasts; for those who block on purpose."""
+        """Block until the watchdog notices the ongoing stall; for tests that block on purpose."""
         return self._seen.wait(timeout)
 
     # On the loop.
@@ -134,7 +133,7 @@ class LoopWatchdog:
         while not self._stop.wait(_LOOK_SECONDS):
             age = time.monotonic() - self._last
             if age > self._limit / 2:
-                self._stack = _where(sys._current_frames().get(self._ident))  # noqa: SLF001  the way to ask
+                self._stack = _where(sys._current_frames().get(self._ident))  # noqa: SLF001  the only API for it
             if age > self._limit + 2 * _BEAT_SECONDS:
                 self._seen.set()
             elif age < _LOOK_SECONDS:
@@ -142,8 +141,8 @@ class LoopWatchdog:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost calls. Quick, and without a look at source files: while somebody holds a frame, what
-    its function held stays alive, even if the function has returned."""
+    """The innermost calls. Must be quick and read no source files: holding a frame keeps its locals alive, even
+    after the function has returned."""
     calls: list[str] = []
     while frame is not None and len(calls) < _FRAMES:
         code = frame.f_code
@@ -153,24 +152,24 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _waits() -> Mapping[str, int]:
-    """By thread, the nanoseconds that it was ready to run and had no core."""
+    """By thread, the nanoseconds in which it was ready but had no core."""
     found = {}
     for task in _TASKS.iterdir():
         try:
             found[task.name] = int((task / "schedstat").read_bytes().split()[1])
-        except (OSError, IndexError):  # it ended meanwhile
+        except (OSError, IndexError):  # the thread has ended
             continue
     return found
 
 
 def _stolen() -> float:
-    """Seconds that other guests of this machine's host had its cores, of all cores."""
+    """Seconds, summed over cores, in which the host ran other guests on this machine's cores (steal time)."""
     with _STAT.open("rb") as file:
         return int(file.readline().split()[8]) / _TICKS
 
 
 def _starved(before: Mapping[str, int], after: Mapping[str, int], loop: str) -> float:
-    """Seconds that the loop waited for a core, and that another thread did, who may hold what it needs."""
+    """Seconds that the loop's thread, or another thread that may block it, waited for a core."""
     grown = {thread: wait - before.get(thread, 0) for thread, wait in after.items()}
     own = grown.pop(loop, 0)
     return (own + max(grown.values(), default=0)) / 1e9
