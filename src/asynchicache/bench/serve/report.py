@@ -47,7 +47,7 @@ class ServeReport:
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether all answers equal those of the uncached server, and these equal those of plain transformers."""
+        """Whether all answers equal the uncached server's, and these equal those of plain transformers."""
         expected = _tokens(self.uncached)
         plain = [[turn.tokens for turn in turns] for turns in zip(*self.plain, strict=True)]
         checked = [turns[: len(self.plain)] for turns in expected]

@@ -1,7 +1,7 @@
 """Conversations with a cached server, an uncached one, and a cached one whose storage is killed.
 
-The two servers are separate processes that alternate round by round, so that other load on the machine affects
-both. The uncached server is the same program, but every request has a unique salt, so nothing hits.
+The two servers are separate processes that alternate round by round, so that other load on the machine
+affects both. The uncached server is the same program, but every request has a unique salt, so nothing hits.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ async def _lose_storage(
     outage: Outage,
     advance: Advance,
 ) -> None:
-    """Play the same conversations again with new salts. Storage is killed in one round and restarted in a later
-    one."""
+    """Play the same conversations again with another salt. Storage is killed in one round and restarted in a
+    later one."""
     again = Conversations(ask, options, lambda client, number: "outage")
     lost = options.num_rounds // 2 - 1
     events = {lost: outage.kill, min(lost + 2, options.num_rounds - 1): outage.restart}

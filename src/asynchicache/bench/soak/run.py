@@ -64,7 +64,7 @@ async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
 
 
 class Complaints(logging.Handler):
-    """While entered, records the library's logged errors as problems. Warnings are expected from injected faults."""
+    """While entered, records the library's logged errors as problems. Injected faults only log warnings."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(logging.ERROR)

@@ -60,7 +60,8 @@ def look(at: float, served: SoakCounters) -> ProcessSample:
 
 
 def _threads() -> int:
-    """Number of threads, without the loop's default executor, which creates threads under load and keeps them."""
+    """Number of threads, without those of the loop's default executor: it creates them under load and keeps
+    them."""
     return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 

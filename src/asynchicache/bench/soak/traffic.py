@@ -104,8 +104,8 @@ class Talk:
 
 
 class Talks:
-    """Conversations that wait for their next turn. They have various lengths, and some share a beginning. A new
-    conversation replaces one that became too long."""
+    """Conversations that wait for their next turn. They have various lengths, and some share a beginning. A
+    new conversation replaces one that became too long."""
 
     def __init__(self, chance: random.Random, count: int) -> None:
         self._chance = chance

@@ -133,7 +133,7 @@ class LoopWatchdog:
         while not self._stop.wait(_LOOK_SECONDS):
             age = time.monotonic() - self._last
             if age > self._limit / 2:
-                self._stack = _where(sys._current_frames().get(self._ident))  # noqa: SLF001  the only API for it
+                self._stack = _where(sys._current_frames().get(self._ident))  # noqa: SLF001  the only API
             if age > self._limit + 2 * _BEAT_SECONDS:
                 self._seen.set()
             elif age < _LOOK_SECONDS:
@@ -141,8 +141,8 @@ class LoopWatchdog:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost calls. Must be quick and read no source files: holding a frame keeps its locals alive, even
-    after the function has returned."""
+    """The innermost calls. Must be quick and read no source files: holding a frame keeps its locals alive,
+    even after the function has returned."""
     calls: list[str] = []
     while frame is not None and len(calls) < _FRAMES:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Host to storage and back through a whole cache: its controller writes behind, and prefetches."""
+"""Move pages from host to storage and back through a whole cache, with write-behind and prefetch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ POOL = "kv"
 
 
 class WatchedBackend:
-    """A backend whose puts are timed: writes begin in the background, when the controller says so.
+    """A backend that times its puts, because the controller starts writes in the background.
 
     Attributes:
-        began, ended: when the first put of a round began, and when the last one ended, in seconds.
+        began, ended: start of a round's first put, and end of its last put, in seconds.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
@@ -51,7 +51,7 @@ class WatchedBackend:
         self._keys += keys
 
     async def forget(self) -> None:
-        """Delete what was put, so that the next round writes to the same place on the medium."""
+        """Delete the stored pages, so that the next round writes to the same place on the medium."""
         keys, self._keys, self.began = self._keys, [], None
         if self._engine is not None:
             await self._engine.delete(keys)
@@ -79,16 +79,16 @@ class _WatchedEngine:
 
 
 class ControllerBench:
-    """One cache with an attention pool, whose pages go to storage and come back.
+    """One cache with an attention pool, whose pages are written to storage and read back.
 
     Args:
-        cache: with room for all pages on the device and on the host.
+        cache: a cache with slots for all pages on the device and on the host.
         watch: the cache's backend.
         page_bytes, pages: size and number of the pages.
-        seed: of the bytes.
+        seed: seed of the bytes.
 
     Attributes:
-        content: what the pages hold, `[pages, tokens, bytes]`.
+        content: contents of the pages, `[pages, tokens, bytes]`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ControllerBench:
         self.content = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     async def put(self, number: int) -> RoundSample:
-        """Publish a new prompt; the time from the first put of the engine to the end of the last.
+        """Publish a new prompt; return the time from the start of the engine's first put to the end of its last.
 
         Raises:
             StorageError: not all pages were stored.
@@ -121,13 +121,13 @@ class ControllerBench:
         return RoundSample(seconds, time.process_time() - cpu, self._nbytes)
 
     async def get(self, number: int) -> tuple[RoundSample, int]:
-        """Prefetch a prompt that neither device nor host knows any more.
+        """Prefetch a prompt that device and host have evicted.
 
         Returns:
-            The time that `Request.prefetch` took, and how many pages came back wrong.
+            The duration of `Request.prefetch`, and the number of wrong pages.
 
         Raises:
-            StorageError: not all of it was a hit.
+            StorageError: some of the prompt was not a hit.
         """
         await self._cache.flush()
         self._device.zero_()
@@ -156,7 +156,7 @@ class ControllerBench:
 async def open_controller_bench(
     backend: StorageBackend, page_bytes: int, pages: int, seed: int, port: Port
 ) -> AsyncIterator[ControllerBench]:
-    """A cache on `backend`, which stays the caller's."""
+    """Open a cache on `backend`, which the caller must close."""
     tensor = TensorSpec("bytes", (0,), (page_bytes // _PAGE_TOKENS,), "uint8")
     spec = ModelSpec("bench", _PAGE_TOKENS, 1, (PoolSpec(POOL, (tensor,)),))
     config = CacheConfig(

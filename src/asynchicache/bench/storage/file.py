@@ -18,11 +18,11 @@ Io = Callable[[int, list[memoryview], int], int]
 
 
 class RawFileLimit:
-    """Writes and reads where the engine does, in its files: how fast a virtual disk is depends on the place.
+    """Writes and reads at the engine's positions in its files, because a virtual disk's speed varies by position.
 
-    Of two files that were made one after the other, one was up to a fifth faster all through a run. So page
-    `i` lies where slot `i` of the pool does, which is free while the limit has its turn. Neighbours go in
-    one call; `fdatasync` ends a batch of writes.
+    Of two files created one after the other, one was up to 20% faster throughout a run. So page `i` uses the
+    position of the pool's slot `i`, which is free during the limit's turn. One call moves adjacent pages;
+    `fdatasync` ends a batch of writes.
 
     Args:
         setup: the pages; sizes are multiples of 4,096.
@@ -44,7 +44,7 @@ class RawFileLimit:
         await self._setup.port.run_blocking(partial(self._move, os.preadv, indices))
 
     async def clear(self) -> None:
-        """Nothing: the next round writes over it."""
+        """Do nothing: the next round overwrites the pages."""
 
     async def server_seconds(self) -> None:
         """There is no server."""
@@ -54,7 +54,7 @@ class RawFileLimit:
             os.close(self._descriptors.pop())
 
     def _open(self) -> None:
-        """Files that the engine has made in its first turn, on the loop: threads would race for it."""
+        """Open the files that the engine created in its first turn. Runs on the loop, since threads would race."""
         if not self._descriptors:
             paths = sorted((self._setup.folder / _STORE).glob(f"{self._setup.pool}-*/*.pages"))
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
@@ -65,7 +65,7 @@ class RawFileLimit:
             os.fdatasync(descriptor)
 
     def _move(self, io: Io, indices: Sequence[int]) -> set[int]:
-        """Returns the descriptors of files that were used."""
+        """Move pages; return the descriptors of the files used."""
         used = set()
         for run in neighbours(sorted(indices), self._shape.slots):
             number, place = divmod(run[0], self._shape.slots)
@@ -79,7 +79,7 @@ class RawFileLimit:
 
 
 def neighbours(indices: Sequence[int], slots: int) -> Iterator[list[int]]:
-    """Ascending numbers, cut where one does not follow the one before, and where a file of `slots` ends."""
+    """Sort the numbers and split them into runs of adjacent ones, none of which crosses a file of `slots`."""
     run: list[int] = []
     for index in indices:
         if run and (index != run[-1] + 1 or index % slots == 0 or len(run) == _MOST_VIEWS):
@@ -91,15 +91,15 @@ def neighbours(indices: Sequence[int], slots: int) -> Iterator[list[int]]:
 
 
 async def open_limit(setup: Setup) -> PlainClient:
-    """The pool's files are opened once they are there: the engine has the first turn."""
+    """Open the limit. It opens the pool's files later, after the engine's first turn has created them."""
     return RawFileLimit(setup)
 
 
 def engine_options(options: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """The store lies in the bench's folder.
+    """The engine's options, with the store in the bench's folder.
 
     Raises:
-        ConfigError: the user named another place.
+        ConfigError: the user set another path.
     """
     if "path" in options:
         raise ConfigError(f"--option path={options['path']}: say --folder; the store in it is removed again")

@@ -1,4 +1,4 @@
-"""What an engine is measured against: the plainest client of the same medium, moving the same pages."""
+"""The limit of an engine: the simplest client of the same medium, moving the same pages."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from asynchicache.ports import Port
 
 
 class PlainClient(Protocol):
-    """Moves pages by number, with nothing that a cache needs: no keys, headers or checksums.
+    """Moves pages by number, without the keys, headers and checksums that a cache needs.
 
-    The bench runs engine and limit in turns, in one process, with the same batches, as many of them in
-    flight, from and to the same memory. A failure raises: there is no miss here.
+    The bench alternates engine and limit in one process, with the same batches, concurrency and memory.
+    Failures raise; there are no misses.
     """
 
     @property
     def evicts(self) -> bool:
-        """Whether the medium is full and makes room by itself: pages of former rounds are left to it."""
+        """Whether the medium is full and evicts by itself, so that the bench does not delete earlier pages."""
         ...
 
     async def put(self, indices: Sequence[int]) -> None:
-        """Write these pages; returns when they are as durable as the engine's own are by then."""
+        """Write these pages; return when they are as durable as the engine's would be."""
         ...
 
     async def get(self, indices: Sequence[int]) -> None:
-        """Read these pages back into their memory."""
+        """Read these pages into their memory."""
         ...
 
     async def clear(self) -> None:
-        """Forget what was written, if the next round would write it under other names. Never timed."""
+        """Delete the written pages if the next round uses other names. Not timed."""
         ...
 
     async def server_seconds(self) -> float | None:
-        """CPU time that the server has used on requests so far, of both sides; None without a server that
-        tells. Never timed.
+        """CPU time that the server has used for requests of both sides so far; None if unknown or without a
+        server. Not timed.
         """
         ...
 
     async def aclose(self) -> None:
-        """Let go of the medium, and remove what was written."""
+        """Close the medium, and remove the written pages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a limit gets to work with.
+    """The inputs of a limit.
 
     Attributes:
         page_bytes, pages: size and number of the pages.
-        memory: the writable, page-aligned memory of a page.
-        options: the engine's, as the user gave them.
-        folder: an empty folder for files, removed in the end; on the medium that the engine uses.
+        memory: returns the writable, page-aligned memory of a page.
+        options: the engine's options, as the user gave them.
+        folder: an empty folder on the engine's medium, removed at the end.
         port: threads.
-        pool: whose pages the engine moves, in turns with the limit.
+        pool: the pool whose pages the engine moves, alternating with the limit.
     """
 
     page_bytes: int
@@ -76,11 +76,11 @@ class Peer(NamedTuple):
     """How to open the limit of one engine.
 
     Attributes:
-        title: what it is, for people.
-        open: opens it.
-        engine_options: what the engine itself is opened with, from the user's options and a folder of
-            the bench that is removed in the end; raises ConfigError for an option that makes no sense here.
-        beside: other ways to move the same pages, which are measured and reported too.
+        title: its description in reports.
+        open: opens the limit.
+        engine_options: returns the engine's options for the user's options and the bench's temporary folder;
+            raises ConfigError for an option that makes no sense here.
+        beside: other ways to move the same pages, which are also measured and reported.
     """
 
     title: str

@@ -25,7 +25,7 @@ class CopyLimit:
             self._memory(index)[:] = self._stored[index]
 
     async def clear(self) -> None:
-        """Nothing: the next round writes over it."""
+        """Do nothing: the next round overwrites the pages."""
 
     async def server_seconds(self) -> None:
         """There is no server."""
@@ -35,7 +35,7 @@ class CopyLimit:
 
 
 async def open_limit(setup: Setup) -> PlainClient:
-    """Memory of its own for every page."""
+    """Open a limit with separate memory for every page."""
     return CopyLimit(setup)
 
 

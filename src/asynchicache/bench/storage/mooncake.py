@@ -1,4 +1,4 @@
-"""What the mooncake engine is measured against: Mooncake's own client, called directly."""
+"""The limit of the mooncake engine: Mooncake's client, called directly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Move = Callable[[list[str], list[int], list[int]], list[int]]
 
 
 class DirectLimit:
-    """One call of Mooncake's a batch, one buffer a page.
+    """One Mooncake call per batch, one buffer per page.
 
     Args:
-        setup: the pages; the name of its folder begins every key.
-        store: a client of its own, with the pages' memory registered.
+        setup: the pages; its folder's name is the prefix of every key.
+        store: a separate client, with the pages' memory registered.
     """
 
     evicts = False
@@ -33,7 +33,7 @@ class DirectLimit:
         self._turns = [0] * setup.pages
 
     async def put(self, indices: Sequence[int]) -> None:
-        """Under new names, as the engine does: Mooncake writes no object twice."""
+        """Write under new names, like the engine: Mooncake does not overwrite objects."""
         await self._setup.port.run_blocking(partial(self._put, indices))
 
     async def get(self, indices: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class DirectLimit:
         await self._setup.port.run_blocking(partial(self._store.batch_remove, names, True))
 
     async def server_seconds(self) -> None:
-        """Mooncake's servers do not tell."""
+        """None: Mooncake's servers do not report it."""
 
     async def aclose(self) -> None:
         await self._setup.port.run_blocking(self._close)
@@ -85,7 +85,7 @@ class DirectLimit:
 
 
 async def open_limit(setup: Setup) -> PlainClient:
-    """A client of the cluster that the engine uses.
+    """Open a client of the cluster that the engine uses.
 
     Raises:
         StorageError: the cluster cannot be joined, or refuses the memory.
@@ -97,10 +97,10 @@ async def open_limit(setup: Setup) -> PlainClient:
 
 
 def engine_options(options: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """Pages go into a namespace of their own.
+    """The engine's options, with a separate namespace.
 
     Raises:
-        ConfigError: nobody said which cluster, or somebody names the namespace.
+        ConfigError: the user did not set the cluster, or set the namespace.
     """
     if "namespace" in options:
         raise ConfigError(f"--option namespace={options['namespace']}: the bench has one of its own")

@@ -40,7 +40,7 @@ class StorageBenchOptions(CommandOptions, frozen=True):
 
     @property
     def batch_pages(self) -> int:
-        """Pages of one call, one at least."""
+        """Pages of one call, at least one."""
         return max(1, self.batch_bytes // self.page_bytes)
 
     def engine_options(self) -> Mapping[str, object]:

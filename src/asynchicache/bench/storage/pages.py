@@ -1,4 +1,4 @@
-"""The pages of `bench storage`: bytes in host slots, a name in each round, and whether they came back."""
+"""The pages of `bench storage`: bytes in host slots, names per round, and the check after reading."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class BenchPages:
     """Host slots full of random bytes; slot `i` holds page `i`.
 
     Attributes:
-        pool: its name.
+        pool: the pool's name.
 
     Args:
-        page_bytes, pages: size and number.
-        seed: of the bytes.
-        run: part of every name; another one for each run, since a store may hold what a former one has left.
+        page_bytes, pages: size and number of the pages.
+        seed: seed of the bytes.
+        run: part of every name; unique per run, since a store may hold pages of earlier runs.
     """
 
     pool = "bench"
@@ -41,7 +41,7 @@ class BenchPages:
         self._sums = [xxh3_64_intdigest(self.memory(index)) for index in range(pages)]
 
     def keys(self, round_number: int, indices: range | list[int]) -> list[ObjectKey]:
-        """Names that no other round has, so that every put is one of a new page."""
+        """Names unique to the round, so that every put stores a new page."""
         names = (f"{self._run} {round_number} {index}" for index in indices)
         return [self.binding.key(sha256(name.encode()).digest()) for name in names]
 
@@ -51,5 +51,5 @@ class BenchPages:
             self.memory(index)[:] = bytes(len(self.memory(index)))
 
     def wrong(self) -> int:
-        """How many slots do not hold their page."""
+        """Number of slots that do not hold their page."""
         return sum(xxh3_64_intdigest(self.memory(i)) != total for i, total in enumerate(self._sums))

@@ -1,4 +1,4 @@
-"""What the redis engine is measured against: redis-py with its parser in C, hiredis, used in three ways."""
+"""The limit of the redis engine: redis-py with hiredis, its C parser, used in three ways."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Idiom(NamedTuple):
     """One way to move many values.
 
     Attributes:
-        name: of its keys.
-        title: for people.
+        name: part of its keys.
+        title: its description in reports.
         put, get: move one batch.
     """
 
@@ -80,16 +80,16 @@ GATHERED = Idiom("set", "redis-py with hiredis, a SET or GET a page, gathered", 
 
 
 class RedisPyLimit:
-    """One idiom, over as many connections as the engine has; what arrives is copied to its place.
+    """One idiom, with the engine's number of connections. It copies received values to their slots.
 
-    As many batches are in flight as of the engine. Both sides put pages under new names: to overwrite a value
-    spares the server fresh memory.
+    The number of batches in flight equals the engine's. Both sides put pages under new names, because
+    overwriting a value would save the server an allocation.
 
     Args:
-        setup: the pages; the name of its folder is the namespace that engine and limit use.
+        setup: the pages; its folder's name is the namespace of engine and limit.
         client: a `redis.asyncio.Redis`.
-        idiom: how it is used.
-        evicts: whether the server is full, and makes room by itself.
+        idiom: the way to use it.
+        evicts: whether the server is full and evicts by itself.
     """
 
     def __init__(self, setup: Setup, client: Any, idiom: Idiom, *, evicts: bool) -> None:
@@ -109,7 +109,7 @@ class RedisPyLimit:
         await self._idiom.get(self._client, self._pages(indices))
 
     async def clear(self) -> None:
-        """Returns when the server's threads have freed what was deleted."""
+        """Delete pages; return when the server's threads have freed their memory."""
         await self._client.unlink(*self._pages(range(self._setup.pages)))
         while (await self._client.info("memory"))["lazyfree_pending_objects"]:  # noqa: ASYNC110 - it must be asked
             await asyncio.sleep(0)
@@ -130,7 +130,7 @@ class RedisPyLimit:
 
 
 async def open_limit(setup: Setup, idiom: Idiom) -> PlainClient:
-    """A client of the server that the engine uses.
+    """Open a client of the server that the engine uses.
 
     Raises:
         ConfigError: redis-py or hiredis is not installed.
@@ -152,17 +152,17 @@ async def open_limit(setup: Setup, idiom: Idiom) -> PlainClient:
 
 
 async def _evicts(client: Any) -> bool:
-    """Whether the server is full, and gives up old pages for new ones."""
+    """Whether the server is full and evicts old pages for new ones."""
     memory = await client.info("memory")
     full = 0 < _FULL * memory["maxmemory"] < memory["used_memory"]
     return full and str(memory["maxmemory_policy"]).startswith("allkeys-")
 
 
 def engine_options(options: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """Pages go into a namespace of their own.
+    """The engine's options, with a separate namespace.
 
     Raises:
-        ConfigError: nobody said which server, or somebody names the namespace.
+        ConfigError: the user did not set the server, or set the namespace.
     """
     if "namespace" in options:
         raise ConfigError(f"--option namespace={options['namespace']}: the bench has one of its own")

@@ -1,4 +1,4 @@
-"""Every engine that has a limit to be measured against."""
+"""All engines that have a limit to compare with."""
 
 from __future__ import annotations
 

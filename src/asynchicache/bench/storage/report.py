@@ -1,4 +1,4 @@
-"""What `bench storage` found: medians of its turns, and of the ratios of turns beside each other."""
+"""The result of `bench storage`: medians of turns, and of the ratios of adjacent turns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asynchicache.bench.tables import add_figures
 
 
 class RoundSample(NamedTuple):
-    """All pages, moved once.
+    """One measurement: all pages, moved once.
 
     Attributes:
-        seconds: it took.
-        cpu_seconds: of this process, all threads.
-        nbytes: of the pages.
-        server_seconds: CPU time of the server; None if it does not tell, or there is none.
+        seconds: its duration.
+        cpu_seconds: CPU time of this process, all threads.
+        nbytes: total size of the pages.
+        server_seconds: CPU time of the server; None if unknown or without a server.
     """
 
     seconds: float
@@ -33,20 +33,20 @@ class RoundSample(NamedTuple):
 
     @property
     def mb_s(self) -> float:
-        """10^6 bytes a second."""
+        """Speed in 10^6 bytes/s."""
         return self.nbytes / self.seconds / 1e6
 
 
 @dataclass(slots=True, eq=False)
 class StorageReport:
-    """One run.
+    """The result of one run.
 
     Attributes:
-        samples: by what was done, `engine put` or `limit get scattered`, two a round.
-        exists: keys a second, asked of the engine alone, and through what the core wraps around it.
-        stall_ms, idle_stall_ms: the longest stop of the event loop, and in an idle run as long.
-        wrong_pages: read back with other bytes.
-        beside: titles of what it was measured against beside the limit.
+        samples: by measure (such as `engine put` or `limit get scattered`), two per round.
+        exists: keys per second, for the engine alone and through the core's wrapper.
+        stall_ms, idle_stall_ms: longest block of the event loop, and that of an idle run of equal length.
+        wrong_pages: number of pages read with wrong bytes.
+        beside: titles of the other compared clients.
     """
 
     options: StorageBenchOptions
@@ -74,7 +74,7 @@ class StorageReport:
             self.samples[name] += samples
 
     def mb_s(self, name: str) -> float | None:
-        """Median, None if it was not measured."""
+        """Median; None if not measured."""
         return median(sample.mb_s for sample in self.samples[name]) if self.samples[name] else None
 
     def ratio(self, ours: str, limit: str) -> float | None:
@@ -88,7 +88,7 @@ class StorageReport:
         return median(s.cpu_seconds / s.nbytes * unit * 1e6 for s in self.samples[what])
 
     def server_us(self, what: str) -> float | None:
-        """Median CPU time of the server, in microseconds a page; None if it does not tell."""
+        """Median CPU time of the server, in microseconds per page; None if unknown."""
         page = self.options.page_bytes
         samples = [s for s in self.samples[what] if s.server_seconds is not None]
         times = [(s.server_seconds or 0.0) / s.nbytes * page * 1e6 for s in samples]

@@ -1,4 +1,4 @@
-"""Storage as the cache calls it, and its limit, in turns: in a round each moves every page twice."""
+"""Measure storage as the cache calls it, alternating with its limit. In a round each moves every page twice."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Samples = defaultdict[str, list[RoundSample]]
 
 @dataclass(slots=True, eq=False)
 class StorageBench:
-    """Everything that is open during a run.
+    """All objects open during a run.
 
     Attributes:
-        limits: what it is measured against by title, the limit itself first.
-        turn: how often the engine had its turn.
-        keys: the pages' names in this turn: a cache has them before it asks.
+        limits: clients to compare with, by title; the limit itself first.
+        turn: number of the engine's turns so far.
+        keys: names of the pages in this turn, computed in advance, as a cache also does.
     """
 
     options: StorageBenchOptions
@@ -61,7 +61,7 @@ class StorageBench:
     order: list[int] = field(default_factory=list)
 
     def begin_turn(self) -> None:
-        """The pages get new names."""
+        """Give the pages new names."""
         self.turn += 1
         self.keys = self.pages.keys(self.turn, range(self.options.pages))
 
@@ -69,7 +69,7 @@ class StorageBench:
         """Store pages under this turn's names.
 
         Raises:
-            StorageError: one was not stored.
+            StorageError: a page was not stored.
         """
         keys = [self.keys[index] for index in indices]
         _expect(Outcome.STORED, (await self.pool.put(keys, indices)).outcomes)
@@ -78,13 +78,13 @@ class StorageBench:
         """Read pages of this turn.
 
         Raises:
-            StorageError: one was not a hit.
+            StorageError: a page was not a hit.
         """
         keys = [self.keys[index] for index in indices]
         _expect(Outcome.HIT, (await self.pool.get(keys, indices)).outcomes)
 
     async def sweep(self, move: Move, order: Sequence[int]) -> RoundSample:
-        """Move every page once, in batches, so many of them in flight."""
+        """Move every page once, in batches, with a fixed number in flight."""
         step = self.options.batch_pages
         batches = iter([order[start : start + step] for start in range(0, len(order), step)])
         served = await self.server_seconds()
@@ -103,7 +103,7 @@ class StorageBench:
         return next(iter(self.limits.values()), None)
 
     async def server_seconds(self) -> float | None:
-        """CPU time that the server has used so far; None if there is none, or it does not tell."""
+        """CPU time that the server has used so far; None if unknown or without a server."""
         return await self.limit.server_seconds() if self.limit is not None else None
 
     async def clear(self) -> None:
@@ -111,7 +111,7 @@ class StorageBench:
         await self.pool.delete(self.keys)
 
     async def forget(self, side: StorageBench | PlainClient) -> None:
-        """Delete what a side has stored in its turn, unless the medium makes room by itself."""
+        """Delete the pages that a side stored in its turn, unless the medium evicts by itself."""
         if self.limit is None or not self.limit.evicts:
             await side.clear()
 
@@ -131,12 +131,12 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
     """Warm up, then measure the rounds.
 
     Args:
-        options: what is measured.
-        advance: told the rounds that are done, and how many there are.
+        options: what to measure.
+        advance: called with the number of finished rounds and the total.
 
     Raises:
-        ConfigError: there is no such engine, or it refuses its options.
-        StorageError: the engine cannot be opened, or does not keep what it is given.
+        ConfigError: the engine does not exist or refuses its options.
+        StorageError: the engine cannot be opened, or loses pages.
     """
     async with _open(options) as bench:
         for number in range(options.rounds + 1):
@@ -152,7 +152,7 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
 
 
 async def _round(bench: StorageBench, *, measured: bool) -> None:
-    """Engine and limits, there and back; each forgets its pages before the next begins."""
+    """Run engine and limits in order and in reverse order; each deletes its pages before the next starts."""
     sides: list[tuple[str, StorageBench | PlainClient]] = [("engine", bench), *bench.limits.items()]
     samples: Samples = defaultdict(list)
     for name, side in there_and_back(sides):
@@ -167,7 +167,7 @@ async def _round(bench: StorageBench, *, measured: bool) -> None:
 
 
 async def _turn(bench: StorageBench, name: str, side: StorageBench | PlainClient, samples: Samples) -> None:
-    """Every page down and up again, neighbours together; for engine and limit up in random order, too."""
+    """Write and read all pages in order; engine and limit also read them in random order."""
     in_order = range(bench.options.pages)
     samples[f"{name} put"].append(await bench.sweep(side.put, in_order))
     orders: dict[str, Sequence[int]] = {f"{name} get": in_order}
@@ -180,7 +180,7 @@ async def _turn(bench: StorageBench, name: str, side: StorageBench | PlainClient
 
 
 async def _exists(bench: StorageBench) -> None:
-    """Names that are there and names that are not, in batches of the size of a long prompt."""
+    """Query existing and missing names, in batches of the size of a long prompt."""
     unknown = bench.pages.keys(-1, range(_EXISTS_BATCH))
     keys = [*bench.keys, *unknown][:_EXISTS_BATCH]
     calls = _EXISTS_KEYS // _EXISTS_BATCH
@@ -192,7 +192,7 @@ async def _exists(bench: StorageBench) -> None:
 
 
 async def _stall(bench: StorageBench) -> None:
-    """The longest stop of the loop while pages move, and in an idle run as long; not timed otherwise."""
+    """Measure the longest block of the loop while pages move, and in an idle run of equal length."""
     in_order = range(bench.options.pages)
     started = time.perf_counter()
     moving = await longest_gap(partial(_there_and_back, bench, in_order))
@@ -202,7 +202,7 @@ async def _stall(bench: StorageBench) -> None:
 
 
 async def _through_controller(bench: StorageBench) -> None:
-    """The same pages through a whole cache, in turns with the limit; one round warms up."""
+    """Move the same pages through a whole cache, alternating with the limit; one round warms up."""
     options, port = bench.options, bench.setup.port
     opened = open_controller_bench(bench.backend, options.page_bytes, options.pages, options.seed, port)
     async with opened as controller, AsyncExitStack() as stack:
@@ -258,6 +258,6 @@ async def _open(options: StorageBenchOptions) -> AsyncIterator[StorageBench]:
 
 
 async def _opened(stack: AsyncExitStack, peer: Peer | None, setup: Setup) -> dict[str, PlainClient]:
-    """What an engine is measured against, as samples name it; `stack` closes it."""
+    """Open the clients to compare with, by their names in samples; `stack` closes them."""
     peers = [] if peer is None else [("limit", peer), *((one.title, one) for one in peer.beside)]
     return {name: await stack.enter_async_context(aclosing(await one.open(setup))) for name, one in peers}
