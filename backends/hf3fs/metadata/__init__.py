@@ -1,1 +1,1 @@
-"""The service that knows which page lies in which slot of which file of 3FS."""
+"""The service that maps pages to slots of files on 3FS."""

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; 1 if that cannot be begun."""
+    """Serve until stopped; return 1 if the service cannot start."""
     given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
@@ -47,7 +47,7 @@ def serve(folder: Path, host: str, port: int, lease_seconds: float) -> None:
     """
     Raises:
         ConfigError, StorageError: the state cannot be used.
-        OSError: the address cannot be had.
+        OSError: the address is not available.
     """
     try:
         import uvicorn
@@ -59,7 +59,7 @@ def serve(folder: Path, host: str, port: int, lease_seconds: float) -> None:
         raise ConfigError(f"port={port} must be 0 to 65535")
     with socket.create_server((host, port), family=_family(host)) as listener:
         store = MetadataStore(folder, lease_seconds=lease_seconds)
-        # One line, for people and for programs that asked for port 0.
+        # One line, also for programs that requested port 0 and parse the actual port.
         sys.stdout.write(f"listening on http://{_shown(host)}:{listener.getsockname()[1]}\n")
         sys.stdout.flush()
         config = uvicorn.Config(MetadataService(store).app(), access_log=False, log_config=None)

@@ -1,4 +1,4 @@
-"""The metadata service as its clients see it: calls with a deadline, tried again only where that is safe."""
+"""Client of the metadata service: calls with a deadline, retried only if that is safe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _START = "start one: python -m asynchicache.backends.hf3fs.metadata --dir DIR"
 
 
 class UnansweredError(StorageError):
-    """Raised when a call got no answer, or one that is no answer of this service."""
+    """Raised when a call gets no answer, or one that is not from this service."""
 
 
 class MetadataClient:
@@ -37,12 +37,12 @@ class MetadataClient:
 
     Args:
         url: `http://host:port`.
-        port: the randomness of pauses.
+        port: randomness of the pauses between attempts.
         seconds: deadline of a call, all attempts together.
-        attempts: how often a call that may be repeated is tried when the connection fails.
+        attempts: maximum attempts of a repeatable call when the connection fails.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is invalid.
         StorageError: the HTTP client is not installed.
     """
 
@@ -57,7 +57,7 @@ class MetadataClient:
         """
         Raises:
             StorageFormatError: the namespace has frames of another size.
-            StorageError: no service answers there, or it refuses.
+            StorageError: the service does not answer, or refuses.
         """
         try:
             return await self.call("/v1/open", m.Open(name, slots, frame_bytes), m.Opened)
@@ -69,13 +69,13 @@ class MetadataClient:
     ) -> Answer:
         """
         Args:
-            path: what is called.
-            message: what is sent.
-            answer: what is expected.
-            repeat: whether it may be sent again when nobody knows if it has arrived.
+            path: path of the call.
+            message: the message to send.
+            answer: type of the expected answer.
+            repeat: whether to send the call again if it is unknown whether it arrived.
 
         Raises:
-            StorageError: no answer, a refusal, or nonsense.
+            StorageError: the service does not answer, refuses, or sends an invalid answer.
         """
         body = msgspec.json.encode(message)
         try:
@@ -85,7 +85,7 @@ class MetadataClient:
             raise UnansweredError(f"{path}: no answer in {self._seconds} s") from None
 
     async def aclose(self) -> None:
-        """Close the connections; twice is harmless."""
+        """Close the connections. Idempotent."""
         await self._http.aclose()
 
     async def _attempt(self, path: str, body: bytes, answer: type[Answer], attempts: int) -> Answer:
@@ -109,9 +109,9 @@ class MetadataNamespace:
 
     Args:
         client: the service.
-        opened: what it said when the namespace was opened.
-        name: of the namespace.
-        frame_bytes: of one slot.
+        opened: the service's answer when the namespace was opened.
+        name: name of the namespace.
+        frame_bytes: size of one slot.
     """
 
     def __init__(self, client: MetadataClient, opened: m.Opened, name: str, frame_bytes: int) -> None:
@@ -124,10 +124,10 @@ class MetadataNamespace:
         self._finished: list[int] = []
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each page is there.
+        """Whether each page exists.
 
         Raises:
-            StorageError: no answer, or nonsense; as every call.
+            StorageError: the service does not answer, or sends an invalid answer. All calls raise it.
         """
         found = await self._client.call(
             f"{self._path}/exists", m.Ask(list(keys), self._ended_reads()), m.Present
@@ -135,7 +135,7 @@ class MetadataNamespace:
         return _one_each(found.present, keys)
 
     async def locate(self, keys: Sequence[str]) -> m.Located:
-        """Where pages are; `end_read` gives their slots free."""
+        """Locate pages, with a read lease on their slots until `end_read`."""
         located = await self._client.call(
             f"{self._path}/locate", m.Ask(list(keys), self._ended_reads()), m.Located
         )
@@ -144,12 +144,12 @@ class MetadataNamespace:
         return located
 
     def end_read(self, located: m.Located) -> None:
-        """The read has ended; said to the service with the next call."""
+        """End a read. The next call reports it to the service."""
         if located.lease and len(self._finished) < m.MOST_KEYS:
             self._finished.append(located.lease)
 
     async def reserve(self, token: str, keys: Sequence[str]) -> m.Reserved:
-        """Slots to write to, one a key that is not there, while there is room; safe to repeat."""
+        """Reserve a slot for each key that does not exist, while there is room. Safe to repeat."""
         reserved = await self._client.call(
             f"{self._path}/reserve", m.Reserve(token, list(keys), self._ended_reads()), m.Reserved
         )
@@ -161,44 +161,44 @@ class MetadataNamespace:
         return reserved
 
     async def confirm(self, claims: Sequence[m.Claim]) -> list[m.Verdict]:
-        """Show what was written; safe to repeat."""
+        """Make written pages visible. Safe to repeat."""
         confirmed = await self._client.call(f"{self._path}/confirm", m.Confirm(list(claims)), m.Confirmed)
         return _one_each(confirmed.verdicts, claims)
 
     async def release(self, places: Sequence[m.SlotVersion]) -> None:
-        """Give back what was reserved and not written; safe to repeat."""
+        """Release slots that were reserved but not written. Safe to repeat."""
         await self._client.call(f"{self._path}/release", m.Release(list(places)), m.Counted)
 
     async def forget(self, claims: Sequence[m.Claim]) -> list[bool]:
-        """Drop damaged pages; not repeated, because the second answer would be another."""
+        """Drop damaged pages. Not repeated, because the second answer would differ."""
         dropped = await self._client.call(
             f"{self._path}/forget", m.Forget(list(claims)), m.Dropped, repeat=False
         )
         return _one_each(dropped.dropped, claims)
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        """Drop pages by name; not repeated: a page that came back in between would go too."""
+        """Drop pages by name. Not repeated, because it could drop a page that was stored again in between."""
         dropped = await self._client.call(
             f"{self._path}/delete", m.Ask(list(keys), self._ended_reads()), m.Dropped, repeat=False
         )
         return _one_each(dropped.dropped, keys)
 
     async def touch(self, keys: Sequence[str]) -> None:
-        """Count pages as used now, the last one most recently; repeating it changes nothing that matters."""
+        """Count pages as used now, the last one most recently. Safe to repeat."""
         await self._client.call(f"{self._path}/touch", m.Ask(list(keys), self._ended_reads()), m.Counted)
 
     async def clear(self) -> int:
-        """Drop every page of this namespace; how many."""
+        """Drop every page of this namespace; return their number."""
         return (await self._client.call(f"{self._path}/clear", m.Clear(), m.Counted, repeat=False)).count
 
     def _ended_reads(self) -> list[int]:
-        """Once only: if the call fails, the service ends those leases by itself."""
+        """Take the ended reads. They are sent once; if the call fails, the service lets the leases expire."""
         finished, self._finished = self._finished, []
         return finished
 
     async def _check_range(self, places: Sequence[m.SlotVersion | None]) -> None:
         highest = max((place.slot for place in places if place is not None), default=-1)
-        if highest >= self.slots:  # another client has made it larger
+        if highest >= self.slots:  # another client has enlarged the namespace
             self.slots = (await self._client.open(self.name, self.slots, self._frame_bytes)).slots
         if highest >= self.slots:
             raise StorageError(f"{self.name}: slot {highest} of {self.slots}")
@@ -233,7 +233,7 @@ def _checked_url(url: str) -> str:
         good = (
             parts.scheme in ("http", "https") and parts.hostname and parts.port and not parts.path.strip("/")
         )
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         good = False
     if not good:
         raise ConfigError(f"storage backend 'hf3fs': option metadata={url!r} must be http://host:port")
@@ -245,7 +245,7 @@ def _http_client(url: str, seconds: float) -> httpx.AsyncClient:
         import httpx
     except ImportError as error:
         raise StorageError("storage 'hf3fs' needs httpx: pip install 'asynchicache[hf3fs]'") from error
-    # Without certificates to load, which takes as long as a hundred calls, where none will be checked.
+    # For plain HTTP, skip loading certificates, which takes as long as a hundred calls.
     secure = url.startswith("https")
     context = ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return httpx.AsyncClient(base_url=url, verify=context, timeout=seconds, trust_env=False)

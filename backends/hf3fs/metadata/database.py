@@ -1,4 +1,4 @@
-"""The service's state on disk: one SQLite database, held by one process, of a format that it knows."""
+"""The service's state on disk: one SQLite database in a known format, locked by one process."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _SCHEMA = (
 
 
 def open_database(folder: Path) -> sqlite3.Connection:
-    """The database below `folder`, made if there is none, and locked until it is closed.
+    """Open the database below `folder`, created if missing, and lock it until it is closed.
 
-    Every commit is on the disk when it returns. The connection may be handed from thread to thread.
+    Every commit is durable when it returns. Threads may pass the connection on to each other.
 
     Raises:
-        StorageLockedError: another service has it open.
-        StorageFormatError: it is no such database, one of another format, or damaged.
+        StorageLockedError: another service has the database open.
+        StorageFormatError: the file is not such a database, has another format, or is damaged.
         StorageError: the folder cannot be written.
     """
     try:
@@ -69,7 +69,7 @@ def open_database(folder: Path) -> sqlite3.Connection:
 
 @contextmanager
 def undamaged(path: Path) -> Iterator[None]:
-    """Let what SQLite says of a file that was changed behind its back say what to do.
+    """Turn SQLite's errors about a damaged file into one that says what to do.
 
     Raises:
         StorageFormatError: the file is damaged.
@@ -85,7 +85,7 @@ def undamaged(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """All of the block, or, if it raises, nothing of it."""
+    """Commit the block's changes, or roll them back if it raises."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -98,7 +98,7 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
     try:
-        # Exclusive: SQLite's own lock keeps a second service out, and ends with the process.
+        # Exclusive: SQLite's lock excludes a second service, and ends with the process.
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
         _check_format(database, path)
         database.execute("PRAGMA journal_mode = WAL")
@@ -132,10 +132,10 @@ def _check_format(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_whole(database: sqlite3.Connection) -> None:
-    """Now, and not at some call in the midst of a day."""
+    """Check integrity at start, so that damage does not show up in a later call."""
     words = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
     if words != "ok":
-        raise sqlite3.DatabaseError(" ".join(words.split()))  # it is several lines
+        raise sqlite3.DatabaseError(" ".join(words.split()))  # the report has several lines
 
 
 def _number(database: sqlite3.Connection, pragma: str) -> int:

@@ -1,4 +1,4 @@
-"""Who uses which slots, and until when. Nothing here is on disk: see `SlotLeases`."""
+"""Leases on slots, with their expiry. They are not stored on disk: see `SlotLeases`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Read(NamedTuple):
 
 
 class SlotLeases:
-    """Leases of writers and readers, which end by themselves, so that a dead client holds nothing.
+    """Leases of writers and readers. They expire, so that a dead client holds no slots.
 
-    After a restart every reservation that is on disk gets a full lease. Readers of before have none;
-    they find out by the slots' generations, and by the pages' seals, if a slot was written again.
+    After a restart, every reservation on disk gets a full lease. Readers from before the restart have none;
+    the slots' generations and the pages' seals tell them whether a slot was rewritten.
 
     Args:
-        seconds: how long a lease holds.
-        now: seconds on a clock that never goes back.
+        seconds: duration of a lease.
+        now: monotonic clock, in seconds.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
@@ -36,11 +36,11 @@ class SlotLeases:
         self._now = now
         self._writes: dict[Slot, float] = {}
         self._reads: dict[int, _Read] = {}
-        # Numbers of before a restart may still be sent, and must not end leases of after it.
+        # Random start: clients may still send lease numbers from before a restart, which must not end new leases.
         self._numbers = count(uuid4().int >> 80)
 
     def write(self, slots: Iterable[Slot]) -> None:
-        """These are being written from now on."""
+        """Start write leases."""
         self._writes.update(dict.fromkeys(slots, self._now() + self.seconds))
 
     def end_writes(self, slots: Iterable[Slot]) -> None:
@@ -48,14 +48,14 @@ class SlotLeases:
             self._writes.pop(slot, None)
 
     def expired_writes(self, namespace: int) -> list[int]:
-        """Slots whose writers have not been heard of for too long; they stay until `end_writes`."""
+        """Slots whose write leases have expired; they stay listed until `end_writes`."""
         now = self._now()
         return [
             slot.number for slot, end in self._writes.items() if slot.namespace == namespace and end <= now
         ]
 
     def read(self, slots: Iterable[Slot]) -> int:
-        """These are being read from now on; the lease's number."""
+        """Start a read lease; return its number."""
         number = next(self._numbers)
         self._reads[number] = _Read(tuple(slots), self._now() + self.seconds)
         return number
@@ -65,7 +65,7 @@ class SlotLeases:
             self._reads.pop(number, None)
 
     def being_read(self, namespace: int) -> set[int]:
-        """Slots that must not get another page yet."""
+        """Slots under a read lease, which must not be reused yet."""
         now = self._now()
         self.end_reads([number for number, read in self._reads.items() if read.end <= now])
         return {

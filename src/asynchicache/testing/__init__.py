@@ -1,1 +1,1 @@
-"""For tests, ours and those of others: a conformance suite, what breaks things on purpose, virtual time."""
+"""Test tools, also for other projects: a conformance suite, fault injection, virtual time."""

@@ -1,4 +1,4 @@
-"""Assertions for the tests of those who embed a cache."""
+"""Assertions for tests of applications that embed a cache."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from asynchicache.cache import HybridCache
 
 
 def assert_clean(cache: HybridCache) -> None:
-    """A cache that nobody uses holds nothing but what it may forget: to be called after `cache.drain()`.
+    """Check that an idle cache holds only evictable data. Call it after `cache.drain()`.
 
     Raises:
-        AssertionError: an invariant is broken, a request is open, a copy, read or write is under way, or
-            slots are lost; with all of that in words.
+        AssertionError: an invariant is broken, a request is open, a copy, read or write is in flight, or
+            slots are lost; the message lists all findings.
     """
     found = cache.verify(idle=True)
     assert not found, "\n".join(["the cache is not clean:", *found])

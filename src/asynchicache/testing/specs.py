@@ -15,18 +15,18 @@ POOL_NAMES = ("kv", "mamba", "swa", "dsa")
 def synthetic_spec(
     page_size: int, names: Sequence[str] = ("kv", "mamba"), *, window_pages: int = 1
 ) -> ModelSpec:
-    """A hybrid model with a few bytes a layer, and pools of the kinds that real ones have.
+    """A hybrid model with a few bytes per layer, and the kinds of pools that real models have.
 
-    With attention and states, a token costs four bytes and a state 64: a bench holds a hundred thousand
-    tokens in little memory, and what it measures is the cache, not the copying.
+    With attention and states, a token takes four bytes and a state 64. So a bench can hold a hundred thousand
+    tokens in little memory, and measures the cache rather than copying.
 
     Args:
         page_size: tokens of a page.
-        names: the pools, of `POOL_NAMES`; the first is `kv`.
-        window_pages: pages that a prefix needs of `swa`.
+        names: the pools, from `POOL_NAMES`; the first must be `kv`.
+        window_pages: pages of `swa` that a prefix needs.
 
     Raises:
-        ConfigError: a name twice or unknown, or another one first.
+        ConfigError: a name is repeated or unknown, or `kv` is not first.
     """
     if names[0] != "kv" or len(set(names)) < len(names) or not set(names) <= set(POOL_NAMES):
         raise ConfigError(f"pools {','.join(names)!r}: kv, then any of {POOL_NAMES[1:]}, each once at most")

@@ -104,7 +104,7 @@ class ControllerBench:
         self.content = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     async def put(self, number: int) -> RoundSample:
-        """Publish a new prompt; return the time from the start of the engine's first put to the end of its last.
+        """Publish a new prompt; return the time from the start of the first put to the end of the last.
 
         Raises:
             StorageError: not all pages were stored.

@@ -18,7 +18,7 @@ Io = Callable[[int, list[memoryview], int], int]
 
 
 class RawFileLimit:
-    """Writes and reads at the engine's positions in its files, because a virtual disk's speed varies by position.
+    """Writes and reads at the engine's positions in its files: a virtual disk's speed varies by position.
 
     Of two files created one after the other, one was up to 20% faster throughout a run. So page `i` uses the
     position of the pool's slot `i`, which is free during the limit's turn. One call moves adjacent pages;
@@ -54,7 +54,7 @@ class RawFileLimit:
             os.close(self._descriptors.pop())
 
     def _open(self) -> None:
-        """Open the files that the engine created in its first turn. Runs on the loop, since threads would race."""
+        """Open the files that the engine created in its first turn. Call on the loop: threads would race."""
         if not self._descriptors:
             paths = sorted((self._setup.folder / _STORE).glob(f"{self._setup.pool}-*/*.pages"))
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
@@ -79,7 +79,7 @@ class RawFileLimit:
 
 
 def neighbours(indices: Sequence[int], slots: int) -> Iterator[list[int]]:
-    """Sort the numbers and split them into runs of adjacent ones, none of which crosses a file of `slots`."""
+    """Split ascending numbers into runs of adjacent ones, none of which crosses a file of `slots`."""
     run: list[int] = []
     for index in indices:
         if run and (index != run[-1] + 1 or index % slots == 0 or len(run) == _MOST_VIEWS):

@@ -19,7 +19,7 @@ class PlainClient(Protocol):
 
     @property
     def evicts(self) -> bool:
-        """Whether the medium is full and evicts by itself, so that the bench does not delete earlier pages."""
+        """Whether the medium is full and evicts by itself; the bench then does not delete earlier pages."""
         ...
 
     async def put(self, indices: Sequence[int]) -> None:

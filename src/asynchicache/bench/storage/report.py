@@ -69,7 +69,7 @@ class StorageReport:
         return self.wrong_pages == 0
 
     def add(self, turns: Mapping[str, Sequence[RoundSample]]) -> None:
-        """A round's; its first turn of one is beside the first of another, its last beside the last."""
+        """Add a round's samples. Samples with the same index are compared: first turns, then last turns."""
         for name, samples in turns.items():
             self.samples[name] += samples
 
@@ -78,7 +78,7 @@ class StorageReport:
         return median(sample.mb_s for sample in self.samples[name]) if self.samples[name] else None
 
     def ratio(self, ours: str, limit: str) -> float | None:
-        """Median of one by the other, of turns of the same half of a round."""
+        """Median ratio of `ours` to `limit`, of turns in the same half of a round."""
         pairs = zip(self.samples[ours], self.samples[limit], strict=False)
         ratios = [one.mb_s / other.mb_s for one, other in pairs]
         return median(ratios) if ratios else None
@@ -178,7 +178,7 @@ class StorageReport:
         return table
 
     def _server_row(self) -> list[str]:
-        """What the engine's pages cost the server: one page after another, it cannot be faster than that."""
+        """The server's CPU time per page of the engine: a lower bound, as it handles one page after another."""
         return [f"{name}: {_number(self.server_us(f'engine {name}'))}" for name in ("put", "get")]
 
 
