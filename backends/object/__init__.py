@@ -1,4 +1,4 @@
-"""Pages as objects of a store in a cloud: S3, Google Cloud Storage, Azure; or below a folder."""
+"""Storage backend on object stores: S3, Google Cloud Storage, Azure, or a folder."""
 
 from asynchicache.backends.object.backend import ObjectBackend, open_backend
 

@@ -1,4 +1,4 @@
-"""A prefix of one store, which holds the pages of every pool."""
+"""The object backend: one prefix of a store holds the pages of all pools."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ObjectBackend:
     """The pools below one URL.
 
     Args:
-        options: which store, and how it is used.
+        options: the store, and how to use it.
         port: threads.
 
     Raises:
-        ConfigError: a setting is unknown, or one is missing.
-        StorageError: the place cannot be used.
+        ConfigError: a setting is unknown or missing.
+        StorageError: the location cannot be used.
     """
 
     name = "object"
@@ -51,12 +51,12 @@ class ObjectBackend:
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> ObjectEngine:
-        """Reach the store, and see whether the prefix is ours; with `index`, list the pool's pages.
+        """Connect to the store and check the prefix; with `index`, list the pool's pages.
 
         Raises:
-            StorageError: the store cannot be reached, or refuses; the prefix is too long; the pool is
+            StorageError: the store cannot be reached or refuses, the prefix is too long, or the pool is
                 open with another binding.
-            StorageFormatError: the prefix holds something else, or pages of a newer version.
+            StorageFormatError: the prefix holds foreign data, or pages of a newer version.
             ClosedError: the backend is closed.
         """
         if self._closed:
@@ -74,7 +74,7 @@ class ObjectBackend:
         await self._engines.aclose()
 
     def _check_names(self, binding: PoolBinding) -> None:
-        """Refuse a prefix with which no page could be stored."""
+        """Refuse a prefix that is too long for page names."""
         key = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
         prefix = getattr(self._store, "prefix", None)  # a folder and memory have none, and other limits
         size = len(f"{prefix}/{page_path(key)}".encode())
@@ -95,7 +95,7 @@ class ObjectBackend:
 
     @asynccontextmanager
     async def _explained(self) -> AsyncIterator[None]:
-        """Whatever goes wrong is a StorageError that names the place and says what to do."""
+        """Turn every failure into a StorageError that names the location and says what to do."""
         patience = self._options.timeout_seconds * 2  # a try that is cut short, and one more
         try:
             async with asyncio.timeout(patience):
@@ -108,7 +108,7 @@ class ObjectBackend:
             raise StorageError(f"{self._options.url} cannot be used: {advice(error)}") from error
 
     async def _check_format(self) -> None:
-        """Mark an empty prefix as ours; refuse one that is not."""
+        """Mark an empty prefix as ours; refuse a foreign one."""
         found = await self._read_format()
         if found is None:
             await self._start()
@@ -125,7 +125,7 @@ class ObjectBackend:
         return bytes(await answer.bytes_async())
 
     async def _start(self) -> None:
-        """Mark a prefix that is empty, or has our folders only, since a rule deletes what is oldest."""
+        """Mark a prefix that is empty or has only our folders: an expiry rule may have deleted the marker."""
         listed = await obstore.list_with_delimiter_async(self._store)
         folders = [path.rpartition("/")[2] for path in listed["common_prefixes"]]
         if listed["objects"] or not all(map(_POOL_FOLDER.fullmatch, folders)):

@@ -1,4 +1,4 @@
-"""One pool's pages as objects, one each: header and page, received in pieces and copied into the slot."""
+"""One pool's pages as objects: one object per header and page, received in pieces and copied to the slot."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _PIECE_BYTES = 1 << 20
 class ObjectEngine:
     """One pool below one prefix of a store.
 
-    A request cannot be called back: obstore may still read a page that is being stored. So a call that
-    is cancelled ends when its requests have ended, at the latest by their own timeouts.
+    Requests cannot be cancelled, because obstore may still read a page that it is storing. So a cancelled call
+    waits for its requests, whose own timeouts end them.
 
     Args:
         binding: the pool's slots in host memory.
-        port: threads, in which large pages are sealed and checked.
-        store: where objects go.
-        turns: requests at once, of all pools.
-        options: what the user chose.
+        port: threads to seal and check large pages.
+        store: the object store.
+        turns: limits concurrent requests of all pools.
+        options: the user's options.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ObjectEngine:
         )
 
     async def load_index(self) -> None:
-        """List what is there.
+        """List the stored pages.
 
         Raises:
             BaseError, OSError: the store does not answer, or refuses.
@@ -133,11 +133,10 @@ class ObjectEngine:
             await asyncio.wait(self._running)
 
     async def _each(self, work: Callable[..., Awaitable[T]], *columns: Sequence[object]) -> list[T]:
-        """Do `work` for every row, some at once; what has begun goes on to its end, whatever becomes of the
-        caller, who waits for it.
+        """Run `work` for every row, several concurrently. A cancelled caller still waits for started work.
 
         Raises:
-            StorageError: the first of those that `work` raised.
+            StorageError: the first error that `work` raised.
         """
         if self.closed:
             raise ClosedError(f"object engine of pool {self._binding.pool!r} is closed")
@@ -193,7 +192,7 @@ class ObjectEngine:
         return await self._over_page(partial(self._binding.check, slot, key))
 
     async def _receive(self, key: ObjectKey, slot: int) -> Outcome:
-        """HIT if header and page are in the slot, not checked yet."""
+        """Read header and page into the slot. HIT does not include the checksum."""
         answer = await obstore.get_async(self._store, page_path(key))
         if answer.meta["size"] != self._frame_bytes:
             return Outcome.CORRUPT
@@ -212,7 +211,7 @@ class ObjectEngine:
             await self._over_page(partial(self._binding.seal, slot, key))
             parts = [self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes]]
             if isinstance(self._store, MemoryStore):
-                parts = [memoryview(b"".join(parts))]  # it would keep our memory instead of a copy
+                parts = [memoryview(b"".join(parts))]  # obstore would keep our memory instead of a copy
             await obstore.put_async(self._store, page_path(key), parts, use_multipart=False)
         except FAILURES as error:
             return self._failed("put", error)
@@ -247,7 +246,7 @@ class ObjectEngine:
 
 
 async def _all_done(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Wait for tasks, none of which is cancelled if the caller is."""
+    """Wait for tasks, without cancelling them if the caller is cancelled."""
     if tasks:
         await asyncio.wait(tasks)
 
@@ -268,7 +267,7 @@ def _scatter(piece: memoryview, views: Sequence[memoryview], start: int) -> int:
 
 
 def page_path(key: ObjectKey) -> str:
-    """An object's name below the prefix: one folder a pool, so that its pages can be listed."""
+    """An object's name below the prefix. Each pool has one folder, so that its pages can be listed."""
     return f"{_folder(key)}/{key.digest.hex()}"
 
 

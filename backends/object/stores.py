@@ -1,4 +1,4 @@
-"""Stores as obstore makes them, and what their errors say in one line."""
+"""Create obstore stores, and summarise their errors in one line."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _LONGEST_PAUSE = timedelta(seconds=1)
 
 
 def make_store(options: ObjectOptions) -> ObjectStore:
-    """The store of the user's URL; no request is made yet.
+    """Create the store of the user's URL, without a request.
 
     Raises:
-        ConfigError: a setting is unknown, or one is missing.
-        StorageError: the place cannot be used.
+        ConfigError: a setting is unknown or missing.
+        StorageError: the location cannot be used.
     """
     try:
         if options.scheme == "memory":
@@ -87,7 +87,7 @@ def summary(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """What to do about a failure at the first request."""
+    """Advice about a failure of the first request."""
     text, everything = summary(error), str(error).lower()
 
     def says(signs: Iterable[str]) -> bool:

@@ -36,7 +36,7 @@ class SlotLeases:
         self._now = now
         self._writes: dict[Slot, float] = {}
         self._reads: dict[int, _Read] = {}
-        # Random start: clients may still send lease numbers from before a restart, which must not end new leases.
+        # Random start, so that lease numbers sent from before a restart do not end new leases.
         self._numbers = count(uuid4().int >> 80)
 
     def write(self, slots: Iterable[Slot]) -> None:

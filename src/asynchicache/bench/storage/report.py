@@ -178,7 +178,7 @@ class StorageReport:
         return table
 
     def _server_row(self) -> list[str]:
-        """The server's CPU time per page of the engine: a lower bound, as it handles one page after another."""
+        """The server's CPU time per page of the engine: a lower bound, as it handles pages one by one."""
         return [f"{name}: {_number(self.server_us(f'engine {name}'))}" for name in ("put", "get")]
 
 
