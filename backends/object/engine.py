@@ -33,8 +33,8 @@ _PIECE_BYTES = 1 << 20
 class ObjectEngine:
     """One pool below one prefix of a store.
 
-    Requests cannot be cancelled, because obstore may still read a page that it is storing. So a cancelled call
-    waits for its requests, whose own timeouts end them.
+    Requests cannot be cancelled, because obstore may still read a page that it is storing. So a cancelled
+    call waits for its requests, whose own timeouts end them.
 
     Args:
         binding: the pool's slots in host memory.

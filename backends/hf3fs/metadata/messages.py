@@ -1,4 +1,4 @@
-"""What the metadata service and its clients say to each other: JSON, checked by both sides."""
+"""Messages between the metadata service and its clients: JSON, checked by both sides."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class MetadataMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlotVersion(Struct, frozen=True, array_like=True):
-    """Where a page lies: `slot` of the file, as long as the slot has this `generation`."""
+    """A page's location: `slot` of the file, valid while the slot has this `generation`."""
 
     slot: Whole
     generation: Generation
 
 
 class Claim(Struct, frozen=True, array_like=True):
-    """A page at a place: true only while the slot has this generation."""
+    """A page and its location, valid only while the slot has this generation."""
 
     key: Key
     slot: Whole
@@ -47,7 +47,7 @@ Claims = Annotated[list[Claim], Meta(max_length=MOST_KEYS)]
 
 
 class Open(MetadataMessage, frozen=True):
-    """Make a namespace known, and at least this large."""
+    """Register a namespace with at least this many slots."""
 
     name: Name
     slots: Count
@@ -57,10 +57,10 @@ class Open(MetadataMessage, frozen=True):
 class Opened(MetadataMessage, frozen=True):
     """
     Attributes:
-        handle: names the namespace in every other call; another service knows no such handle.
-        store: the service's state, 32 hexadecimal digits.
-        slots: how many there are; more than was asked for if somebody asked for more.
-        lease_seconds: how long a reservation holds.
+        handle: identifies the namespace in all other calls; unknown to other services.
+        store: id of the service's state, 32 hexadecimal digits.
+        slots: number of slots; larger than requested if another client requested more.
+        lease_seconds: duration of a reservation.
     """
 
     handle: str
@@ -84,8 +84,8 @@ class Present(MetadataMessage, frozen=True):
 class Located(MetadataMessage, frozen=True):
     """
     Attributes:
-        lease: until it is finished, or too old, no slot below gets another page; 0 if there is none.
-        places: one a key, None where it is not there.
+        lease: read lease that protects these slots from reuse until it ends or expires; 0 for none.
+        places: one per key; None if the page does not exist.
     """
 
     lease: int
@@ -93,7 +93,7 @@ class Located(MetadataMessage, frozen=True):
 
 
 class Reserve(MetadataMessage, frozen=True):
-    """Slots for pages that are not there; every key once."""
+    """Reserve slots for pages that do not exist. Keys must be distinct."""
 
     token: Token
     keys: Keys
@@ -103,8 +103,8 @@ class Reserve(MetadataMessage, frozen=True):
 class Reserved(MetadataMessage, frozen=True):
     """
     Attributes:
-        existed: one a key, whether its page is there already.
-        places: one a key, None where it existed, or where there is no room.
+        existed: for each key, whether its page already exists.
+        places: one per key; None if the page exists or there is no room.
     """
 
     existed: list[bool]
@@ -112,7 +112,7 @@ class Reserved(MetadataMessage, frozen=True):
 
 
 class Confirm(MetadataMessage, frozen=True):
-    """These pages are written: show them."""
+    """Make written pages visible."""
 
     claims: Claims
 
@@ -123,27 +123,27 @@ Verdict = Literal["stored", "existed", "lost"]
 class Confirmed(MetadataMessage, frozen=True):
     """
     Attributes:
-        verdicts: one a claim: visible now; somebody else's copy is, and the slot is free again; or the
-            reservation had ended.
+        verdicts: one per claim: the page is visible now; another client's copy is, and the slot was freed; or
+            the reservation had expired.
     """
 
     verdicts: list[Verdict]
 
 
 class Release(MetadataMessage, frozen=True):
-    """These reserved slots were not written: take them back."""
+    """Release reserved slots that were not written."""
 
     places: Annotated[list[SlotVersion], Meta(max_length=MOST_KEYS)]
 
 
 class Forget(MetadataMessage, frozen=True):
-    """These pages are not what they should be: drop them, unless their slots have other generations."""
+    """Drop damaged pages, unless their slots have other generations."""
 
     claims: Claims
 
 
 class Dropped(MetadataMessage, frozen=True):
-    """One answer a key or claim: whether a page was dropped."""
+    """For each key or claim, whether a page was dropped."""
 
     dropped: list[bool]
 
@@ -153,13 +153,13 @@ class Clear(MetadataMessage, frozen=True):
 
 
 class Counted(MetadataMessage, frozen=True):
-    """How many slots were given back, or pages dropped."""
+    """Number of released slots or dropped pages."""
 
     count: int
 
 
 class NamespaceStatus(MetadataMessage, frozen=True):
-    """What one namespace holds."""
+    """Contents of one namespace."""
 
     name: str
     slots: int
@@ -169,7 +169,7 @@ class NamespaceStatus(MetadataMessage, frozen=True):
 
 
 class Status(MetadataMessage, frozen=True):
-    """What the service holds."""
+    """Contents of the service."""
 
     store: str
     namespaces: list[NamespaceStatus]

@@ -1,4 +1,4 @@
-"""Measure storage as the cache calls it, alternating with its limit: each moves every page twice per round."""
+"""Measure storage as the cache calls it, alternating with its limit; each moves all pages twice per round."""
 
 from __future__ import annotations
 
