@@ -1,10 +1,10 @@
-"""The store over HTTP: one call a request, one at a time, in a thread of its own.
+"""The store over HTTP: each request is one call; a single separate thread runs them.
 
     GET  /v1/status                 what is held
     POST /v1/open                   a namespace's handle
     POST /v1/namespaces/HANDLE/VERB exists, locate, reserve, confirm, release, forget, delete, touch, clear
 
-Whoever can reach it can drop every page: it has no passwords and belongs on a loopback or a trusted network.
+The service has no authentication: any client can drop every page. Bind it to loopback or a trusted network.
 """
 
 from __future__ import annotations

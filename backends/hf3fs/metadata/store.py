@@ -1,8 +1,7 @@
-"""Which page lies in which slot of which file: every change is one transaction, on disk before it is
-answered.
+"""The map of pages to slots of files. Every change is one transaction, durable before it is answered.
 
-Each reservation gives a slot a new generation. Whatever a client says about a page names slot and
-generation, so that what it says about a slot that went to another page meanwhile has no effect.
+Each reservation gives a slot a new generation. Clients name slot and generation of a page, so calls about a
+slot that was reused meanwhile have no effect.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ class MetadataStore:
         return [key in held for key in keys]
 
     def locate(self, namespace: int, keys: Sequence[str]) -> Located:
-        """Where pages are. They are the most recently used then, the first one most of all, and keep their
-        slots under a lease."""
+        """Locate pages, count them as used (the first one most recently), and lease their slots."""
         held = self._held(namespace, keys)
         self._use(namespace, held, reversed(keys))
         slots = [Slot(namespace, place.slot) for place in held.values()]
@@ -125,12 +123,12 @@ class MetadataStore:
         self._leases.end_reads(leases)
 
     def reserve(self, namespace: int, token: str, keys: Sequence[str]) -> Reserved:
-        """Slots for pages that are not there: free ones, then new ones, then those of the pages that
-        were not used for longest, that nobody reads, and that `keys` does not name. Where there are too few,
-        the last of `keys` get none. Asked again with the same token, the same slots.
+        """Reserve slots for missing pages: free slots, then new ones, then those of the least recently used
+        pages without a read lease that `keys` does not name. If there are too few, the last of `keys` get none.
+        The same token gets the same slots again.
 
         Raises:
-            UsageError: a key is given twice; its pages would be written to one slot.
+            UsageError: a key is repeated; its pages would be written to one slot.
         """
         if len(set(keys)) != len(keys):
             raise UsageError("a key is given twice in one reservation")
@@ -151,7 +149,7 @@ class MetadataStore:
         )
 
     def confirm(self, namespace: int, claims: Sequence[Claim]) -> list[Verdict]:
-        """Show pages that were written. Said twice, it is answered alike."""
+        """Make written pages visible. Repeating the call gives the same answer."""
         with transaction(self._database):
             # The first page of a path is the most recently used.
             verdicts = [self._confirm(namespace, claim) for claim in reversed(claims)][::-1]
@@ -163,14 +161,14 @@ class MetadataStore:
         return verdicts
 
     def release(self, namespace: int, places: Sequence[SlotVersion]) -> int:
-        """Take back slots that were reserved and not written; how many."""
+        """Release slots that were reserved but not written; return their number."""
         with transaction(self._database):
             freed = [place.slot for place in places if self._free(namespace, place, _RESERVED)]
         self._leases.end_writes(Slot(namespace, slot) for slot in freed)
         return len(freed)
 
     def forget(self, namespace: int, claims: Sequence[Claim]) -> list[bool]:
-        """Drop pages that a reader found damaged, unless their slots have gone to others meanwhile."""
+        """Drop pages that a reader found damaged, unless their slots were reused meanwhile."""
         with transaction(self._database):
             return [
                 self._free(namespace, SlotVersion(claim.slot, claim.generation), _HELD) for claim in claims
@@ -185,7 +183,7 @@ class MetadataStore:
         return [held.pop(key, None) is not None for key in keys]
 
     def clear(self, namespace: int) -> int:
-        """Drop every page of the namespace, and of no other; how many."""
+        """Drop every page of this namespace only; return their number."""
         with transaction(self._database):
             return self._database.execute(
                 "UPDATE slots SET state = ?, used = 0, key = NULL WHERE namespace = ? AND state = ?",
@@ -202,7 +200,7 @@ class MetadataStore:
         return Status(self.id, [NamespaceStatus(*row) for row in rows])
 
     def close(self) -> None:
-        """Write down what was used last, and let go of the database."""
+        """Save the latest uses, and close the database."""
         with transaction(self._database):
             self._write_touches()
         self._database.close()
@@ -250,7 +248,7 @@ class MetadataStore:
         self._touched.clear()
 
     def _reclaim(self, namespace: int) -> list[Slot]:
-        """Free the slots of writers that have not been heard of for too long."""
+        """Free the slots of expired write leases."""
         expired = self._leases.expired_writes(namespace)
         self._database.executemany(
             "UPDATE slots SET state = 0, used = 0, key = NULL, token = NULL "
