@@ -124,8 +124,8 @@ class MetadataStore:
 
     def reserve(self, namespace: int, token: str, keys: Sequence[str]) -> Reserved:
         """Reserve slots for missing pages: free slots, then new ones, then those of the least recently used
-        pages without a read lease that `keys` does not name. If there are too few, the last of `keys` get none.
-        The same token gets the same slots again.
+        pages without a read lease that `keys` does not name. If there are too few, the last of `keys` get
+        none. The same token gets the same slots again.
 
         Raises:
             UsageError: a key is repeated; its pages would be written to one slot.
