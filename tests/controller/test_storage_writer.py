@@ -501,3 +501,17 @@ def test_while_storage_is_detached_there_is_none_and_none_can_be_attached() -> N
         rig.storage_writer.stop()
 
     run(main)
+
+
+def test_a_use_after_the_end_starts_no_timer() -> None:
+    """A write may end after the cache has closed, and its tasks are gone when a touch would be due."""
+
+    async def main(world: SeededWorld) -> None:
+        rig = Rig()
+        node = rig.hosted(HEAD)
+        rig.storage_writer.stop()
+        rig.storage_writer.use(node)
+        await world.sleep(10.0)
+        assert (rig.tasks, rig.storage.touched) == ([], [])
+
+    run(main)

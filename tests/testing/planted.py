@@ -477,12 +477,12 @@ def storage_is_not_told_of_uses_in_memory(patch: Patch) -> None:
 
 @bug
 def beginnings_are_told_of_first(patch: Patch) -> None:
-    uses = BackupPlanner.uses
+    uses = BackupPlanner.digests_to_touch
 
     def reversed_uses(self: BackupPlanner, ends: Any) -> dict[int, list[bytes]]:
         return {component_id: digests[::-1] for component_id, digests in uses(self, ends).items()}
 
-    patch.setattr(BackupPlanner, "uses", reversed_uses)
+    patch.setattr(BackupPlanner, "digests_to_touch", reversed_uses)
 
 
 @bug

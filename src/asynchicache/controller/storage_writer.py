@@ -94,12 +94,13 @@ class StorageWriter:
         self._detaching = False
         self._used: dict[Node, None] = {}  # ends of paths, the most recently used last
         self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self._pause = _LEAST_PAUSE
         executor.on_backed_up = lambda node, period: self.store(node, period=period)
 
     def use(self, node: Node) -> None:
         """Record a use of the path to `node`: storage gets a touch soon, and before the next write."""
-        if node.parent is None or not self._storage.touchable:
+        if self._stopped or node.parent is None or not self._storage.touchable:
             return
         self._used.pop(node, None)
         self._used[node] = None
@@ -120,7 +121,8 @@ class StorageWriter:
         await self._storage.touch(uses)
 
     def stop(self) -> None:
-        """Stop touching storage."""
+        """Stop touching storage; a write that ends later does not begin again."""
+        self._stopped = True
         self._used.clear()
         if self._timer is not None:
             self._timer.cancel()
