@@ -182,7 +182,8 @@ def test_every_checkpoint_of_a_durable_request_is_back_after_a_restart(
     """Each has a window of its own, also under write-back, where nothing goes to storage before it must."""
 
     async def main(world: SeededWorld) -> None:
-        spec, backend = synthetic_spec(4, pools, window_pages=2), MemoryBackend(MemoryStore())
+        spec, store = synthetic_spec(4, pools, window_pages=2), MemoryStore()
+        backend = MemoryBackend(store)
         size = dict.fromkeys(pools, 60)
         options = config(device_slots=size, host_slots=size, write_policy=policy)
         async with world.open_cache(spec, options, storage=backend) as cache:
@@ -191,6 +192,11 @@ def test_every_checkpoint_of_a_durable_request_is_back_after_a_restart(
                 for length in (12, 24, 40):
                     await Engine(cache).compute(request, length)
                 assert await request.durable()
+                before = set(store)
+                for key in [key for key in store if key.pool == "swa"]:
+                    store.drop(key)
+                assert await request.durable(), "what storage lost of any window is written anew"
+                assert set(store) == before
         for length in (12, 24, 40):
             async with world.open_cache(spec, options, storage=backend) as cache:
                 assert await restored(cache, PROMPT[:length]) == length

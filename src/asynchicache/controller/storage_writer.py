@@ -204,13 +204,13 @@ class StorageWriter:
             if safe:  # else the slots stay pinned: a late read would store new content under these keys
                 self._backups.finish(work)
 
-    async def confirm(self, node: Node) -> bool | None:
+    async def confirm(self, node: Node, earlier: Sequence[Node] = ()) -> bool | None:
         """Whether storage has everything marked stored on the path to `node`; None without an answer.
 
         Clears the marks of lost pages, so that they are written again.
         """
         forgotten = self._backups.forgotten
-        digests, claims = self._backups.pages_marked_stored(node)
+        digests, claims = self._backups.pages_marked_stored(node, earlier)
         with self._backups.noting_writes() as written:
             found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
         if self._backups.forgotten != forgotten:
@@ -248,20 +248,24 @@ class StorageWriter:
         Returns:
             False if some pages cannot be stored, or a checkpoint could not be published.
         """
-        ends = self._planner.published_ends(sequence)
-        return all([await self._path_durable(sequence, node) for node in ends])
+        *earlier, last = self._planner.published_ends(sequence)
+        for _ in range(2):  # what storage has lost is written anew once
+            for node in (*earlier, last):
+                if not await self._path_written(sequence, node):
+                    return False
+            there = await self.confirm(last, earlier)
+            if there or there is None:
+                return bool(there)
+        return False
 
-    async def _path_durable(self, sequence: RequestState, node: Node) -> bool:
-        """Wait until the path to `node` is in storage, with the window and state that its end needs."""
-        tried, lost = False, False
+    async def _path_written(self, sequence: RequestState, node: Node) -> bool:
+        """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
+        tried = False
         while self._storage and not (sequence.unpublished or self._executor.stopped):
             if self.clearing or self._backups.in_flight(node):
                 await self._executor.next_progress()
             elif self._backups.is_stored(node):
-                there = await self.confirm(node)
-                if there or there is None or lost:
-                    return bool(there)
-                tried, lost = False, True
+                return True
             elif self._executor.failure is not None or self._executor.closing:
                 return False
             elif self._backups.lacks_room(node) and self._executor.in_flight():

@@ -327,14 +327,23 @@ class BackupPlanner:
             digests.reverse()
         return {component_id: digests for component_id, digests in newest.items() if digests}
 
-    def pages_marked_stored(self, node: Node) -> tuple[list[bytes], dict[int, Sequence[int]]]:
+    def pages_marked_stored(
+        self, node: Node, earlier: Sequence[Node] = ()
+    ) -> tuple[list[bytes], dict[int, Sequence[int]]]:
         """Pages on the path to `node` that are marked stored.
+
+        Args:
+            node: the end of the path.
+            earlier: nodes of the path whose windows count too, besides that of its end.
 
         Returns:
             The digests of all pages of the path; and by component, the numbers of the marked pages (for a
             state, of the last page before it). For full pages, the range of all of them.
         """
-        needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
+        ends = (node, *earlier)
+        needed = {
+            window.id: {part for end in ends for part in window.needs(end)} for window in self._tree.windows
+        }
         parts = _path(node)
         marked: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
         for component in self._tree.components:

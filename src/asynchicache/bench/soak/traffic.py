@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from asynchicache.bench.soak.model import HitModel
 from asynchicache.bench.synthetic import VOCABULARY
 from asynchicache.cache import HybridCache, Request
+from asynchicache.errors import ClosedError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.testing.oracle import ByteOracle
@@ -158,10 +159,18 @@ class Engine:
                 await turn.decode(answer)
                 await self._computed()
                 if self._durable:
-                    self._served.not_durable += not await request.durable()
+                    self._served.not_durable += not await request.durable() and self._is_open()
             finally:
                 request.close(after=self._stream)
         self._served.turns += 1
+
+    def _is_open(self) -> bool:
+        """Whether the cache still serves: one that closes meanwhile promises nothing, whatever is stored."""
+        try:
+            self._cache.request((0,))
+        except ClosedError:
+            return False
+        return True
 
     async def _restore(self, request: Request, talk: Talk) -> None:
         await request.prefetch()
