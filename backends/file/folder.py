@@ -138,7 +138,7 @@ class StoreFolder:
         entries = [entry for entry in self.path.iterdir() if entry.name not in _OURS]
         others = sorted(entry.name for entry in entries if not _is_empty_pool(entry))
         if others:
-            raise StorageFormatError(f"{self._foreign()}; it holds {others[0]!r}")
+            raise StorageFormatError(f"{self._foreign()}; it holds {others[0]!r}{self._cure(others)}")
         if self.read_only:
             raise StorageFormatError(f"{self.path} holds no file store yet; a writer makes one")
         if not self._new:
@@ -157,6 +157,14 @@ class StoreFolder:
 
     def _foreign(self) -> str:
         return f"{self.path} is not empty and holds no file store: give an empty or new folder"
+
+    def _cure(self, others: list[str]) -> str:
+        """Say what to remove if all that is left are pool folders of a store whose FORMAT file is gone."""
+        left = [self.path / name for name in others]
+        if not all(map(_may_be_pool, left)):
+            return ""
+        folders = ", ".join(map(str, left))
+        return f", left by a store whose {_FORMAT} file was removed: remove {folders} to start afresh"
 
     def _write_format(self) -> None:
         draft = self.path / _FORMAT_DRAFT

@@ -206,10 +206,24 @@ async def test_a_cleaned_folder_in_which_something_is_left_is_refused(tmp_path: 
         (folder / left).mkdir()
     else:
         (folder / left).write_text("mine")
-    with pytest.raises(StorageFormatError, match=f"holds no file store.*it holds '{folder.name}'"):
+    with pytest.raises(
+        StorageFormatError, match=f"holds no file store.*it holds '{folder.name}'.*remove {folder} "
+    ):
         async with backend_at(tmp_path):
             pass
     assert (folder / left).exists()
+
+
+@pytest.mark.asyncio
+async def test_nobody_is_told_to_remove_what_is_not_ours(tmp_path: Path) -> None:
+    async with bench_at(tmp_path) as bench:
+        await bench.put(bench.keys(1), [0])
+    (tmp_path / "FORMAT").unlink()
+    (tmp_path / "letters").mkdir()
+    with pytest.raises(StorageFormatError) as refusal:
+        async with backend_at(tmp_path):
+            pass
+    assert "afresh" not in str(refusal.value)
 
 
 @pytest.mark.asyncio
