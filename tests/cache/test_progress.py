@@ -142,6 +142,34 @@ def test_a_write_that_hangs_keeps_no_other_from_its_turn() -> None:
     run_seeded(0, main)
 
 
+@SEEDS
+def test_two_who_wait_for_storage_do_not_evict_each_others_pages(seed: int) -> None:
+    """The host has room for one of them at a time, and a write past its deadline fills the byte limit."""
+
+    async def main(world: SeededWorld) -> None:
+        faults = Faulty(MemoryBackend(MemoryStore()), FaultRates(hang=1.0, calls=("put",)), world.random)
+        options = config(device_slots={"kv": 64}, host_slots={"kv": 15}, store_bytes=1)
+        async with world.open_cache(PAGES_ONLY, options, storage=faults) as cache:
+            async with cache.request(list(range(20))) as request:
+                await request.load()
+                await Engine(cache).compute(request, 20)
+                assert not await request.durable()
+            faults.rates = FaultRates()
+            await asyncio.sleep(30)
+
+            async def one(first: int) -> bool:
+                async with cache.request(list(range(first, first + 40))) as request:
+                    await request.load()
+                    await Engine(cache).compute(request, 40)
+                    return await request.durable()
+
+            async with asyncio.timeout(BOUND):
+                assert await asyncio.gather(*(one(first) for first in (1000, 2000, 3000))) == [True] * 3
+            faults.release()
+
+    run_seeded(seed, main)
+
+
 # Room
 
 

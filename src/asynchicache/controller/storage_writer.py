@@ -96,7 +96,8 @@ class StorageWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._pause = _LEAST_PAUSE
-        executor.on_backed_up = lambda node, period: self.store(node, period=period)
+        self._awaited: Counter[Node] = Counter()  # ends of paths that callers of `durable` wait for
+        executor.on_backed_up = self._backed_up
 
     def use(self, node: Node) -> None:
         """Record a use of the path to `node`: storage gets a touch soon, and before the next write."""
@@ -157,6 +158,12 @@ class StorageWriter:
             self._backups.write_finished(work, stored=False)
             return
         self._executor.call(self._write(work, size, sizes, begun=begun), period)
+
+    def _backed_up(self, node: Node, period: int | None) -> None:
+        # If an awaited write were shed, the pages of two awaited paths could evict each other from the host
+        # forever, each before it is written.
+        wait = any(_on_one_path(node, end) for end in self._awaited)
+        self.store(node, period=period, wait=wait)
 
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests must be computed first, over many loop iterations."""
@@ -249,14 +256,19 @@ class StorageWriter:
             False if some pages cannot be stored, or a checkpoint could not be published.
         """
         *earlier, last = self._planner.published_ends(sequence)
-        for _ in range(2):  # what storage has lost is written anew once
-            for node in (*earlier, last):
-                if not await self._path_written(sequence, node):
-                    return False
-            there = await self.confirm(last, earlier)
-            if there or there is None:
-                return bool(there)
-        return False
+        self._awaited[last] += 1
+        try:
+            for _ in range(2):  # what storage has lost is written anew once
+                for node in (*earlier, last):
+                    if not await self._path_written(sequence, node):
+                        return False
+                there = await self.confirm(last, earlier)
+                if there or there is None:
+                    return bool(there)
+            return False
+        finally:
+            self._awaited[last] -= 1
+            self._awaited += Counter()  # drops what is no longer awaited
 
     async def _path_written(self, sequence: RequestState, node: Node) -> bool:
         """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
@@ -347,6 +359,14 @@ class StorageWriter:
             self.clearing -= 1
             self._backups.forget_stored()  # also after a failure: it may have removed some pages
             self._executor.notify()
+
+
+def _on_one_path(node: Node, other: Node) -> bool:
+    """Whether one of the nodes is an ancestor of the other, or they are the same."""
+    upper, lower = sorted((node, other), key=lambda one: one.end)
+    while lower.end > upper.end and lower.parent is not None:
+        lower = lower.parent
+    return lower is upper
 
 
 def _late_bytes(batches: Sequence[BatchResult], page_sizes: Sequence[int]) -> int:
