@@ -11,10 +11,10 @@ WORKERS ?= 2
 ARGS    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance clean
+.PHONY: help setup engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance engines-e2e clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 
 setup: $(STAMP)  ## make .venv and install the package, editable, with its tools (needs Python 3.11)
 
@@ -85,6 +85,10 @@ gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there i
 # Wheels and what they import, 4 GB in all, go to .conformance once. Like `make setup` it takes PIP_EXTRA_INDEX_URL.
 conformance:  ## our adapters inside vLLM's and SGLang's own classes, on a CPU; ARGS="vllm" picks one
 	$(PYTHON) scripts/conformance.py $(ARGS)
+
+# Environments and tiny models, 2.5 GB an engine, go to .engines once. Torch's CPU builds: PIP_EXTRA_INDEX_URL, as above.
+engines-e2e:  ## our adapters in whole engines that serve tiny models, on a CPU; ARGS="vllm" picks one
+	$(PYTHON) scripts/engines_e2e.py $(ARGS)
 
 bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done

@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
@@ -56,10 +56,20 @@ ENGINES = (
 )
 
 
+class Tested(Protocol):
+    """An engine as results name it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+
 class Result(NamedTuple):
     """What became of one engine's tests."""
 
-    engine: Engine
+    engine: Tested
     passed: int
     failed: int
     skipped: int
@@ -157,7 +167,7 @@ def run_suite(folder: Path, engine: Engine, more: Sequence[str]) -> Result:
     return read_report(engine, report, time.monotonic() - started, whole=whole)
 
 
-def read_report(engine: Engine, report: Path, seconds: float, *, whole: bool) -> Result:
+def read_report(engine: Tested, report: Path, seconds: float, *, whole: bool) -> Result:
     """Counts of a JUnit report; a process that failed without a failed test is a failure too."""
     if not report.exists():
         return Result(engine, 0, 1, 0, seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
-from importlib.abc import LoadPlanner, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +63,7 @@ class _StandIn(ModuleType):
         return Nothing
 
 
-class _Finder(MetaPathFinder, LoadPlanner):
+class _Finder(MetaPathFinder, Loader):
     """Comes after all others, so it is asked for what nobody has."""
 
     def __init__(self, packages: Collection[str]) -> None:
@@ -78,6 +78,11 @@ class _Finder(MetaPathFinder, LoadPlanner):
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""
+
+
+def stand_in(packages: Collection[str]) -> None:
+    """Make top-level packages importable where they are missing."""
+    sys.meta_path.append(_Finder(packages))
 
 
 def enter_wheel(standins: Collection[str]) -> Path:
@@ -97,5 +102,5 @@ def enter_wheel(standins: Collection[str]) -> Path:
     wheel = Path(os.environ[WHEEL])
     if str(wheel) not in sys.path:
         sys.path.insert(0, str(wheel))
-        sys.meta_path.append(_Finder(standins))
+        stand_in(standins)
     return wheel

@@ -1,0 +1,161 @@
+"""What `make engines-e2e` runs: our adapters in whole engines that serve tiny models on a CPU.
+
+Every engine has an environment of its own below `.engines`, installed once from a pinned list, and its tests
+run in a process of their own. `make conformance` needs no running engine, and is quicker.
+"""
+# ruff: noqa: S603, T201  # it runs our own commands, and prints for people
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from conformance import Result, pip, python_of, read_report, ready, table
+
+ROOT = Path(__file__).parents[1]
+SUITES = ROOT / "tests" / "engines"
+FOLDER = ROOT / ".engines"
+SECONDS = 1800
+"""Most that one engine's tests may take; with models made and classes inspected they need a tenth of that."""
+
+
+class WholeEngine(NamedTuple):
+    """An engine that runs here.
+
+    Attributes:
+        name: of its folder of tests, its folder below `.engines`, and its list of packages in `scripts`.
+        version: the one in that list.
+        environment: variables of its processes.
+    """
+
+    name: str
+    version: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def requirements(self) -> Path:
+        return ROOT / "scripts" / f"engines-{self.name}.txt"
+
+    @property
+    def suite(self) -> Path:
+        return SUITES / self.name
+
+
+ENGINES = (
+    WholeEngine(
+        "vllm",
+        "0.32.0",
+        (
+            (
+                "VLLM_ENABLE_V1_MULTIPROCESSING",
+                "0",
+            ),  # `LLM` runs engine, scheduler and worker in this process
+            ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            ("VLLM_NO_USAGE_STATS", "1"),
+            ("HF_HUB_OFFLINE", "1"),
+            ("OMP_NUM_THREADS", "1"),
+        ),
+    ),
+)
+
+
+def make_environment(folder: Path, engine: WholeEngine) -> None:
+    """Install the engine's packages, once for each state of its list.
+
+    The list is complete, and pip must not add to it: engines' pins bring builds for CUDA.
+    """
+    wanted = hashlib.sha256(engine.requirements.read_bytes()).hexdigest()
+    stamp = folder / "venv" / ".installed"
+    if ready(stamp, wanted):
+        return
+    print(
+        f"installing {engine.requirements.name} into {folder / 'venv'}, 2.5 GB; this takes minutes",
+        flush=True,
+    )
+    venv.create(folder / "venv", with_pip=True, clear=True)
+    pip(folder, "install", "--no-deps", "--requirement", str(engine.requirements))
+    stamp.write_text(wanted)
+
+
+def environment(folder: Path, engine: WholeEngine) -> dict[str, str]:
+    """Of the tests and of all processes that they start: our package comes from the source tree."""
+    paths = (
+        ROOT / "src",
+        engine.suite / "site",
+        engine.suite,
+        SUITES,
+        ROOT / "tests" / "conformance",
+        ROOT / "tests",
+    )
+    return (
+        os.environ
+        | dict(engine.environment)
+        | {
+            "ASYNCHICACHE_ENGINE_FOLDER": str(folder),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),  # what an engine finds out about model classes
+        }
+    )
+
+
+def run_suite(folder: Path, engine: WholeEngine, more: Sequence[str]) -> Result:
+    """Run an engine's tests; those that did not even begin count as one failure."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    where = ["-c", SUITES / "pytest.ini", "--rootdir", ROOT, "--confcutdir", SUITES]
+    command = [python_of(folder), "-m", "pytest", *where, engine.suite, f"--junitxml={report}", *more]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment(folder, engine), cwd=folder, timeout=SECONDS, check=False
+        )
+        whole = done.returncode == 0
+    except subprocess.TimeoutExpired:
+        whole = False
+    return read_report(engine, report, time.monotonic() - started, whole=whole)
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    names = [engine.name for engine in ENGINES]
+    parser = argparse.ArgumentParser(description="Run our adapters in whole engines, on a CPU.")
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE", help=f"some of {names}; all of them by default"
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where environments and models go")
+    parser.add_argument("--install", action="store_true", help="make the environments, and run nothing")
+    options, more = parser.parse_known_args(arguments)
+    unknown = set(options.engines) - set(names)
+    if unknown:
+        parser.error(f"no engine {sorted(unknown)}; there are {names}")
+    return options, more
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    Returns:
+        0 if every engine's tests passed, 1 if not. What pip lacks is an error of its own.
+    """
+    options, more = parse(arguments)
+    chosen = [engine for engine in ENGINES if engine.name in (options.engines or [engine.name])]
+    folders = {engine: options.folder.resolve() / engine.name for engine in chosen}
+    for engine, folder in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_environment(folder, engine)
+    if options.install:
+        return 0
+    results = [run_suite(folder, engine, more) for engine, folder in folders.items()]
+    print(table([("engine", "version", "tests", "took", ""), *(result.row() for result in results)]))
+    return 0 if all(result.ok for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Tiny models with random weights, of the classes that engines cache differently; saved as checkpoints.
+
+Weights are wide, those of embeddings most of all: the best token leads by a margin that no rounding closes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCABULARY = 512
+SEED = 7
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
+_SMALL: Mapping[str, Any] = {
+    **_COMMON,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_GDN: Mapping[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA2: Mapping[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
+CONFIGS: Mapping[str, Callable[[], Any]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**_SMALL, num_hidden_layers=4, head_dim=64),
+    # 76 M parameters: what its prompts cost can be measured
+    "qwen3_76m": lambda: transformers.Qwen3Config(
+        **_COMMON,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_SMALL,
+        num_hidden_layers=6,
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=64,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **{**_SMALL, "intermediate_size": 128},
+        num_hidden_layers=4,
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_SMALL,
+        **_GDN,
+        num_hidden_layers=8,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_SMALL, **_GDN, num_hidden_layers=8, head_dim=64),
+    "granite_hybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **_SMALL,
+        **_MAMBA2,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention", "mamba", "attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **_SMALL,
+        hybrid_override_pattern="M*-M*-",
+        num_hidden_layers=6,
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=64,
+        n_groups=1,
+        conv_kernel=4,
+        chunk_size=64,
+        expand=2,
+    ),
+}
+"""Configurations by name; what they describe has a few megabytes unless the name says more."""
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    """Return the folder of a model's checkpoint, which is made if it is not there."""
+    target = folder / name
+    if not target.exists():
+        draft = folder / f"{name}.{os.getpid()}"
+        _save(CONFIGS[name](), draft)
+        draft.rename(target)  # all of it or nothing
+    return target
+
+
+def _save(config: Any, folder: Path) -> None:
+    torch.manual_seed(SEED)
+    config.dtype = torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.ndim >= 2 and "conv" not in name:
+                weights.normal_(0, 1.0 if "embed" in name else 0.08)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer that makes one token of every byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<unk>", "<s>", "</s>", *alphabet]
+    words += [f"<x{number}>" for number in range(len(words), VOCABULARY)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
