@@ -68,7 +68,7 @@ class RingWorker:
         return buffer
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """I/Os that may still touch the memory."""
         return len(self._waiting)
 

@@ -126,7 +126,7 @@ class UsrbioPath:
             self._idle.pop().close()
         if self._quarantined:
             _LEAKED.extend(self._quarantined)
-            logger.error("%s: closed with I/O under way; memory and descriptor are leaked", self._file.path)
+            logger.error("%s: closed with I/O in flight; memory and descriptor are leaked", self._file.path)
         else:
             self._usrbio.deregister_fd(self._file.fileno)  # must precede closing the file
             self._file.close()
@@ -210,8 +210,8 @@ class UsrbioPath:
     def _run(self, worker: RingWorker, reading: bool, pieces: Sequence[RingIo]) -> dict[int, int]:
         """Results by the pieces' starts. Missing ones are still in flight."""
         results = worker.run(reading, self._file.fileno, pieces, self._now, self._options.io_seconds)
-        while self._shared is not None and worker.under_way and not self._stopped.is_set():
-            logger.warning("%s: %d I/Os take long", self._file.path, worker.under_way)
+        while self._shared is not None and worker.in_flight and not self._stopped.is_set():
+            logger.warning("%s: %d I/Os take long", self._file.path, worker.in_flight)
             results |= worker.await_late(self._options.io_seconds, self._now, self._stopped.wait)
         return results
 
@@ -253,7 +253,7 @@ class UsrbioPath:
 
     def _give_back(self, worker: RingWorker) -> None:
         with self._lock:
-            (self._quarantined if worker.under_way else self._idle).append(worker)
+            (self._quarantined if worker.in_flight else self._idle).append(worker)
 
     def _reap(self) -> None:
         """Release quarantined workers whose I/Os have ended."""
@@ -261,7 +261,7 @@ class UsrbioPath:
             quarantined, self._quarantined = self._quarantined, []
             for worker in quarantined:
                 worker.reap()
-                (self._quarantined if worker.under_way else self._idle).append(worker)
+                (self._quarantined if worker.in_flight else self._idle).append(worker)
 
 
 _LEAKED: list[RingWorker] = []

@@ -160,7 +160,7 @@ class MooncakeEngine:
         codes = self._write([keys[place] for place in mine], [slots[place] for place in mine])
         for place, code in zip(mine, codes, strict=True):
             outcomes[place] = put_outcome(code)
-        for place, written in others.items():  # whoever writes it has settled its claims before it waits
+        for place, written in others.items():  # its writer has released its claims before it waits
             outcome = put_outcome(written.result())
             outcomes[place] = Outcome.EXISTS if outcome is Outcome.STORED else outcome
         self._log_failures("put", codes, [outcomes[place] for place in mine])

@@ -61,7 +61,7 @@ class ConnectionPool:
                 self._free.append(thread)
 
     async def aclose(self) -> None:
-        """Wait for the calls under way, then close all connections and threads. Closing twice, or from two
+        """Wait for the calls in flight, then close all connections and threads. Closing twice, or from two
         tasks at once, is harmless."""
         self._closed = True
         held = 0

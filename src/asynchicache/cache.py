@@ -124,7 +124,7 @@ class HybridCache:
                 await self._controller.executor.idle()
                 await self._controller.storage_writer.flush_touches()
         except TimeoutError:
-            _log.warning("closed with work under way after %s s", self.config.close_seconds)
+            _log.warning("closed with work in flight after %s s", self.config.close_seconds)
         finally:
             self._controller.stop()
 

@@ -13,7 +13,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextmanager
 def relaxed_capture_mode() -> Iterator[None]:
-    """What the body asks of CUDA breaks nobody's capture.
+    """CUDA calls of the body do not break a graph capture of another thread.
 
     In the global mode, torch's default, a capture does not survive a call of any thread that could wait
     (it asks for an event, it pins memory), unless that thread's own mode is relaxed. Torch does this where
@@ -31,6 +31,6 @@ def relaxed_capture_mode() -> Iterator[None]:
 def _exchange() -> Callable[[Any], object]:
     try:
         found: Callable[[Any], object] = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # no driver, so that nobody captures
+    except (OSError, AttributeError):  # no driver, hence no capture
         return lambda mode: None
     return found

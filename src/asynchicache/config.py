@@ -78,13 +78,13 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
         storage: name of a backend, or None for two tiers. Default: None.
         storage_options: the backend's own.
         storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
-        store_bytes: writes to storage under way; more is shed. Default: 1 GiB.
+        store_bytes: bytes of storage writes in flight; more is shed. Default: 1 GiB.
         weight_version: names the weights, so that pages of others are never taken for theirs. Required
             with storage.
         salt: keeps this cache's pages apart from others' in the same storage. Default: empty.
         rank, ranks: which part of a sharded model this is. Default: 0 of 1.
         count_namespaces: namespaces that the statistics tell apart; the others are one. Default: 0.
-        close_seconds: how long closing waits for what is under way. Default: 30.
+        close_seconds: how long closing waits for work in flight. Default: 30.
         io_threads: threads for storage. Default: 8.
         seed: of all randomness; None draws one. Default: None.
     """
@@ -219,11 +219,11 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     """The storage backend of that name, imported now.
 
     Raises:
-        ConfigError: nobody registered the name, or a package that it needs is missing.
+        ConfigError: the name is not registered, or a package that it needs is missing.
         StorageError: the backend cannot be opened.
     """
     found = {entry.name: entry.value for entry in entry_points(group=BACKEND_GROUP)}
-    backends = found | _OWN_BACKENDS  # nobody else's is taken for ours
+    backends = found | _OWN_BACKENDS  # another package cannot replace one of ours
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
     factory = load_factory(name, backends[name])

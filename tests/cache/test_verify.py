@@ -164,7 +164,7 @@ async def damaged(plant: Plant, words: str, world: SeededWorld) -> None:
         (two_copies_into_one_slot, "kv host slots: two copies write slot 30"),
         (an_arrival_that_nobody_brings, "is on its way to place 1, brought by 0 copies"),
         (a_write_of_what_has_not_come, "component 0 goes to storage before it is on the host"),
-        (copies_that_are_not_counted, "are under way, 0 are counted"),
+        (copies_that_are_not_counted, "are in flight, 0 are counted"),
         (a_task_that_outlives_the_cache, "task forgotten is left behind"),
     ],
 )
@@ -188,13 +188,13 @@ async def used(world: SeededWorld) -> None:
             with pytest.raises(AssertionError, match="a request of 21 tokens is open"):
                 assert_clean(cache)
             request.load()
-            with pytest.raises(AssertionError, match="1 copies and 0 storage calls are under way"):
+            with pytest.raises(AssertionError, match="1 copies and 0 storage calls are in flight"):
                 assert_clean(cache)
         assert cache.verify() == [], "being used is no fault"
         async with cache.request([*STORED, 1]) as request:
             reading = asyncio.create_task(request.prefetch())
             await asyncio.sleep(5e-4)
-            with pytest.raises(AssertionError, match="1 storage calls are under way"):
+            with pytest.raises(AssertionError, match="1 storage calls are in flight"):
                 assert_clean(cache)
             await reading
         await cache.drain()

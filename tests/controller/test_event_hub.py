@@ -189,19 +189,19 @@ def test_what_leaves_is_told_page_by_page_and_a_state_by_its_last() -> None:
     ]
 
 
-def test_what_is_there_is_told_by_component_and_tier_but_not_what_is_under_way() -> None:
+def test_what_is_there_is_told_by_component_and_tier_but_not_what_is_writing() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     node = published(sim, [1, 2])
     speaker = announcer(sim, [])
     sim.start(sim.planner.backups.backup(node))
 
-    def present(**under_way: Any) -> list[tuple[str, Tier]]:
-        return [(event.pool, event.tier) for event in speaker.present(node, **under_way)]
+    def present(**writing: Any) -> list[tuple[str, Tier]]:
+        return [(event.pool, event.tier) for event in speaker.present(node, **writing)]
 
     assert present() == [("kv", Tier.DEVICE), ("mamba", Tier.DEVICE)]
     sim.settle()
     assert present() == [(pool, tier) for pool in ("kv", "mamba") for tier in Tier]
-    assert present(under_way={(node, 1)}) == [
+    assert present(writing={(node, 1)}) == [
         *(("kv", tier) for tier in Tier),
         ("mamba", Tier.DEVICE),
         ("mamba", Tier.HOST),

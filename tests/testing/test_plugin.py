@@ -70,7 +70,7 @@ def test_runs_under_seeds(seeded_loop: RunSeeds, small_cache: OpenSmallCache, fa
                 await request.checkpoint(20)
             while not faulty_storage.hanging:
                 await world.sleep(1e-3)
-            with pytest.raises(AssertionError, match="storage calls are under way"):
+            with pytest.raises(AssertionError, match="storage calls are in flight"):
                 assert_clean(cache)
             faulty_storage.release()
             return world.seed

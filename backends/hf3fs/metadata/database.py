@@ -78,7 +78,7 @@ def undamaged(path: Path) -> Iterator[None]:
         yield
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter in words of its own, of junk
         raise StorageFormatError(
-            f"{path} is damaged: {error}; nobody knows any more which page lies where: remove its folder and "
+            f"{path} is damaged: {error}; the places of pages are lost: remove its folder and "
             "the files of the pages, and start anew"
         ) from error
 

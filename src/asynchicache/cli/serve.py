@@ -81,7 +81,7 @@ def bench(options: ServeBenchOptions, output: Output) -> CommandResult:
 
 
 def _defaults(options: ServeOptions, version: Callable[[Path], str]) -> Mapping[str, object]:
-    """Options of the cache where nobody says otherwise."""
+    """Default options of the cache."""
     if options.model == TINY:
         return {**_TINY_MEMORY, "weight_version": f"random-{options.seed}"}
     return {"weight_version": version(Path(options.model))}

@@ -84,8 +84,8 @@ class HybridCacheController:
     def verify(self, *, idle: bool) -> list[str]:
         """Describe broken invariants; if `idle`, also everything still held, in flight or lost."""
         executor = self.executor
-        under_way = InFlightWork(executor.copies, executor.calls, executor.left_tasks, executor.in_flight())
-        return problems(self.planner, under_way, idle=idle)
+        in_flight = InFlightWork(executor.copies, executor.calls, executor.left_tasks, executor.in_flight())
+        return problems(self.planner, in_flight, idle=idle)
 
     def stop(self) -> None:
         """Start nothing more after work in flight; its waiters get `ClosedError`."""

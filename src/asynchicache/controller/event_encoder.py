@@ -55,14 +55,14 @@ class TreeEvents:
                     self._tell(event)
 
     def present(
-        self, node: Node, under_way: Container[tuple[Node, int]] = frozenset()
+        self, node: Node, writing: Container[tuple[Node, int]] = frozenset()
     ) -> Iterator[PagesStored]:
-        """Events for all that a node has, by tier. `under_way`: storage writes in flight, left out."""
+        """Events for all that a node has, by tier. `writing`: storage writes in flight, left out."""
         for component_id in range(self._tree.width):
             for tier in (Tier.DEVICE, Tier.HOST):
                 if node.residency[place_of(component_id, tier)] == RESIDENT:
                     yield self.describe(node, component_id, tier)
-            if node.stored >> component_id & 1 and (node, component_id) not in under_way:
+            if node.stored >> component_id & 1 and (node, component_id) not in writing:
                 yield self.describe(node, component_id, Tier.STORAGE)
 
     def describe(self, node: Node, component_id: int, tier: Tier) -> PagesStored:

@@ -133,8 +133,8 @@ class EventHub:
                 self._tree.digests(node)
             if turn % _NODES_A_TURN == _NODES_A_TURN - 1:
                 await asyncio.sleep(0)
-        under_way = self._writer.writes_in_flight()
-        return [event for node in self._tree.nodes() for event in self._announcer.present(node, under_way)]
+        writing = self._writer.writes_in_flight()
+        return [event for node in self._tree.nodes() for event in self._announcer.present(node, writing)]
 
     def close(self) -> None:
         """Close all subscriptions."""

@@ -30,21 +30,21 @@ class InFlightWork:
     active: int
 
 
-def problems(planner: Planner, under_way: InFlightWork, *, idle: bool) -> list[str]:
+def problems(planner: Planner, in_flight: InFlightWork, *, idle: bool) -> list[str]:
     """Describe every broken invariant; empty if there are none. Linear in the slots.
 
     Args:
         planner: the planner with its state.
-        under_way: the work in flight.
+        in_flight: the work in flight.
         idle: the cache is not in use, so list everything held, in flight or lost too.
     """
     state = planner.state
     found = state.verify()
-    found += _copies(state, under_way.copies)
+    found += _copies(state, in_flight.copies)
     found += _writes(planner.backups.writes_in_flight())
-    found += _counts(state, under_way)
-    found += [f"task {task.get_name()} is left behind" for task in under_way.left]
-    return found + list(_leftovers(state, under_way)) if idle else found
+    found += _counts(state, in_flight)
+    found += [f"task {task.get_name()} is left behind" for task in in_flight.left]
+    return found + list(_leftovers(state, in_flight)) if idle else found
 
 
 def _copies(state: CacheState, copies: Iterable[CacheOperation]) -> Iterator[str]:
@@ -78,22 +78,22 @@ def _writes(writing: Iterable[tuple[Node, int]]) -> Iterator[str]:
             yield f"{node!r}: component {component_id} goes to storage before it is on the host"
 
 
-def _counts(state: CacheState, under_way: InFlightWork) -> Iterator[str]:
+def _counts(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
     """More work in flight than is counted: waiters would return too early."""
-    copies, calls = len(state.tier_copies), sum(not task.done() for task in under_way.calls)
-    if under_way.active < copies + calls:
-        yield f"{copies} copies and {calls} storage calls are under way, {under_way.active} are counted"
+    copies, calls = len(state.tier_copies), sum(not task.done() for task in in_flight.calls)
+    if in_flight.active < copies + calls:
+        yield f"{copies} copies and {calls} storage calls are in flight, {in_flight.active} are counted"
 
 
-def _leftovers(state: CacheState, under_way: InFlightWork) -> Iterator[str]:
+def _leftovers(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
     """Requests, work, pins and quarantined slots that an idle cache should not have."""
     for sequence in state.sequences:
         status = "closed, and its slots are still in use" if sequence.closed else "open"
         yield f"a request of {len(sequence.tokens)} tokens is {status}: pages {sequence.own_pages()}"
-    if under_way.active or state.tier_copies or state.pinned or under_way.calls:
+    if in_flight.active or state.tier_copies or state.pinned or in_flight.calls:
         yield (
-            f"{len(state.tier_copies)} copies and {len(under_way.calls)} storage calls are under way, "
-            f"{len(state.pinned)} paths are kept for some, {under_way.active} are counted"
+            f"{len(state.tier_copies)} copies and {len(in_flight.calls)} storage calls are in flight, "
+            f"{len(state.pinned)} paths are kept for some, {in_flight.active} are counted"
         )
     for free in state.free:
         if free.quarantined:

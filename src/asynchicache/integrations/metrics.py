@@ -227,7 +227,7 @@ FAMILIES = (
         _one(lambda s: s.transfers.launches),
     ),
     Family("copies_failed_total", "Copies that failed.", (), _one(lambda s: s.traffic.copies_failed)),
-    Family("copies_in_flight", "Copies under way.", (), _one(lambda s: s.transfers.in_flight)),
+    Family("copies_in_flight", "Copies in flight.", (), _one(lambda s: s.transfers.in_flight)),
     Family("audit_slots_total", "Pages whose fingerprints were taken and compared.", ("result",), _audit),
     # Storage
     Family("read_slots_total", "Pages and states that came from storage.", (), _one(lambda s: s.pages_read)),
@@ -243,7 +243,7 @@ FAMILIES = (
         ("reason",),
         lambda s: (((reason.value,), count) for reason, count in s.traffic.shed.items()),
     ),
-    Family("storing_bytes", "Bytes of writes to storage under way.", (), _one(lambda s: s.storing_bytes)),
+    Family("storing_bytes", "Bytes of storage writes in flight.", (), _one(lambda s: s.storing_bytes)),
     Family(
         "storage_pages_total", "Pages of calls to storage, by outcome.", ("pool", "op", "outcome"), _outcomes
     ),
@@ -267,7 +267,7 @@ FAMILIES = (
     ),
     Family(
         "storage_calls_lingering",
-        "Those of them that nobody waits for any more.",
+        "Those past their deadline; no caller waits for them.",
         ("pool",),
         _by_pool(lambda pool: pool.lingering),
     ),

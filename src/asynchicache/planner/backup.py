@@ -59,7 +59,7 @@ class BackupPlanner:
         self.preparing: list[Node] = []
         self._noted: list[set[Node]] = []
         self.forgotten = 0
-        self._under_way: set[StorageWrite] = set()
+        self._writes: set[StorageWrite] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
         self._states = {component.id for component in state.tree.components if not component.paged}
         self._clean_target = int(state.free[FULL_DEVICE].capacity * clean_share)
@@ -231,7 +231,7 @@ class BackupPlanner:
         if not work.marks:
             return None
         self._state.pin(work.pins)
-        self._under_way.add(work)
+        self._writes.add(work)
         return work
 
     def _add(self, work: StorageWrite, node: Node, component_id: int) -> None:
@@ -254,11 +254,11 @@ class BackupPlanner:
 
     def storing(self) -> set[Node]:
         """Nodes with a storage write in flight."""
-        return {node for work in self._under_way for mark in work.marks for node in mark.nodes()}
+        return {node for work in self._writes for mark in work.marks for node in mark.nodes()}
 
     def writes_in_flight(self) -> set[tuple[Node, int]]:
         """Nodes and components with a storage write in flight."""
-        marks = [mark for work in self._under_way for mark in work.marks]
+        marks = [mark for work in self._writes for mark in work.marks]
         return {(node, mark.component_id) for mark in marks for node in mark.nodes()}
 
     def in_flight(self, node: Node) -> bool:
@@ -417,7 +417,7 @@ class BackupPlanner:
             stored: whether all of its pages are in storage.
             late: the engine may still read the slots; the caller calls `finish` later.
         """
-        self._under_way.discard(work)
+        self._writes.discard(work)
         for noted in self._noted:
             noted.update(node for mark in work.marks for node in mark.nodes())
         if not stored:

@@ -99,7 +99,7 @@ def _host_slots(
     budget = room - _total(spec, slots, host=True)
     if options.host_bytes is not None:
         budget = min(budget, options.host_bytes - _total(spec, slots, host=True))
-    wanted = {pool.name: _host_wish(pool, device[pool.name], options.host_ratio) for pool in rest}
+    wanted = {pool.name: _wanted_on_host(pool, device[pool.name], options.host_ratio) for pool in rest}
     need = _total(spec, wanted, host=True)
     share = 1.0
     if options.host_bytes is not None and need:
@@ -110,7 +110,7 @@ def _host_slots(
     return slots
 
 
-def _host_wish(pool: PoolSpec, device: int, ratio: float) -> int:
+def _wanted_on_host(pool: PoolSpec, device: int, ratio: float) -> int:
     """Host slots by the ratio; at least one window, unless the ratio is 0."""
     return max(math.ceil(device * ratio), _window(pool)) if ratio else 0
 

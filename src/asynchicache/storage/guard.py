@@ -668,7 +668,7 @@ async def open_guarded(
         StorageError: the backend cannot be used, took too long, raised, or did not return an engine.
     """
     what = f"storage {backend.name!r}: opening pool {binding.pool!r}"
-    unused = f"an engine of pool {binding.pool!r} that nobody uses"
+    unused = f"an engine of pool {binding.pool!r} that is not used"
     on_unwanted = partial(close, seconds=limits.closing, what=unused)
     with as_storage_error(what):
         engine = await with_deadline(

@@ -467,7 +467,7 @@ class BackendConformance:
             assert {outcome for answer in answers for outcome in answer} <= {STORED, EXISTS}
             assert await bench.get(keys, range(16, 24)) == [HIT] * 8
 
-    async def test_a_cancelled_caller_harms_nobody(self, tmp_path: Path) -> None:
+    async def test_a_cancelled_call_disturbs_no_other(self, tmp_path: Path) -> None:
         async with self.backend(tmp_path) as backend:
             bench = await self.open(backend)
             keys = bench.keys(*range(8))

@@ -48,7 +48,7 @@ class CacheOperation(msgspec.Struct, frozen=True):
     Attributes:
         direction: from which tier to which.
         transfers: by pool, source slots to destination slots; a pool may occur more than once.
-        highest_slots: of each transfer, so that whoever knows the pools can check the slots quickly; empty if
+        highest_slots: of each transfer, so that the slots can be checked against pool sizes quickly; empty if
             there is nothing to move. Computed; a given value is ignored.
     """
 

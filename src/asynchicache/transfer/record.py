@@ -82,7 +82,7 @@ class Submission(msgspec.Struct, eq=False):
     def resolve(self, own: TransferRecord | None, others: Sequence[TransferRecord]) -> None:
         """Set which transfers it waits for; from any thread, before they are enqueued."""
         if self.transfers is None:
-            self.own = own  # first: whoever sees `transfers` looks at `own`
+            self.own = own  # first: a reader that sees `transfers` looks at `own`
             self.transfers = others if own is None else (own, *others)
 
     def fail(self, error: BaseException) -> None:

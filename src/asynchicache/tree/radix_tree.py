@@ -676,7 +676,7 @@ class UnifiedRadixTree:
 
     def repin(self, lease: PathLease, node: Node) -> None:
         """Move a lease to another end of the same sequence. It keeps the windows there, and those that it
-        kept on the device: a forward that reads them may be under way; `drop_behind` lets go of them."""
+        kept on the device: a forward that reads them may be in flight; `drop_behind` drops them."""
         lease.node = node
         pinned = lease.pinned  # always this list: it is what closing the lease gives back
         kept = {place_of(component.id, Tier.DEVICE) for component in self.windows}
@@ -750,7 +750,7 @@ class UnifiedRadixTree:
         self, lease: PathLease, component_id: int, first: int, refused: Mapping[int, int]
     ) -> None:
         """Have a lease keep the pages of a window that were taken from page `first` on, those too that its
-        end needs no more: the forward that wrote them, or one that reads them, may be under way."""
+        end needs no more: the forward that wrote them, or one that reads them, may be in flight."""
         place = place_of(component_id, Tier.DEVICE)
         node = lease.node
         while node.end > first and node.parent is not None:

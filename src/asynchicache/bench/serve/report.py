@@ -139,7 +139,7 @@ class ServeReport:
                 ("answers equal", "yes" if self.tokens_equal else "[red]no[/red]"),
                 ("server's memory", memory),
                 ("requests that failed", f"{len(self.errors):,}"),
-                ("errors nobody handled", f"{len(self.unhandled):,}"),
+                ("unhandled errors", f"{len(self.unhandled):,}"),
             ]
         )
 

@@ -69,7 +69,7 @@ class Conversations:
             await asyncio.to_thread(halfway)
         self.rounds.append(await asyncio.gather(*turns))
         if not any(self.rounds[-1]):
-            raise ServerError(f"nobody is answered any more: {self.errors[-1]}")
+            raise ServerError(f"the server answers no client any more: {self.errors[-1]}")
 
     async def _turn(self, client: int, number: int) -> ServeTurn | None:
         history = self._histories[client]

@@ -48,7 +48,7 @@ class Stall:
     def __str__(self) -> str:
         return (
             f"the loop was blocked for {self.blocked * 1e3:.0f} ms ({self.cpu * 1e3:.0f} ms computing, "
-            f"{self.collecting * 1e3:.0f} ms collecting garbage): {self.stack or 'nobody could look'}"
+            f"{self.collecting * 1e3:.0f} ms collecting garbage): {self.stack or 'no stack was taken'}"
         )
 
 

@@ -41,9 +41,7 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     BYTES: OffloadingCounterMetadata("Bytes of chunks read from storage and written to it.", _CALL),
     SECONDS: OffloadingCounterMetadata("Seconds of storage calls, late ones up to their deadline.", _CALL),
     CALLS: OffloadingCounterMetadata("Storage calls.", _CALL),
-    SHED: OffloadingCounterMetadata(
-        "Bytes not stored because more than store_bytes were under way.", ("storage",)
-    ),
+    SHED: OffloadingCounterMetadata("Bytes not stored because store_bytes were in flight.", ("storage",)),
     HINTS: OffloadingCounterMetadata("Hints of requests, by what became of them.", ("storage", "result")),
     BREAKER: OffloadingGaugeMetadata("1 while storage is not asked because it failed lately.", _POOL),
     RUNNING: OffloadingGaugeMetadata("Storage calls that have not ended.", _POOL),

@@ -124,7 +124,7 @@ def chunk_runs(
         raise ConfigError(
             f"{len(whole)} KV cache groups share the rows of the primary tier, so bytes of other chunks "
             f"would be stored with each. Give {SPEC} beside cpu_bytes_to_use: it tells them apart. If that "
-            f"is there, vLLM moves packed blocks, and nobody can: leave the tier out, {_OR_WHOLE}"
+            f"is there, vLLM moves packed blocks, which no tier can: leave the tier out, {_OR_WHOLE}"
         )
     used = _covered(run for runs in known.values() for run in runs)
     return {group: None if _covered(known[group]) == used else known[group] for group in whole}

@@ -284,7 +284,7 @@ class HitOracle:
             case.allowed.add(MissReason.DEVICE_CAPACITY)
         elif request.hit.tokens < matched:
             self._violated(
-                f"hit: {request.hit.tokens} of {matched} tokens that matched, and nobody lacked room"
+                f"hit: {request.hit.tokens} of {matched} tokens that matched, though there was room"
             )
         self._check_reason(request, case)
         if self.recency is not None and request.hit.tokens:

@@ -258,7 +258,7 @@ class _LifeRun:
         await engine.cache.drain()
         engine.verify("at the end")
         if engine.suspect and not inside.failed:
-            self._ledger.violations += [f"nobody noticed: {words}" for words in engine.suspect]
+            self._ledger.violations += [f"undetected: {words}" for words in engine.suspect]
         if self._device.error is None and not self._device.lied:
             await engine.serve_all(ChaosClient(turns=(self._last_turn(),)))
             await asyncio.sleep(1.0)
