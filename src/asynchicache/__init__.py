@@ -4,6 +4,7 @@ The public names; each is imported when it is first used, so that `import asynch
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,12 +12,16 @@ if TYPE_CHECKING:
     from asynchicache.config import CacheConfig, PrefetchOptions
     from asynchicache.controller.request import Hit, Request
     from asynchicache.errors import (
+        AuditError,
+        BusyError,
         CacheError,
         CapacityError,
         ClosedError,
         ConfigError,
         DeviceError,
+        InternalError,
         InvalidTokensError,
+        LeaseWarning,
         RequestStateError,
         StorageError,
         StorageFormatError,
@@ -24,21 +29,41 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedModelError,
         UsageError,
+        WireFormatError,
     )
+    from asynchicache.integrations.transformers.generate import CachedGenerate as CachedGenerate
+    from asynchicache.integrations.transformers.generate import prefix_cached as prefix_cached
+    from asynchicache.integrations.transformers.generation import Generation as Generation
+    from asynchicache.integrations.transformers.model import PrefixCachedModel as PrefixCachedModel
+    from asynchicache.integrations.transformers.sampling import Sampling as Sampling
+    from asynchicache.layouts import HostLayout
     from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
-    from asynchicache.types import Coverage, MissReason, Outcome, PrefetchPolicy, Tier, WritePolicy
+    from asynchicache.storage.limits import PoolLimits
+    from asynchicache.transfer.ticket import Ticket
+    from asynchicache.types import (
+        Coverage,
+        MissReason,
+        Outcome,
+        PrefetchPolicy,
+        Tier,
+        WritePolicy,
+    )
 
 _HOMES = {
     "asynchicache.cache": ("CacheStatistics", "HybridCache"),
     "asynchicache.config": ("CacheConfig", "PrefetchOptions"),
     "asynchicache.controller.request": ("Hit", "Request"),
     "asynchicache.errors": (
+        "AuditError",
+        "BusyError",
         "CacheError",
         "CapacityError",
         "ClosedError",
         "ConfigError",
         "DeviceError",
+        "InternalError",
         "InvalidTokensError",
+        "LeaseWarning",
         "RequestStateError",
         "StorageError",
         "StorageFormatError",
@@ -46,13 +71,27 @@ _HOMES = {
         "TransferError",
         "UnsupportedModelError",
         "UsageError",
+        "WireFormatError",
     ),
+    "asynchicache.layouts": ("HostLayout",),
     "asynchicache.specs": ("ModelSpec", "PoolSpec", "TensorSpec"),
+    "asynchicache.storage.limits": ("PoolLimits",),
+    "asynchicache.transfer.ticket": ("Ticket",),
     "asynchicache.types": ("Coverage", "MissReason", "Outcome", "PrefetchPolicy", "Tier", "WritePolicy"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_NEED_TRANSFORMERS = {
+    "asynchicache.integrations.transformers.generate": ("CachedGenerate", "prefix_cached"),
+    "asynchicache.integrations.transformers.generation": ("Generation",),
+    "asynchicache.integrations.transformers.model": ("PrefixCachedModel",),
+    "asynchicache.integrations.transformers.sampling": ("Sampling",),
+}
+"""Not in `__all__`: a star import must not need the extra `transformers`."""
+
+_HOME_OF = {name: home for home, names in (_HOMES | _NEED_TRANSFORMERS).items() for name in names}
 
 __all__ = [
+    "AuditError",
+    "BusyError",
     "CacheConfig",
     "CacheError",
     "CacheStatistics",
@@ -62,11 +101,15 @@ __all__ = [
     "Coverage",
     "DeviceError",
     "Hit",
+    "HostLayout",
     "HybridCache",
+    "InternalError",
     "InvalidTokensError",
+    "LeaseWarning",
     "MissReason",
     "ModelSpec",
     "Outcome",
+    "PoolLimits",
     "PoolSpec",
     "PrefetchOptions",
     "PrefetchPolicy",
@@ -76,20 +119,29 @@ __all__ = [
     "StorageFormatError",
     "StorageLockedError",
     "TensorSpec",
+    "Ticket",
     "Tier",
     "TransferError",
     "UnsupportedModelError",
     "UsageError",
+    "WireFormatError",
     "WritePolicy",
 ]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    names = {name for names in _NEED_TRANSFORMERS.values() for name in names}
+    return sorted({*globals(), *__all__, *(names if find_spec("transformers") else ())})
 
 
 def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'asynchicache' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if home in _NEED_TRANSFORMERS:
+            message = f"{name} needs {error.name}: pip install 'asynchicache[transformers]'"
+            raise ModuleNotFoundError(message, name=error.name) from error
+        raise

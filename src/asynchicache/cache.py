@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import warnings
 from array import array
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from asynchicache.errors import ClosedError, ConfigError, UsageError
 from asynchicache.events import PagesStored
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
+from asynchicache.openings import Opening, caller
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import find_undersized_pools
@@ -54,6 +56,9 @@ from asynchicache.types import token_array
 
 _log = logging.getLogger(__name__)
 
+_TOLD = 5
+"""Open requests that closing lists."""
+
 
 class RequestTracer(Tracer, Protocol):
     """A tracer that also makes the requests, so that it can put their calls under a span."""
@@ -71,16 +76,21 @@ class HybridCache:
     Made by `open`; confined to the loop that opened it.
     """
 
-    def __init__(self, spec: ModelSpec, config: CacheConfig, rooms: CacheParts) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: CacheConfig, rooms: CacheParts, stack: AsyncExitStack, opened_at: str
+    ) -> None:
         self.spec = spec
         self.config = config
         self._parts = rooms
         self._controller = rooms.controller
         self._tracer: RequestTracer | None = None
+        self._stack = stack
+        self._closing = asyncio.Lock()
+        self._closed = False
+        self._opened_at = opened_at
 
     @classmethod
-    @asynccontextmanager
-    async def open(
+    def open(
         cls,
         spec: ModelSpec,
         config: CacheConfig | None = None,
@@ -88,8 +98,8 @@ class HybridCache:
         storage: StorageBackend | None = None,
         port: Port | None = None,
         device: Device | None = None,
-    ) -> AsyncIterator[HybridCache]:
-        """Open a cache for the duration of an `async with`.
+    ) -> Opening[Self]:
+        """Open a cache: `async with` closes it at the end; after `await`, call `aclose`.
 
         Args:
             spec: the model's pools.
@@ -103,6 +113,20 @@ class HybridCache:
             CapacityError: the pools need more memory than is available.
             StorageError: the storage location cannot be used.
         """
+        begin = partial(cls._open, spec, config, storage, port, device, opened_at=caller())
+        return Opening(f"{cls.__name__}.open(...)", begin, caller())
+
+    @classmethod
+    async def _open(
+        cls,
+        spec: ModelSpec,
+        config: CacheConfig | None,
+        storage: StorageBackend | None,
+        port: Port | None,
+        device: Device | None,
+        *,
+        opened_at: str,
+    ) -> Self:
         config = CacheConfig() if config is None else config
         if not isinstance(spec, ModelSpec) or not isinstance(config, CacheConfig):
             given = f"{type(spec).__name__} and {type(config).__name__}"
@@ -110,12 +134,25 @@ class HybridCache:
         stack = AsyncExitStack()
         try:
             rooms = await _open_parts(stack, spec, config, storage, port, device)
-            cache = cls(spec, config, rooms)
-            stack.push_async_callback(cache._close)
-            yield cache
-        finally:
+        except BaseException:
             # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
+            raise
+        return cls(spec, config, rooms, stack, opened_at)
+
+    async def aclose(self) -> None:
+        """Finish pending writes and close everything; idempotent. The end of `async with` calls it.
+
+        Runs to its end even if the caller is cancelled. Requests that are still open are logged.
+        """
+        await shielded(self._close_once())
+
+    async def _close_once(self) -> None:
+        async with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._stack.push_async_callback(self._close)
+                await self._stack.aclose()
 
     async def _close(self) -> None:
         self._controller.executor.close()
@@ -126,7 +163,21 @@ class HybridCache:
         except TimeoutError:
             _log.warning("closed with work in flight after %s s", self.config.close_seconds)
         finally:
+            self._tell_open_requests()
             self._controller.stop()
+
+    def _tell_open_requests(self) -> None:
+        left = self._controller.open_requests()
+        if left:
+            more = f" and {len(left) - _TOLD} more" if len(left) > _TOLD else ""
+            _log.warning("closed while requests were open: %s%s", "; ".join(left[:_TOLD]), more)
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("_closed", True):
+            place = self._opened_at
+            warnings.warn(
+                f"{place}: this cache was never closed: await aclose()", ResourceWarning, stacklevel=2
+            )
 
     def request(
         self,
@@ -157,6 +208,7 @@ class HybridCache:
             request = Request(controller, token_array(tokens)[:], seed)
         else:
             request = self._tracer.request(controller, token_array(tokens)[:], seed, traceparent)
+        request.made_at = caller()
         return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: RequestTracer | None) -> None:
@@ -300,8 +352,12 @@ class HybridCache:
         return collect_statistics(self._controller, self._parts.engine, self._parts.stored)
 
     def __repr__(self) -> str:
-        state = "closed" if self._controller.executor.closing else "open"
-        return f"<HybridCache {state}, {self.spec.model}, {self._controller.planner.state.free}>"
+        executor, state = self._controller.executor, self._controller.planner.state
+        word = "closed" if executor.stopped else "closing" if executor.closing else "open"
+        failed = "" if executor.failure is None else f", device failed: {executor.failure}"
+        return (
+            f"<HybridCache {word}, {self.spec.model}, {len(state.sequences)} requests, {state.free}{failed}>"
+        )
 
 
 @dataclass(frozen=True, slots=True)

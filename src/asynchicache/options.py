@@ -10,9 +10,11 @@ The command line, configuration files, the environment and storage engines read 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
@@ -63,13 +65,32 @@ class Option(NamedTuple):
         return tuple(map(str, self.kind.values)) if isinstance(self.kind, kinds.LiteralType) else ()
 
     @property
+    def counts_bytes(self) -> bool:
+        """Whether a size such as `"10GiB"` is a value."""
+        return self.name.endswith("_bytes") and not isinstance(self.kind, kinds.BoolType)
+
+    @property
     def flag(self) -> str:
         """What it is called on the command line."""
         return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _OptionsMeta(msgspec.StructMeta):
+    """Makes a misspelt option an error that names the right one; msgspec itself raises a bare `TypeError`."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:  # noqa: N805  a metaclass
+        known = getattr(cls, "__struct_fields__", ())
+        for name in given:
+            if name not in known:
+                raise cast("type[Options]", cls).unknown(name, sorted(known))
+        return super().__call__(*args, **given)
+
+
+class Options(msgspec.Struct, metaclass=_OptionsMeta, frozen=True, forbid_unknown_fields=True):
     """Base of every set of options.
+
+    Values may be given as a file has them: an enum by its value (`"write_back"`), nested options as a
+    mapping, a path as text, and an option whose name ends in `_bytes` as a size (`"10GiB"`).
 
     Attributes:
         subject: what stands before an option's name in messages.
@@ -79,7 +100,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for option in options_of(type(self)):
-            self._check_one(option, getattr(self, option.name))
+            given = getattr(self, option.name)
+            value = self._checked(option, given)
+            if value is not given:
+                msgspec.structs.force_setattr(self, option.name, value)
         self.check()
 
     def check(self) -> None:
@@ -126,7 +150,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if nested is not None and issubclass(nested, Options) and isinstance(value, Mapping):
             return nested.read(value, strict=strict)
         try:
-            return msgspec.convert(value, option.type, strict=strict, dec_hook=_as_path)
+            return msgspec.convert(_in_bytes(option, value), option.type, strict=strict, dec_hook=_as_path)
         except msgspec.ValidationError as error:
             rule = str(error) if isinstance(option.kind, kinds.CustomType) else rule_of(option)
             raise cls.refused(option.name, value, rule) from error
@@ -147,12 +171,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ConfigError(f"{cls.subject}{name!r} is not an option; {did_you_mean(name, known)}")
 
     @classmethod
-    def _check_one(cls, option: Option, value: object) -> None:
-        """Check a value that code passed: an enum or nested options must be one already."""
-        if not isinstance(option.kind, kinds.EnumType | kinds.StructType):
-            cls.read_one(option, value)
-        elif not isinstance(value, option.kind.cls) and not (option.nullable and value is None):
-            raise cls.refused(option.name, value, rule_of(option, in_code=True))
+    def _checked(cls, option: Option, value: object) -> object:
+        """The value of an option that code passed, converted to its type."""
+        made = isinstance(option.kind, kinds.EnumType | kinds.StructType) and isinstance(
+            value, option.kind.cls
+        )
+        return value if made else cls.read_one(option, value)
 
 
 class CommandOptions(Options, frozen=True):
@@ -221,35 +245,30 @@ def _described(field: msgspec.structs.FieldInfo) -> Option:
 # Rules in words.
 
 
-def rule_of(option: Option, *, in_code: bool = False) -> str:
-    """What a value must be, for messages: `must be a whole number above 0`.
-
-    Args:
-        option: which.
-        in_code: name the class of an enum, and not its values.
-    """
+def rule_of(option: Option) -> str:
+    """What a value must be, for messages: `must be a whole number above 0`."""
     if isinstance(option.kind, kinds.CustomType):
         return _PATH_RULE
-    words = _words(option.kind, in_code=in_code)
-    return f"must be {words}" + (", or None" if option.nullable else "")
+    size = f", or a size such as '10GiB' ({', '.join(_UNITS)})" if option.counts_bytes else ""
+    return f"must be {_words(option.kind)}{size}" + (", or None" if option.nullable else "")
 
 
-def _words(kind: kinds.Type, *, in_code: bool = False) -> str:
+def _words(kind: kinds.Type) -> str:
     if isinstance(kind, kinds.Metadata):
-        return _words(kind.type, in_code=in_code)
+        return _words(kind.type)
     if isinstance(kind, kinds.IntType | kinds.FloatType):
         return f"a {'whole number' if isinstance(kind, kinds.IntType) else 'number'}{_bounds(kind)}"
     if isinstance(kind, kinds.DictType):
-        return f"a table with, for each name, {_words(kind.value_type, in_code=in_code)}"
+        return f"a table with, for each name, {_words(kind.value_type)}"
     if isinstance(kind, kinds.UnionType):
         some = [one for one in kind.types if not isinstance(one, kinds.NoneType)]
-        return " or ".join(_words(one, in_code=in_code) for one in some)
+        return " or ".join(_words(one) for one in some)
     if isinstance(kind, kinds.LiteralType):
         return f"one of {', '.join(map(repr, kind.values))}"
-    if isinstance(kind, kinds.EnumType) and not in_code:
+    if isinstance(kind, kinds.EnumType):
         return f"one of {', '.join(repr(one.value) for one in kind.cls)}"
-    if isinstance(kind, kinds.EnumType | kinds.StructType):
-        return f"a {kind.cls.__name__}" if in_code else "a table of options"
+    if isinstance(kind, kinds.StructType):
+        return f"a table of options, or a {kind.cls.__name__}"
     if isinstance(kind, kinds.StrType):
         return "text" if kind.pattern is None else f"text that matches {kind.pattern}"
     names = {kinds.BoolType: "true or false", kinds.AnyType: "anything"}
@@ -263,6 +282,39 @@ def _bounds(kind: kinds.IntType | kinds.FloatType) -> str:
     least = least if kind.ge is None else f" of at least {kind.ge:g}"
     most = "" if kind.le is None else "finite" if kind.le == MOST else f"at most {kind.le:g}"
     return f"{least} and {most}" if least and most else least or most
+
+
+# Sizes.
+
+_UNITS: Mapping[str, int] = {
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII)
+_FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+
+def parse_size(text: str) -> int | None:
+    """The bytes of a size such as `10GiB` or `1.5 MB`; None if it is none."""
+    found = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(found[2].lower()) if found else None
+    return None if found is None or factor is None else int(Fraction(found[1]) * factor)
+
+
+def _in_bytes(option: Option, value: object) -> object:
+    """Replace sizes by numbers, where the option counts bytes."""
+    if option.counts_bytes and isinstance(value, str):
+        size = parse_size(value)
+        return value if size is None else size
+    if option.counts_bytes and isinstance(value, Mapping):
+        return {name: _in_bytes(option, one) for name, one in value.items()}
+    return value
 
 
 # Paths and folders.

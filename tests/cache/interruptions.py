@@ -18,6 +18,7 @@ import asynchicache
 from asynchicache import CacheConfig, HybridCache, ModelSpec, PrefetchOptions, PrefetchPolicy, Request
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.controller.event_hub import EventSubscription
+from asynchicache.openings import Opening
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.checks import assert_clean
@@ -291,10 +292,28 @@ async def _one_life(stage: Stage) -> None:
             await second.compute(request, NEW)
 
 
+async def close_what_was_awaited(stage: Stage, at: At) -> None:
+    """As `open_and_close`, by hand: once it is open, whoever awaited it closes it."""
+    await at(_closed_by_hand(stage))
+
+
+async def _closed_by_hand(stage: Stage) -> None:
+    storage = stage.storage if stage.case.stored else None
+    cache = await stage.world.open_cache(stage.case.spec, stage.case.config, storage=storage)
+    try:
+        async with cache.request(NEW) as request:
+            await Stage(stage.case, stage.world, stage.store, cache).compute(request, NEW)
+    finally:
+        await cache.aclose()
+
+
 Scenario = Callable[[Stage, At], Awaitable[None]]
 
 SCENARIOS: dict[str, list[Scenario]] = {
-    "HybridCache.open": [open_and_close],
+    "HybridCache.aclose": [close_what_was_awaited],
+    "Opening.__aenter__": [open_and_close],
+    "Opening.__aexit__": [open_and_close],
+    "Opening.__await__": [close_what_was_awaited],
     "HybridCache.drain": [drain],
     "HybridCache.flush": [flush],
     "HybridCache.attach_storage": [attach],
@@ -318,7 +337,7 @@ SCENARIOS: dict[str, list[Scenario]] = {
 def public_coroutines() -> set[str]:
     """What users of the package may await, or enter and leave."""
     public = [getattr(asynchicache, name) for name in asynchicache.__all__]
-    classes = {kind for kind in public if inspect.isclass(kind)} | {Ticket, EventSubscription}
+    classes = {kind for kind in public if inspect.isclass(kind)} | {Opening, Ticket, EventSubscription}
     return {
         f"{kind.__name__}.{name}"
         for kind in classes

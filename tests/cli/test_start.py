@@ -83,6 +83,33 @@ def test_public_names_are_listed_before_they_are_used() -> None:
         _ = asynchicache.nothing
 
 
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+from asynchicache import *
+import asynchicache
+print(HybridCache.__name__)
+try:
+    from asynchicache import prefix_cached
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_star_import_needs_no_extra_and_a_missing_one_is_named() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True
+    )
+
+    needs = "prefix_cached needs transformers: pip install 'asynchicache[transformers]'"
+    assert run.stdout.splitlines() == ["HybridCache", needs]
+
+
+def test_names_that_need_transformers_are_listed_where_it_is() -> None:
+    assert {"PrefixCachedModel", "prefix_cached"} <= set(dir(asynchicache))
+    assert asynchicache.prefix_cached.__module__ == "asynchicache.integrations.transformers.generate"
+
+
 def test_a_start_takes_a_fifth_of_a_second_of_processor_time() -> None:
     """The best of a few, doubled: other processes slow this one down."""
     times = []

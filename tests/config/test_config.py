@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,9 +137,20 @@ def test_a_missing_file_is_named(tmp_path: Path):
         ({"rank": 2, "ranks": 2}, "rank 2 of 2"),
         ({"io_threads": 0}, "io_threads 0 must be a whole number above 0"),
         ({"clean_share": 1.5}, "clean_share 1.5"),
-        ({"write_policy": "write_through"}, "write_policy 'write_through' must be a WritePolicy"),
-        ({"prefetch": "best_effort"}, "prefetch 'best_effort' must be a PrefetchOptions"),
-        ({"device_bytes": "1GB"}, "device_bytes '1GB' must be a whole number of at least 0, or None"),
+        (
+            {"write_policy": "writeback"},
+            "write_policy 'writeback' must be one of 'write_through', .*'write_back'",
+        ),
+        (
+            {"prefetch": "best_effort"},
+            "prefetch 'best_effort' must be a table of options, or a PrefetchOptions",
+        ),
+        (
+            {"device_bytes": "1G"},
+            "device_bytes '1G' must be a whole number .*, or a size such as '10GiB' .*KiB",
+        ),
+        ({"device_bytes": "-1GB"}, "device_bytes '-1GB' must be a whole number of at least 0"),
+        ({"write_polcy": "write_back"}, "'write_polcy' is not an option; did you mean 'write_policy'?"),
         ({"ranks": 1.5}, "ranks 1.5 must be a whole number above 0"),
         ({"audit": "0.5"}, "audit '0.5' must be a number from 0 to 1"),
         ({"inline": "yes"}, "inline 'yes' must be true or false"),
@@ -204,5 +216,24 @@ def test_layout_and_path_are_read_from_toml(tmp_path: Path) -> None:
     config = CacheConfig.load(file, {})
 
     assert (config.host_layout, config.copy_path) == (HostLayout.PAGE_FIRST, CopyPath.KERNEL)
-    with pytest.raises(ConfigError, match="copy_path 'kernel' must be a CopyPath, or None"):
-        CacheConfig(copy_path="kernel")
+    with pytest.raises(ConfigError, match=r"copy_path 'kernels' must be one of 'batch', .*, or None"):
+        CacheConfig(copy_path="kernels")
+
+
+def test_code_may_use_the_words_of_a_file() -> None:
+    given: dict[str, Any] = {
+        "write_policy": "write_back",
+        "device_bytes": "10GiB",
+        "prefetch": {"policy": "wait_complete"},
+        "storage_limits": {"batch_bytes": "8 MiB"},
+    }
+    config = CacheConfig(**given)
+
+    assert config.write_policy is WritePolicy.WRITE_BACK
+    assert config.device_bytes == 10 << 30
+    assert config.prefetch == PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE)
+    assert config.storage_limits == PoolLimits(batch_bytes=8 << 20)
+
+
+def test_a_variable_may_be_a_size() -> None:
+    assert CacheConfig.load(None, {"ASYNCHICACHE_HOST_BYTES": "1.5GiB"}).host_bytes == 3 << 29

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,6 +23,7 @@ from asynchicache.options import (
     flags_of,
     named_values,
     options_of,
+    parse_size,
 )
 
 
@@ -85,12 +86,13 @@ def test_a_rule_holds_for_code_and_for_files(change: dict[str, Any], words: str)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"colour": "red"}, "colour 'red' must be a Colour"),
-        ({"inner": {"pages": 1}}, r"inner {'pages': 1} must be a Inner"),
-        ({"inner": None}, "inner None must be a Inner"),
+        ({"colour": "green"}, "colour 'green' must be one of 'red', 'blue'"),
+        ({"inner": {"page": 1}}, "inner 'page' is not an option; did you mean 'pages'"),
+        ({"inner": None}, "inner None must be a table of options, or a Inner"),
+        ({"nmae": "x"}, "'nmae' is not an option; did you mean 'name'"),
     ],
 )
-def test_code_passes_enums_and_structs(change: dict[str, Any], words: str) -> None:
+def test_code_is_told_what_fits(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Sample(name="x", **change)
 
@@ -114,10 +116,43 @@ def test_files_have_words(given: dict[str, Any], words: str) -> None:
         Sample.read({"name": "x", **given})
 
 
-def test_words_become_values() -> None:
-    made = Sample.read({"name": "x", "colour": "blue", "inner": {"pages": 7}, "folder": "a/b"})
+@pytest.mark.parametrize("make", [Sample.read, lambda given: Sample(**given)])
+def test_words_become_values(make: Callable[[dict[str, Any]], Sample]) -> None:
+    made = make({"name": "x", "colour": "blue", "inner": {"pages": 7}, "folder": "a/b"})
 
     assert made == Sample(name="x", colour=Colour.BLUE, inner=Inner(7), folder=Path("a/b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("10GiB", 10 << 30),
+        ("1.5 MB", 1_500_000),
+        ("0.1kib", 102),
+        ("7 tib", 7 << 40),
+        ("10", None),
+        ("10G", None),
+        ("-1GB", None),
+        ("1e3MB", None),
+        ("MB", None),
+        ("٣MB", None),
+    ],
+)
+def test_sizes_have_units(text: str, size: int | None) -> None:
+    assert parse_size(text) == size
+
+
+class Sized(Options, frozen=True):
+    room_bytes: Positive | dict[str, Positive] | None = None
+    move_bytes: bool = False
+
+
+def test_sizes_stand_in_tables_too_and_only_where_bytes_are_counted() -> None:
+    given: Any = {"kv": "1KiB", "mamba": 5}
+    assert Sized(room_bytes=given).room_bytes == {"kv": 1024, "mamba": 5}
+    for wrong in ({"room_bytes": {"kv": "1KiB?"}}, {"move_bytes": "1KiB"}, {"room_bytes": "0MB"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} .* must be"):
+            Sized(**wrong)
     assert Sample.read({"name": "x", "count": "3"}, strict=False).count == 3
 
 

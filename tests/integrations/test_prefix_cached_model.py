@@ -200,7 +200,7 @@ async def test_leaving_the_model_ends_what_runs() -> None:
     async with serving("llama") as served:
         turn = begin(served, random_tokens(PROMPT), 900)
         await anext(turn)
-        await served._close()
+        await served.aclose()
         assert turn.finish_reason == "cancelled"
         with pytest.raises(ClosedError, match="async with"):
             served.generate([1], max_new_tokens=1)

@@ -13,6 +13,7 @@ from asynchicache import (
     ModelSpec,
     Outcome,
     PoolSpec,
+    PrefixCachedModel,
     Request,
     UsageError,
 )
@@ -43,6 +44,16 @@ async def restore(request: Request, spec: ModelSpec) -> MissReason:
     assert_type(request.extend(1), dict[str, list[int]])
     assert_type(hit.tokens, int)
     return hit.reason
+
+
+async def by_hand(spec: ModelSpec) -> None:
+    cache = await HybridCache.open(spec)
+    assert_type(cache, HybridCache)
+    await cache.aclose()
+
+
+def count_running(model: PrefixCachedModel) -> int:
+    return model.running
 
 
 async def follow(cache: HybridCache) -> list[str]:

@@ -87,6 +87,12 @@ class HybridCacheController:
         in_flight = InFlightWork(executor.copies, executor.calls, executor.left_tasks, executor.in_flight())
         return problems(self.planner, in_flight, idle=idle)
 
+    def open_requests(self) -> list[str]:
+        """Describe the requests that were entered and not closed, with the place where each was made."""
+        sequences = self.planner.state.sequences
+        left = [one for one in sequences if not one.closed]
+        return sorted(f"one of {len(one.tokens)} tokens, made at {one.made_at or '?'}" for one in left)
+
     def stop(self) -> None:
         """Start nothing more after work in flight; its waiters get `ClosedError`."""
         self.storage_writer.stop()

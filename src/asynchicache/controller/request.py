@@ -46,6 +46,9 @@ class Request:
 
     Order: enter (match and pin), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
     `checkpoint` for each forward. Leaving frees every slot that was not published.
+
+    Attributes:
+        made_at: where it was made, as `file:line`, for reports.
     """
 
     def __init__(self, controller: HybridCacheController, tokens: array[int], seed: bytes) -> None:
@@ -59,6 +62,7 @@ class Request:
         self._stream: Stream | None = None
         self._sequence: RequestState | None = None
         self._closed = False
+        self.made_at = ""
 
     # Life
 
@@ -67,6 +71,7 @@ class Request:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
         self._sequence = self._planner.open(self._tokens, self._seed)
+        self._sequence.made_at = self.made_at
         if self._stream is not None:
             self._sequence.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
@@ -460,5 +465,13 @@ class Request:
         return sequence, length
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._sequence else "new"
-        return f"<Request {state}, {len(self._tokens)} tokens>"
+        return f"<Request {self._stage()}, {len(self._tokens)} tokens>"
+
+    def _stage(self) -> str:
+        sequence = self._sequence
+        if sequence is None:
+            return "closed" if self._closed else "not entered"
+        if sequence.loaded:
+            restored = f"{sequence.hit_pages * self._planner.state.page_size} restored"
+            return f"finished, {restored}" if sequence.finished else f"loaded, {restored}"
+        return "resting" if sequence.resting else f"matched, {self.hit.tokens} to restore"

@@ -89,7 +89,8 @@ def _leftovers(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
     """Requests, work, pins and quarantined slots that an idle cache should not have."""
     for sequence in state.sequences:
         status = "closed, and its slots are still in use" if sequence.closed else "open"
-        yield f"a request of {len(sequence.tokens)} tokens is {status}: pages {sequence.own_pages()}"
+        made = f", made at {sequence.made_at}" if sequence.made_at else ""
+        yield f"a request of {len(sequence.tokens)} tokens is {status}: pages {sequence.own_pages()}{made}"
     if in_flight.active or state.tier_copies or state.pinned or in_flight.calls:
         yield (
             f"{len(state.tier_copies)} copies and {len(in_flight.calls)} storage calls are in flight, "

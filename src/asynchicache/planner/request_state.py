@@ -66,6 +66,7 @@ class RequestState:
         fetched_pages: pages that the request's prefetch added to the match.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
+        made_at: where the request was made, for reports.
         loaded: whether `load` was called.
         resting: it holds nothing for now, so no other request waits for it.
         poisoned: a copy for it failed, so its own slots must not be reused.
@@ -98,6 +99,7 @@ class RequestState:
     stored_limit: int | None = None
     fetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
+    made_at: str = ""
     loaded: bool = False
     resting: bool = False
     poisoned: bool = False

@@ -6,12 +6,12 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
+from asynchicache.openings import Opening
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device
@@ -141,7 +141,7 @@ class SeededWorld:
         *,
         storage: StorageBackend | None = None,
         device: Device | None = None,
-    ) -> AbstractAsyncContextManager[HybridCache]:
+    ) -> Opening[HybridCache]:
         """`HybridCache.open` in this world. Default device: `self.device()`.
 
         Set the pools' sizes explicitly: sizes derived from the machine's memory do not follow from the seed.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
 
@@ -19,6 +19,7 @@ from asynchicache.integrations.transformers.generation import Generation, Genera
 from asynchicache.integrations.transformers.prefill_runner import PrefillRunner, open_prefill_runner
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
+from asynchicache.openings import Opening, caller
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import token_array
@@ -45,6 +46,7 @@ class PrefixCachedModel:
         decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase | None,
         limits: AdmissionLimits,
+        stack: AsyncExitStack,
     ) -> None:
         self.cache = cache
         self.capacity_tokens = runner.capacity_tokens
@@ -57,10 +59,11 @@ class PrefixCachedModel:
         self._ends = end_tokens(model, tokenizer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._stack = stack
+        self._closing = asyncio.Lock()
 
     @classmethod
-    @asynccontextmanager
-    async def open(
+    def open(
         cls,
         model: PreTrainedModel,
         *,
@@ -72,8 +75,8 @@ class PrefixCachedModel:
         max_waiting: int = 256,
         prefill_chunk: int = 512,
         decode_batch: int = 32,
-    ) -> AsyncIterator[Self]:
-        """Open a model for the duration of an `async with`; leaving it cancels running requests.
+    ) -> Opening[Self]:
+        """Open a model: `async with` closes it at the end; after `await`, call `aclose`.
 
         Args:
             model: a causal language model in evaluation mode, for exclusive use.
@@ -92,16 +95,16 @@ class PrefixCachedModel:
             CapacityError, StorageError: as of `HybridCache.open`.
         """
         limits = AdmissionLimits(max_running, max_waiting, decode_batch)
-        async with AsyncExitStack() as stack:
-            cache, thread, runner = await open_prefill_runner(
-                stack, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
-            )
-            decoder = Decoder(thread, model, runner.context, batch_size=decode_batch)
-            served = cls(model, cache, runner, decoder, tokenizer, limits)
-            try:
-                yield served
-            finally:
-                await served._close()
+
+        async def begin() -> Self:
+            async with AsyncExitStack() as opening:
+                cache, thread, runner = await open_prefill_runner(
+                    opening, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
+                )
+                decoder = Decoder(thread, model, runner.context, batch_size=decode_batch)
+                return cls(model, cache, runner, decoder, tokenizer, limits, opening.pop_all())
+
+        return Opening(f"{cls.__name__}.open(...)", begin, caller())
 
     @property
     def spec(self) -> ModelSpec:
@@ -177,13 +180,24 @@ class PrefixCachedModel:
             job.finish_reason = "cancelled"
         job.news.set()
 
-    async def _close(self) -> None:
+    async def aclose(self) -> None:
+        """Cancel running requests and close the cache; idempotent. The end of `async with` calls it."""
+        async with self._closing, self._stack:
+            await self._stop()
+
+    async def _stop(self) -> None:
         self._closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self._decoder.aclose()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return (
+            f"<{type(self).__name__} {state}, {self.running} running, {self.waiting} waiting, {self.cache!r}>"
+        )
 
     # Serving
 
