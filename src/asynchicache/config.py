@@ -21,14 +21,14 @@ from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.options import Natural, Positive, Seconds, Share, options_of, parse_value
 from asynchicache.planner.checkpoints import DEFAULT_WORDS, CheckpointPolicy
-from asynchicache.planner.options import CLEAN_SHARE, EVICTION, WRITE_POLICY, PrefetchOptions
+from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY, PrefetchOptions
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.ports import Port
 from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.transfer.paths import CopyPath
-from asynchicache.tree.policies import policy
+from asynchicache.tree.policies import EVICTION, policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 ENVIRONMENT_PREFIX = "ASYNCHICACHE_"
@@ -71,7 +71,8 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
             Default: 0.
         write_policy: when pages go down. Default: `write_through`.
         clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
-        eviction: `lru`, `lfu`, `slru` or `fifo`, for attention pages. Default: `lru`.
+        eviction: `size`, `lru` or `fifo`, for attention pages, or a class as `package.module:Class`, see
+            `tree.policies`. Default: `size`.
         checkpoints: where recurrent states are kept: `prompt`, `output`, `branch` and a spacing in tokens,
             joined by `+`, or `none`; see `controller.checkpoints`. Default: `prompt+output+branch`.
         prefetch: how long a request waits for storage, see `planner.options.PrefetchOptions`.

@@ -80,7 +80,7 @@ TRACE = Path(__file__).parents[1] / "data" / "traces" / "claude_code_weka_16_ses
 
 
 def test_replay_writes_its_keys_and_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--pools", "kv,mamba", "--capacity-share", "0.5", "--host-share", "0.5", "--policy", "slru"]
+    flags = ["--pools", "kv,mamba", "--capacity-share", "0.5", "--host-share", "0.5", "--policy", "lru"]
     code = main(["replay", str(TRACE), *flags, "--checkpoint", "prompt", "--seed", "1", "--json", "-"])
 
     captured = capsys.readouterr()

@@ -110,9 +110,9 @@ def test_flags_come_before_the_environment_and_that_before_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "cache.json"
-    file.write_text('{"host_ratio": 3, "eviction": "lfu", "salt": "file"}')
-    monkeypatch.setenv("ASYNCHICACHE_EVICTION", "slru")
+    file.write_text('{"host_ratio": 3, "eviction": "fifo", "salt": "file"}')
+    monkeypatch.setenv("ASYNCHICACHE_EVICTION", "lru")
     options = ServeOptions(config=str(file), storage="memory", storage_option=("capacity_bytes=4096",))
     config = options.cache_config({"weight_version": "v", "salt": "default", "io_threads": 3})
-    assert (config.host_ratio, config.eviction, config.salt, config.io_threads) == (3, "slru", "file", 3)
+    assert (config.host_ratio, config.eviction, config.salt, config.io_threads) == (3, "lru", "file", 3)
     assert (config.storage, config.storage_options) == ("memory", {"capacity_bytes": 4096})

@@ -31,7 +31,7 @@ def test_toml_then_environment(tmp_path: Path):
     environ = {
         "ASYNCHICACHE_HOST_RATIO": "4",
         "ASYNCHICACHE_DEVICE_SLOTS": "{kv = 64}",
-        "ASYNCHICACHE_EVICTION": "slru",
+        "ASYNCHICACHE_EVICTION": "lru",
         "ASYNCHICACHE_CHECKPOINTS": "prompt+2048",
         "ASYNCHICACHE_TEST_SWITCH": "1",
         "PATH": "/bin",
@@ -40,7 +40,7 @@ def test_toml_then_environment(tmp_path: Path):
 
     assert config.host_ratio == 4.0
     assert config.device_slots == {"kv": 64}
-    assert config.eviction == "slru"
+    assert config.eviction == "lru"
     assert config.checkpoints == "prompt+2048"
     assert config.write_policy is WritePolicy.WRITE_BACK
     assert config.prefetch.policy is PrefetchPolicy.BEST_EFFORT

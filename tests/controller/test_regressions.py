@@ -252,7 +252,7 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     assert books.free[FULL_HOST].held == sum(len(node.slots_at(FULL_HOST)) for node in books.tree.nodes())
 
 
-@pytest.mark.parametrize("eviction", ["slru", "lfu"])
+@pytest.mark.parametrize("eviction", ["size", "lru"])
 def test_pages_that_are_computed_again_do_not_fall_behind_in_the_queue(eviction: str):
     """The host had them, met twice; published again they counted as met once, which no queue expects."""
     sim = Simulation(random.Random(0), windows={"swa": 2}, slots=WINDOWED, eviction=eviction)

@@ -510,16 +510,6 @@ def test_the_second_request_on_a_path_makes_it_due() -> None:
     assert sim.planner.state.counters.backed_up == 4
 
 
-def test_hits_are_counted_where_the_order_of_evictions_needs_them() -> None:
-    for eviction, hits in (("lru", 1), ("lfu", 3), ("slru", 3)):
-        sim = simulation(eviction=eviction)
-        node = published(sim, HEAD)
-        for _ in range(2):
-            sim.close(sim.open(LONG))
-        assert node.hits == hits, eviction
-        assert not sim.flying
-
-
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_all_that_a_request_has_of_its_own_goes_back(poisoned: bool) -> None:
     sim = simulation(mamba=(8, 0), swa=(16, 0))

@@ -79,7 +79,7 @@ def draw_config(world: SeededWorld, spec: ModelSpec) -> CacheConfig:
         device_slots=device,
         host_slots=host,
         write_policy=chance.choice(list(WritePolicy)),
-        eviction=chance.choice(["lru", "slru", "lfu", "fifo"]),
+        eviction=chance.choice(["size", "size", "lru", "fifo"]),
         checkpoints=chance.choice(["prompt+output+branch", "prompt+branch+8", "none"]),
         prefetch=PrefetchOptions(
             policy=chance.choice(list(PrefetchPolicy)), base_seconds=0.003, max_seconds=0.01

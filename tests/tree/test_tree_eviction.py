@@ -285,15 +285,11 @@ def test_what_was_spared_keeps_its_turn(bed):
 # Policies
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"), [("lru", "bcda"), ("fifo", "abcd"), ("lfu", "dacb"), ("slru", "dabc")]
-)
+@pytest.mark.parametrize(("policy", "expected"), [("size", "bcda"), ("lru", "bcda"), ("fifo", "abcd")])
 def test_policies_differ(make_bed, policy, expected):
     bed = make_bed(eviction=policy)
-    for letter, hits in (("a", 1), ("b", 3), ("c", 2), ("d", 0)):
-        node = bed.add(letter)
-        for _ in range(hits):
-            bed.tree.count_hit(node)
+    for letter in "abcd":
+        bed.add(letter)
     bed.pin("a").close()
 
     assert order(bed, FULL_DEVICE) == expected
@@ -316,12 +312,6 @@ def test_a_policy_is_for_full_pages_and_states_are_lru(make_bed):
 
     assert bed.evict(STATE_DEVICE, 1).slots == {STATE_DEVICE: [1]}
     assert bed.evict(FULL_DEVICE, 2).slots[FULL_DEVICE] == [0, 1]
-
-
-def test_hits_are_counted_for_the_policies_that_want_them(make_bed):
-    assert [make_bed(eviction=name).tree.counts_hits for name in ("lru", "fifo", "lfu", "slru")] == [
-        False, False, True, True,
-    ]  # fmt: skip
 
 
 def test_what_is_cut_off_at_its_end_has_lost_the_stored_state_there(hybrid):

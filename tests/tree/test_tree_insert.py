@@ -238,7 +238,7 @@ def test_a_split_keeps_hits_and_age(bed):
 
     upper = bed.tree.split(lower, 2)
 
-    assert (upper.hits, upper.born, upper.used) == (lower.hits, lower.born, lower.used)
+    assert (upper.hits, upper.worth) == (lower.hits, lower.worth)
     assert upper.serial != lower.serial
 
 

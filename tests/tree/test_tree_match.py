@@ -45,7 +45,7 @@ def test_snapshot_sees_a_change_deep_in_the_tree(hybrid):
     hybrid.add("abcd", states=[1])
     before = snapshot(hybrid.tree)
 
-    hybrid.node("abcd").used[1] += 1
+    hybrid.node("abcd").worth[1] += 1
 
     assert snapshot(hybrid.tree) != before
 

@@ -9,20 +9,20 @@ import pytest
 from asynchicache.errors import ConfigError
 from asynchicache.tree.components import StateComponent, WindowComponent, make_component
 from asynchicache.tree.node import Node
-from asynchicache.tree.policies import POLICIES, EvictionQueue, lru, policy
+from asynchicache.tree.policies import POLICIES, EvictionQueue, Lru, policy
 from asynchicache.types import ALL_PAGES, trailing_pages
 
 
 def node(serial: int, used: int = 0) -> Node:
     made = Node(None, b"", b"", 1, 1)
     made.serial = serial
-    made.used = [used]
+    made.worth = [used]
     return made
 
 
 @pytest.fixture
 def queue() -> EvictionQueue:
-    return EvictionQueue(lru, 0, 0)
+    return EvictionQueue(0, 0)
 
 
 def drain(queue: EvictionQueue) -> list[int]:
@@ -42,7 +42,7 @@ def test_use_after_entry_is_found_out(queue):
     for one in nodes:
         queue.add(one)
 
-    nodes[0].used = [9]
+    nodes[0].worth = [9]
 
     assert drain(queue) == [1, 2, 3, 0]
 
@@ -106,7 +106,7 @@ def test_a_key_may_fall_if_the_queue_is_told(queue):
     for one in nodes:
         queue.add(one)
 
-    nodes[2].used = [0]
+    nodes[2].worth = [0]
     queue.hurry(nodes[2])
 
     assert drain(queue) == [3, 1, 2]
@@ -118,7 +118,7 @@ def test_a_key_may_fall_while_the_node_is_away(queue):
     queue.add(away)
     queue.discard(away)
 
-    away.used = [0]
+    away.worth = [0]
     queue.hurry(away)
     queue.add(away)
 
@@ -146,22 +146,39 @@ def test_queue_agrees_with_sorting(queue):
             queue.discard(one)
             inside.discard(one)
         elif step == 2:
-            one.used = [clock]
+            one.worth = [clock]
         elif step == 3:
-            one.used = [0]
+            one.worth = [0]
             queue.hurry(one)
         else:
-            first = min(inside, key=lambda n: (n.used[0], n.serial), default=None)
+            first = min(inside, key=lambda n: (n.worth[0], n.serial), default=None)
             assert queue.pop() is first
             inside.discard(first)
         assert queue.members == inside
 
 
 def test_policies_are_known_by_name():
-    assert policy("lru") is lru
-    with pytest.raises(ConfigError, match=r"'mru' is none of \['fifo', 'lfu', 'lru', 'slru'\]"):
+    assert policy("lru") is Lru
+    with pytest.raises(ConfigError, match=r"'mru' is none of \['fifo', 'lru', 'size'\]"):
         policy("mru")
-    assert set(POLICIES) == {"lru", "lfu", "slru", "fifo"}
+    assert set(POLICIES) == {"size", "lru", "fifo"}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere.at_all:Mine", "cannot be imported"),
+        ("asynchicache.tree.policies:Mine", "cannot be imported"),
+        ("asynchicache.tree.policies:policy", "must be a subclass of Policy"),
+    ],
+)
+def test_a_policy_of_ones_own_must_be_a_class(name: str, why: str):
+    with pytest.raises(ConfigError, match=why):
+        policy(name)
+
+
+def test_a_policy_of_ones_own_is_named_by_its_module():
+    assert policy("asynchicache.tree.policies:Lru") is Lru
 
 
 def test_components_are_known_by_coverage():

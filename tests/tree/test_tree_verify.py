@@ -105,7 +105,7 @@ def candidate_without_entry(bed):
 
 
 def candidate_with_a_later_entry(bed):
-    bed.node("abxy").used[0] = -1
+    bed.node("abxy").worth[0] = -1
 
 
 def pin_of_nobody(bed):

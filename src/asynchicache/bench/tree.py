@@ -21,7 +21,7 @@ from asynchicache.bench.workload import SCENARIOS, ChatTurn, ChatWorkload, turns
 from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
-from asynchicache.tree.node import FULL_DEVICE, Node, SlotPlace, place_of
+from asynchicache.tree.node import FULL, FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
@@ -142,9 +142,9 @@ class _Recipe:
     pools: Sequence[str]
     window_pages: int
 
-    def tree(self) -> UnifiedRadixTree:
+    def tree(self, capacity: int) -> UnifiedRadixTree:
         coverages = [trailing_pages(self.window_pages if pool == "swa" else 1) for pool in self.pools]
-        return UnifiedRadixTree(self.page_size, coverages, windows=self.windows)
+        return UnifiedRadixTree(self.page_size, coverages, windows=self.windows, capacity=capacity)
 
     @property
     def windows(self) -> list[int]:
@@ -161,7 +161,7 @@ class _Server:
 
     def __init__(self, recipe: _Recipe, slots: Callable[[int], int]) -> None:
         """`slots(component)` is the size of that component's pool."""
-        self.tree = recipe.tree()
+        self.tree = recipe.tree(slots(FULL))
         self.pools = {
             place_of(component_id, Tier.DEVICE): SlotAllocator(slots(component_id))
             for component_id in range(self.tree.width)
@@ -173,7 +173,7 @@ class _Server:
         """Serve one turn; return the number of its prompt's pages that were hits."""
         tree = self.tree
         match = self.match(turn.tokens, limit=turn.prompt // tree.page_size)
-        lease = tree.pin(match)
+        lease = tree.pin(match, tree.credit(turn.tokens, match))
         _path_slots(lease.node)  # the prefix's slots, as for an attention kernel
         new = len(turn.tokens) // tree.page_size - match.pages
         slots = self._allocate(FULL_DEVICE, new)

@@ -82,7 +82,7 @@ class LoadPlanner:
         if node is not sequence.lease.node:
             sequence.reason = MissReason.DEVICE_CAPACITY
             before = sequence.lease
-            sequence.lease = self._tree.lease(node)
+            sequence.lease = self._tree.lease(node, before.credit)
             before.close()
         return node
 

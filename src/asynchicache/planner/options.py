@@ -10,7 +10,6 @@ from asynchicache.options import Options
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 WRITE_POLICY = WritePolicy.WRITE_THROUGH
-EVICTION = "lru"
 CLEAN_SHARE = 0.125
 
 _Wait: TypeAlias = Annotated[float, Meta(ge=0)]

@@ -17,13 +17,14 @@ from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.planner.fetch import FetchPlanner
 from asynchicache.planner.load import LoadPlanner, by_place
-from asynchicache.planner.options import CLEAN_SHARE, EVICTION, WRITE_POLICY
+from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, SlotPlace, place_of
+from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
 
@@ -79,7 +80,8 @@ class Planner:
             )
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
-        sequence = RequestState(tokens, seed, self._tree.pin(match), match, held_back, prompt=len(tokens))
+        lease = self._tree.pin(match, self._tree.credit(tokens, match))
+        sequence = RequestState(tokens, seed, lease, match, held_back, prompt=len(tokens))
         self.state.sequences.add(sequence)
         return sequence
 
@@ -96,24 +98,26 @@ class Planner:
         if fetched:
             more = max(match.pages - sequence.matched_pages, 0)
             sequence.fetched_pages = min(sequence.fetched_pages + more, match.pages)
-        before, sequence.lease, sequence.match = sequence.lease, self._tree.pin(match), match
+        before, sequence.match = sequence.lease, match
+        sequence.lease = self._tree.pin(match, before.credit)
         sequence.resting = False
         before.close()
 
     def rest(self, sequence: RequestState) -> None:
         """Release the prefix until `rematch`."""
-        before, sequence.lease = sequence.lease, self._tree.lease(self._tree.root(sequence.seed))
+        before, root = sequence.lease, self._tree.root(sequence.seed)
+        sequence.lease = self._tree.lease(root, before.credit)
         sequence.resting = True
         before.close()
 
     def count_hit(self, sequence: RequestState) -> list[Copy]:
         """Count a hit on the matched path; return the backups it triggers (write-through-selective)."""
         selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-        if not (self._tree.counts_hits or selective):
+        if not selective:
             return []
         path = self._tree.count_hit(sequence.lease.node)
         due = [node for node in path if self.backups.due(node)]
-        return self.backups.backup(due[-1]) if selective and due else []
+        return self.backups.backup(due[-1]) if due else []
 
     def release(self, sequence: RequestState, error: BaseException | None = None) -> None:
         """Drop one user (the request, a copy, or a stream); the last one frees the request's slots.

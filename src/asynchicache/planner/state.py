@@ -15,7 +15,7 @@ from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import CopyRequest, TierCopy
-from asynchicache.tree.node import FULL_DEVICE, Pins, SlotPlace, component_of, place_of, tier_of
+from asynchicache.tree.node import FULL, FULL_DEVICE, Pins, SlotPlace, component_of, place_of, tier_of
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
@@ -85,6 +85,7 @@ class CacheState:
             [pool.coverage for pool in owners[1:]],
             windows=[component_id for component_id, pool in enumerate(owners[1:], start=1) if pool.per_token],
             eviction=eviction_policy,
+            capacity=max(slots[self.names[FULL]]),
         )
         self.free = [
             SlotAllocator(slots[name][tier], name=f"{name} {tier.name.lower()} slots")

@@ -117,6 +117,8 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
     states = [other for other in others if other not in tree.page_places]
     if wanted < node.pages and not any(node.slots[other] for other in states):
         if _alone(node):
+            kept = (node.pages - wanted) * tree.page_bytes
+            tree.policy.lost(node.end - wanted, node.key[kept : kept + tree.page_bytes], node.end)
             freed.slots.setdefault(place, []).extend(tree.trim(node, wanted, place))
             freed.lost += wanted
             tree.refresh(node, place)
@@ -127,6 +129,7 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
             _vacate(tree, node, other, freed)
     freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
     if remove_if_dead(tree, node):
+        tree.policy.lost(node.end - node.pages, node.head, node.end)
         freed.lost += node.pages
     else:
         freed.demoted += node.pages

@@ -70,8 +70,9 @@ class Node:
         key: token ids of its pages, int64 little-endian; `head` is the first page of it.
         pages, end: how many pages it has, and the page number behind its last.
         slots, residency, pins: by `place`: slot numbers or None, where they stand, leases on them.
-        used: by component, the tree's clock at the last use. A node is at least as recently used as
-            its descendants; that is made up for when they go, so that a use touches one node only.
+        worth: by component, what orders its eviction. A node is worth at least what its descendants are;
+            that is made up for when they go, so that a use touches one node only.
+        published: the policy's, about a node whose end was published and not asked for since; else -1.
         device_children, host_children: children whose full component has slots in that tier.
         digests: page digests, once computed; `stored`: bit by component, storage has it.
         dropped: bit by component, its slots were evicted from every tier of the tree.
@@ -79,12 +80,10 @@ class Node:
         holders: the pin lists that name a window of this node, one entry per pin; a split adds the new
             half to them. Other places need none: a pin on the end of a path covers both halves.
         queued: bit by eviction queue, has an entry in its heap.
-        serial, born: number of the node, and of the node that its pages came with; a split makes a
-            new node of old pages.
+        serial: number of the node.
     """
 
     __slots__ = (
-        "born",
         "children",
         "device_children",
         "digests",
@@ -99,12 +98,13 @@ class Node:
         "parent",
         "pending",
         "pins",
+        "published",
         "queued",
         "residency",
         "serial",
         "slots",
         "stored",
-        "used",
+        "worth",
     )
 
     def __init__(self, parent: Node | None, key: bytes, head: bytes, pages: int, components: int) -> None:
@@ -117,7 +117,8 @@ class Node:
         self.slots: list[list[int] | None] = [None] * (TIERS * components)
         self.residency: list[int] = [ABSENT] * (TIERS * components)
         self.pins: list[int] = [0] * (TIERS * components)
-        self.used: list[int] = [0] * components
+        self.worth: list[float] = [0] * components
+        self.published: float = -1
         self.device_children = 0
         self.host_children = 0
         self.digests: list[bytes] | None = None
@@ -128,7 +129,6 @@ class Node:
         self.queued = 0
         self.hits = 0
         self.serial = 0
-        self.born = 0
 
     def slots_at(self, place: SlotPlace) -> list[int]:
         """The slots at a place; empty if it has none."""

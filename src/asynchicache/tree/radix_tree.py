@@ -40,7 +40,7 @@ from asynchicache.tree.node import (
     is_full,
     place_of,
 )
-from asynchicache.tree.policies import EvictionQueue, lru, policy
+from asynchicache.tree.policies import EVICTION, EvictionQueue, policy
 from asynchicache.types import TOKEN_BYTES, Coverage, Tier
 
 
@@ -109,12 +109,13 @@ class HeldBack(NamedTuple):
 class PathLease(Lease):
     """Keeps one prefix: the path to `node` where it is, and what its end needs of the other pools."""
 
-    __slots__ = ("node", "pinned")
+    __slots__ = ("credit", "node", "pinned")
 
-    def __init__(self, tree: UnifiedRadixTree, node: Node, pinned: Pins) -> None:
+    def __init__(self, tree: UnifiedRadixTree, node: Node, pinned: Pins, credit: float) -> None:
         super().__init__(lambda: tree.unpin_all(pinned))  # not through `self`: a lost lease ends at once
         self.node = node
         self.pinned = pinned
+        self.credit = credit
 
 
 class Pages(NamedTuple):
@@ -164,14 +165,16 @@ class UnifiedRadixTree:
         coverages: Sequence[Coverage] = (),
         *,
         windows: Collection[int] = (),
-        eviction: str = "lru",
+        eviction: str = EVICTION,
+        capacity: int = 0,
     ) -> None:
         """
         Args:
             page_size: tokens of a page.
             coverages: of the pools beside the full one.
             windows: the numbers, from 1, of those that have a slot a page; the others have one a state.
-            eviction: the policy that orders the full one's nodes.
+            eviction: the policy that orders the full one's nodes, see `policies.policy`.
+            capacity: pages that the larger tier holds, for the policy.
         """
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
@@ -185,12 +188,8 @@ class UnifiedRadixTree:
         self.page_places = tuple(place for place in self.places if component_of(place) in paged)
         self._window_places = frozenset(place for place in self.page_places if not is_full(place))
         self._inherited = sum(1 << component_id for component_id in paged)
-        full = policy(eviction)
-        self.queues = [
-            EvictionQueue(full if is_full(place) else lru, component_of(place), place)
-            for place in self.places
-        ]
-        self.counts_hits = eviction in ("lfu", "slru")
+        self.policy = policy(eviction)(capacity, self.page_bytes)
+        self.queues = [EvictionQueue(component_of(place), place) for place in self.places]
         self.roots: dict[bytes, Node] = {}
         self.version = 0
         self.watcher: SlotWatcher | None = None
@@ -229,7 +228,6 @@ class UnifiedRadixTree:
         head = key[: self.page_bytes]
         node = Node(parent, key, head, len(key) // self.page_bytes, self.width)
         self._number(node)
-        node.born = node.serial
         parent.children[head] = node
         return node
 
@@ -243,9 +241,8 @@ class UnifiedRadixTree:
         cut = pages * self.page_bytes
         upper = Node(parent, node.key[:cut], node.head, pages, self.width)
         self._number(upper)
-        upper.used = list(node.used)
+        upper.worth = list(node.worth)
         upper.hits = node.hits
-        upper.born = node.born
         upper.stored = node.stored & self._inherited
         upper.dropped = node.dropped & self._inherited
         parent.children[node.head] = upper
@@ -326,12 +323,12 @@ class UnifiedRadixTree:
         for queue in self.queues:
             queue.discard(node)
         node.parent = None
-        # A use touches one node, not its whole path. The parent inherits the age of a child that goes, so
-        # that a node is never older than its descendants were.
-        used, gone = parent.used, node.used
+        # A use touches one node, not its whole path. The parent inherits the worth of a child that goes, so
+        # that a node is never worth less than its descendants were.
+        worth, gone = parent.worth, node.worth
         for component_id in range(self.width):
-            if gone[component_id] > used[component_id]:
-                used[component_id] = gone[component_id]
+            if gone[component_id] > worth[component_id]:
+                worth[component_id] = gone[component_id]
         if not parent.pages:
             self._prune(parent)
 
@@ -352,10 +349,14 @@ class UnifiedRadixTree:
             parent = _parent(node)
             parent.device_children += 1
             self.refresh(parent, FULL_DEVICE)
+            if node.residency[FULL_HOST] == ABSENT:
+                self.policy.entered(node.pages)
         elif place == FULL_HOST:
             parent = _parent(node)
             parent.host_children += 1
             self.refresh(parent, FULL_HOST)
+            if node.residency[FULL_DEVICE] == ABSENT:
+                self.policy.entered(node.pages)
         self.refresh(node, place)
         if self.watcher is not None and residency == RESIDENT:
             self.watcher.on_arrive(node, place)
@@ -379,19 +380,19 @@ class UnifiedRadixTree:
         if place == FULL_DEVICE:
             parent = _parent(node)
             parent.device_children -= 1
-            self._inherit_use(parent, node)
+            self._inherit_worth(parent, node)
             self.refresh(parent, FULL_DEVICE)
         elif place == FULL_HOST:
             parent = _parent(node)
             parent.host_children -= 1
-            self._inherit_use(parent, node)
+            self._inherit_worth(parent, node)
             self.refresh(parent, FULL_HOST)
         return slots
 
     @staticmethod
-    def _inherit_use(parent: Node, node: Node) -> None:
-        if node.used[FULL] > parent.used[FULL]:
-            parent.used[FULL] = node.used[FULL]
+    def _inherit_worth(parent: Node, node: Node) -> None:
+        if node.worth[FULL] > parent.worth[FULL]:
+            parent.worth[FULL] = node.worth[FULL]
 
     # --- eviction candidates and pins ---
 
@@ -457,8 +458,14 @@ class UnifiedRadixTree:
                 self._prune(node)
 
     def touch(self, node: Node, component_id: int) -> None:
+        """Mark the slots of a component beside the full one as used now."""
         self.clock += 1
-        node.used[component_id] = self.clock
+        node.worth[component_id] = self.clock
+
+    def _touch_pages(self, node: Node, credit: float) -> None:
+        worth = self.policy.worth(node, credit)
+        if worth > node.worth[0]:
+            node.worth[0] = worth
 
     # --- walks ---
 
@@ -629,8 +636,17 @@ class UnifiedRadixTree:
 
     # --- leases ---
 
-    def pin(self, match: Match) -> PathLease:
+    def credit(self, tokens: array[int], match: Match, hint: float = 0.0) -> float:
+        """What is particular to a request for the policy; call it once a request, after its match.
+
+        `hint`: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
+        """
+        return self.policy.credit(match.node, memoryview(tokens).cast("B"), match.full_pages, hint)
+
+    def pin(self, match: Match, credit: float = 0.0) -> PathLease:
         """Pin a match: nothing of its prefix can be evicted until the lease is closed.
+
+        `credit` counts for this use, and for those of what is inserted behind the lease.
 
         Raises:
             InternalError: the tree changed since the match was made.
@@ -641,10 +657,10 @@ class UnifiedRadixTree:
         if match.inside and match.partial is not None:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
-        self.touch(node, FULL)
+        self._touch_pages(node, credit)
         for component in self.components:
             self.use(component, node)
-        return self.lease(node)
+        return self.lease(node, credit)
 
     def use(self, component: Component, node: Node) -> None:
         """Mark as used now what a prefix that ends at `node` needs of a pool.
@@ -654,14 +670,14 @@ class UnifiedRadixTree:
         for part in component.needs(node):
             self.touch(part, component.id)
 
-    def lease(self, node: Node) -> PathLease:
+    def lease(self, node: Node, credit: float = 0.0) -> PathLease:
         """Keep the path to `node`, and what a prefix needs there of the other pools."""
         node = self.rooted(node)
         pinned = self._anchors(node)
         for component in self.components:
             pinned += prefix_pins(component, node)
         self.pin_all(pinned)
-        return PathLease(self, node, pinned)
+        return PathLease(self, node, pinned, credit)
 
     @staticmethod
     def _anchors(node: Node) -> Pins:
@@ -740,7 +756,9 @@ class UnifiedRadixTree:
         result.filled = [
             part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
         ]
-        self.touch(node, FULL)
+        if result.filled:
+            self.policy.published(node)
+        self._touch_pages(node, lease.credit)
         self.repin(lease, node)
         for component_id, pages in (windows or {}).items():
             self._keep_taken(lease, component_id, pages.first, result.windows[component_id])
@@ -771,7 +789,7 @@ class UnifiedRadixTree:
         if node.residency[FULL_HOST] == ABSENT:
             raise InternalError(f"host pages inserted behind {node!r}, which is not on the host")
         result = self._walk_in(node, tokens, slots, FULL_HOST)
-        self.touch(result.node, FULL)
+        self._touch_pages(result.node, 0.0)
         return result
 
     def _walk_in(self, node: Node, tokens: array[int], slots: Sequence[int], place: SlotPlace) -> Inserted:
@@ -865,8 +883,8 @@ class UnifiedRadixTree:
         places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
         if not any(node.slots[place] for place in places):
             return False
-        aged = not node.used[component_id]
-        node.used[component_id] = 0
+        aged = not node.worth[component_id]
+        node.worth[component_id] = 0
         for place in places:  # both: an entry may wait there for slots to come
             self.queues[place].hurry(node)
         return aged or not self.components[component_id - 1].paged

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from asynchicache.hashing import page_digests
 from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place_of, tier_of
-from asynchicache.tree.policies import Key
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 
 
@@ -106,11 +105,11 @@ def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
         for node in expected ^ queue.members:
             kind = "is no candidate" if node in expected else "is a stale candidate"
             yield f"{node!r} {kind} at place {place}"
-        first: dict[Node, Key] = {}
-        for key, _, node in queue.entries():
-            first[node] = min(key, first.get(node, key))
+        first: dict[Node, float] = {}
+        for worth, _, node in queue.entries():
+            first[node] = min(worth, first.get(node, worth))
         for node in queue.members:
-            if node not in first or first[node] > queue.key(node):
+            if node not in first or first[node] > queue.worth(node):
                 yield f"{node!r} would come up too late at place {place}"
 
 

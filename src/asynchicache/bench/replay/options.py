@@ -8,6 +8,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.options import CommandOptions, Natural, Positive, about
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache.tree.policies import EVICTION, policy
 
 
 class ReplayOptions(CommandOptions, frozen=True):
@@ -21,9 +22,9 @@ class ReplayOptions(CommandOptions, frozen=True):
         str, about("device slots as a share of the working set; or by pool: kv=0.25,mamba=0.1")
     ] = "1.0"
     host_share: Annotated[str, about("host slots, in the same form")] = "0"
-    policy: Annotated[Literal["lru", "lfu", "slru", "fifo"], about("eviction policy of attention pages")] = (
-        "lru"
-    )
+    policy: Annotated[
+        str, about("eviction policy of attention pages: size, lru, fifo, or package.module:Class")
+    ] = EVICTION
     write_policy: Annotated[
         Literal["write_through", "write_through_selective", "write_back"],
         about("when pages are backed up to the host"),
@@ -39,6 +40,7 @@ class ReplayOptions(CommandOptions, frozen=True):
         synthetic_spec(1, self.names)
         self.shares()
         CheckpointPolicy.parse(self.checkpoint)
+        policy(self.policy)
 
     @property
     def names(self) -> tuple[str, ...]:

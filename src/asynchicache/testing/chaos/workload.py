@@ -236,7 +236,7 @@ def _draw_life(
         layout=chance.choice(layouts) if stored else chance.choice(list(HostLayout)),
         write_policy=chance.choice(list(WritePolicy)),
         prefetch=chance.choice([*PrefetchPolicy, PrefetchPolicy.TIMEOUT]),
-        eviction=chance.choice(["lru", "slru", "lfu", "fifo"]),
+        eviction=chance.choice(["size", "size", "lru", "fifo"]),
         checkpoints=chance.choice(["prompt+output+branch", "prompt+branch+8", "none"]),
         store_bytes=chance.choice([1 << 12, 1 << 15, 1 << 20]),
         audit=1.0 if deadly == "lie" else chance.choice([0.0] * 3 + [0.3, 0.7, 1.0]),

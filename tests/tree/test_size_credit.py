@@ -1,0 +1,104 @@
+"""The default policy: LRU by a clock of pages, minus a credit for prompts with many new pages."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from asynchicache.tree.eviction import evict
+from asynchicache.tree.node import FULL_DEVICE, Node
+from asynchicache.tree.policies import SizeCredit
+from asynchicache.tree.radix_tree import UnifiedRadixTree
+from asynchicache.types import TOKEN_BYTES
+
+PAGE_BYTES = TOKEN_BYTES
+HALF_LIFE = 100
+
+
+def key(pages: int, first: int = 0) -> memoryview:
+    return memoryview(array("q", range(first, first + pages))).cast("B")
+
+
+def end(pages: int = 1) -> Node:
+    return Node(None, b"", b"", pages, 1)
+
+
+def experienced(capacity: int = 1000) -> SizeCredit:
+    """A policy that has seen 20 requests of 8 new pages, which returned after 100 pages."""
+    made = SizeCredit(capacity, PAGE_BYTES)
+    for number in range(20):
+        node = end()
+        made.published(node)
+        made.entered(HALF_LIFE)
+        made.credit(node, key(8, 8 * number), 0, 0.0)
+    return made
+
+
+def credit(of: SizeCredit, new: int, hint: float = 0.0) -> float:
+    return of.credit(end(), key(new, 1 << 20), 0, hint)
+
+
+@pytest.mark.parametrize(("new", "halvings"), [(8, 0), (16, 0.5), (32, 1), (2, -1), (0, -1.5), (8 << 10, 2)])
+def test_twice_the_usual_size_is_half_a_return_older(new: int, halvings: float):
+    assert credit(experienced(), new) == pytest.approx(-halvings * HALF_LIFE, rel=0.15)
+
+
+def test_a_hint_counts_like_size_within_the_same_bounds():
+    assert credit(experienced(), 8, 1.0) == pytest.approx(HALF_LIFE, rel=0.1)
+    assert credit(experienced(), 8, 2.0) == pytest.approx(2 * HALF_LIFE, rel=0.1)
+    assert credit(experienced(), 2, 2.0) == pytest.approx(2 * HALF_LIFE, rel=0.1)
+    assert credit(experienced(), 8, -2.0) == pytest.approx(-2 * HALF_LIFE, rel=0.1)
+
+
+def test_before_anybody_returned_it_is_lru():
+    fresh = SizeCredit(1000, PAGE_BYTES)
+    assert [credit(fresh, new) for new in (1, 8, 500)] == [0, 0, 0]
+
+
+def test_a_return_counts_once():
+    policy, node = SizeCredit(1000, PAGE_BYTES), end()
+    policy.published(node)
+    policy.entered(50)
+    for _ in range(30):
+        policy.credit(node, key(1), 1, 0.0)
+    assert credit(policy, 100) == 0, "one return is not enough"
+
+
+def test_what_was_evicted_lately_is_not_new():
+    policy = experienced()
+    prompt = key(64, 1 << 20)
+    policy.lost(32, bytes(prompt[32 * PAGE_BYTES : 33 * PAGE_BYTES]), 64)
+    policy.lost(0, bytes(prompt[:PAGE_BYTES]), 32)
+
+    assert policy.credit(end(), prompt, 0, 0.0) > 0
+    assert policy.credit(end(), key(64, 1 << 21), 0, 0.0) < 0
+
+
+def test_the_memory_of_what_was_evicted_is_bounded():
+    policy = experienced(capacity=10)
+    for number in range(9):
+        policy.lost(0, bytes(key(1, number)), 10)
+
+    new = credit(policy, 10)
+    assert policy.credit(end(), key(10, 0), 0, 0.0) == pytest.approx(new, rel=0.2), "the oldest is forgotten"
+    assert policy.credit(end(), key(10, 8), 0, 0.0) > new
+
+
+def test_the_order_is_that_of_worth_and_the_credit_of_the_request():
+    """Three requests, the first of which is far larger than usual: it goes before those used earlier."""
+    tree = UnifiedRadixTree(1, eviction="size", capacity=1000)
+    for number in (*range(30), *range(30)):  # sizes and returns to compare with
+        serve(tree, array("q", [1000 + number] * 8))
+    small = serve(tree, array("q", [1] * 4))
+    large = serve(tree, array("q", [2] * 64))
+    assert large.worth[0] < small.worth[0]
+    evict(tree, FULL_DEVICE, 64)
+    assert large.parent is None
+
+
+def serve(tree: UnifiedRadixTree, tokens: array[int]) -> Node:
+    match = tree.match(tokens)
+    with tree.pin(match, tree.credit(tokens, match)) as lease:
+        slots = range(len(tokens) - match.pages)
+        return tree.insert(lease, tokens, slots).node
