@@ -133,6 +133,17 @@ def test_the_queue_gives_each_job_once(bridge: LoopBridge) -> None:
     assert waited.done()
 
 
+def test_a_poller_waits_for_the_first_job_that_ends(bridge: LoopBridge) -> None:
+    assert bridge.wait_finished(PATIENCE)  # nothing is pending
+    lasting = bridge.submit(forever())
+    assert not bridge.wait_finished(0.001)
+    bridge.submit(answer(), tag="first")
+    assert bridge.wait_finished(PATIENCE)
+    assert [job.tag for job in bridge.finished()] == ["first"]
+    assert not bridge.wait_finished(0.001)
+    lasting.cancel()
+
+
 def test_a_deadline_ends_a_job_as_timed_out(bridge: LoopBridge) -> None:
     job = bridge.submit(forever(), deadline_s=0.01, tag="late")
     with pytest.raises(TimeoutError, match="did not end by its deadline"):
@@ -431,7 +442,7 @@ def test_waiting_on_the_bridges_own_loop_is_refused(bridge: LoopBridge) -> None:
         return str(caught.value)
 
     other = bridge.submit(forever())
-    for call in (partial(other.result, 1), bridge.drain, bridge.close):
+    for call in (partial(other.result, 1), bridge.drain, bridge.close, partial(bridge.wait_finished, 1)):
         assert "itself" in bridge.call(wait_for(call))
     other.cancel()
 

@@ -21,7 +21,9 @@ from asynchicache.config import open_backend
 from asynchicache.errors import CacheError, ConfigError
 from asynchicache.integrations import bridge as bridge_module
 from asynchicache.integrations import page_store
+from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.vllm import words
+from asynchicache.integrations.vllm.idle import IdleWait
 from asynchicache.integrations.vllm.tier import AsynchicacheTier
 from asynchicache.ports import Port
 from asynchicache.testing.faults import FaultRates, Faulty
@@ -330,6 +332,32 @@ def test_no_call_of_the_scheduler_waits_for_storage(open_tier: Open, monkeypatch
         tier.shutdown()
 
 
+def test_only_steps_that_computed_nothing_wait_for_storage() -> None:
+    """Steps that follow each other at once; a forward takes longer."""
+    now = 0.0
+    bridge = LoopBridge()
+    lasting = bridge.submit(asyncio.Event().wait())
+    waits: list[float] = []
+    bridge.wait_finished = lambda seconds: bool(waits.append(seconds))  # type: ignore[method-assign]
+    idle = IdleWait(bridge, 2.0, lambda: now)
+
+    for pause, waited in [(0.0, 0), (0.0001, 1), (0.0001, 2), (0.02, 2), (0.0001, 3)]:
+        now += pause
+        idle.end_step()
+        assert waits == [0.002] * waited
+    lasting.cancel()
+    bridge.close()
+
+
+def test_a_wait_of_no_time_is_none() -> None:
+    bridge = LoopBridge()
+    bridge.wait_finished = None  # type: ignore[assignment, method-assign]  # calling it would raise
+    idle = IdleWait(bridge, 0.0, lambda: 0.0)
+    for _ in range(3):
+        idle.end_step()
+    bridge.close()
+
+
 def silent_backend(name: str, options: Mapping[str, object], port: Port) -> Faulty:
     """No call of it ever ends."""
     return Faulty(open_backend(name, options, port), FaultRates(hang=1), port.random)
@@ -389,6 +417,8 @@ def test_the_next_engine_of_a_process_declares_its_metrics_anew() -> None:
         ({"locality": "NEAR"}, "locality 'NEAR' must be one of"),
         ({"store_bytes": 0}, "store_bytes 0 must be a whole number above 0"),
         ({"close_seconds": -1}, "close_seconds -1"),
+        ({"idle_wait_ms": -1}, "idle_wait_ms"),
+        ({"idle_wait_ms": 1000}, "idle_wait_ms"),
     ],
 )
 def test_wrong_options_are_refused_by_name(open_tier: Open, options: dict[str, Any], message: str) -> None:

@@ -330,6 +330,16 @@ class LoopBridge:
             self._finished.clear()
         return jobs
 
+    def wait_finished(self, timeout_s: float) -> bool:
+        """Wait until `finished` has a job to return, or no job is pending; False after `timeout_s` seconds.
+
+        Raises:
+            UsageError: called on the bridge's own loop.
+        """
+        self._check_waitable()
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._finished) or not self._runs, timeout_s)
+
     # Closing.
 
     def drain(self, timeout_s: float | None = None) -> bool:

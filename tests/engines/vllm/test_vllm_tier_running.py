@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 from running import Engine, cached, prompts, tokens
+from vllm.v1.core.sched.scheduler import Scheduler
 
 PROMPTS = prompts(2, 700)
+BYTES = "vllm:asynchicache_tier_bytes"
+COPIED = "vllm:kv_offload_total_bytes"
 
 
 def tiering(folder: Path) -> dict[str, Any]:
@@ -60,3 +63,47 @@ def test_a_restart_finds_what_was_computed_and_answers_the_same(
     assert cached(warm) == cached(local) == blocks
     assert tokens(cold) == tokens(computed)
     assert tokens(warm) == tokens(local)
+
+
+def test_only_what_a_block_holds_is_stored(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """States and attention share rows; what is stored is what the worker copied, without padding."""
+    with Engine(model("qwen3_next"), tiering(tmp_path)) as engine:
+        engine.ask_in_turn([*PROMPTS, [5] * 40])  # the last one's steps report what the others stored
+        found = engine.metrics()
+
+    stored = sum(value for (name, *labels), value in found.items() if name == BYTES and labels[-1] == "put")
+    copied = sum(
+        value for (name, *labels), value in found.items() if name == COPIED and "GPU_to_CPU" in labels
+    )
+    assert stored == copied > 0
+
+
+def test_engines_follow_each_other_in_a_process(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each registers the metrics of its tier, although those of the first are still there."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with Engine(model("qwen3"), tiering(folders[0])) as first:
+        answers = first.ask_in_turn(PROMPTS)
+    with Engine(model("qwen3"), tiering(folders[1])) as second:
+        assert tokens(second.ask_in_turn(PROMPTS)) == tokens(answers)
+
+
+def test_a_scheduler_that_waits_for_storage_does_not_spin(
+    model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a tenth of a millisecond; requests that wait for storage took hundreds."""
+    with Engine(model("qwen3"), tiering(tmp_path)) as first:
+        first.ask_in_turn([*PROMPTS, [5] * 40])
+    steps: list[int] = []
+    schedule = Scheduler.schedule
+
+    def counted(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        steps.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    with Engine(model("qwen3"), tiering(tmp_path)) as second:
+        warm = second.ask_in_turn(PROMPTS)
+
+    assert cached(warm) == [672, 736]
+    assert steps.count(0) < 40

@@ -7,6 +7,7 @@ from typing import Any
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageIdentity, PageStoreConfig
+from asynchicache.integrations.vllm.idle import IDLE_WAIT_MS, WaitMs
 from asynchicache.integrations.vllm.rows import Run
 from asynchicache.integrations.vllm.seam import Locality
 from asynchicache.options import Positive, Seconds
@@ -25,6 +26,7 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True):
         store_bytes: most bytes of stores in flight; further stores are shed. Default: 1 GiB.
         enable_kv_events: report chunks stored and lost, if vLLM publishes KV events. Default: False.
         close_seconds: how long shutdown waits for calls in flight. Default: 10.
+        idle_wait_ms: longest wait for storage in a step that computed nothing; 0 for none. Default: 2.
         whole_rows: store rows of the primary tier whole, including bytes of other chunks. Default: False.
 
     In strings of `storage_options`, `{replica}` is replaced by the number of the data-parallel replica: each
@@ -37,6 +39,7 @@ class TierOptions(PageStoreConfig, frozen=True, kw_only=True):
     store_bytes: Positive = 1 << 30
     enable_kv_events: bool = False
     close_seconds: Seconds = 10.0
+    idle_wait_ms: WaitMs = IDLE_WAIT_MS
     whole_rows: bool = False
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ from asynchicache.errors import CacheError, ClosedError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
 from asynchicache.integrations.vllm.chunks import ChunkStore, Moved, is_there
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
+from asynchicache.integrations.vllm.idle import IdleWait
 from asynchicache.integrations.vllm.lookups import Lookups
 from asynchicache.integrations.vllm.metrics import DEFINITIONS, TierCounters
 from asynchicache.integrations.vllm.options import TierOptions, for_replica
@@ -101,6 +102,7 @@ class AsynchicacheTier(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._news = True  # the bridge was not polled in this scheduler step
         self._bridge = LoopBridge(name="asynchicache-vllm", max_bytes=chosen.store_bytes)
+        self._idle = IdleWait(self._bridge, chosen.idle_wait_ms)
         try:
             told = getattr(offloading_spec, "group_runs", lambda: None)
             self._chunks = self._bridge.call(ChunkStore.open(chosen, config, primary_kv_view, told()))
@@ -123,10 +125,11 @@ class AsynchicacheTier(SecondaryTierManager):
         return LookupResult.HIT if present else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send the step's lookups to storage in one batch."""
+        """Send the step's lookups to storage in one batch; if the step computed nothing, wait for answers."""
         self._take_finished()
         self._news = True
         self._ask_storage()
+        self._idle.end_step()
 
     def _ask_storage(self) -> None:
         keys = self._lookups.take_new()
