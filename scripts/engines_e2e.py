@@ -64,6 +64,19 @@ ENGINES = (
             ("OMP_NUM_THREADS", "1"),
         ),
     ),
+    WholeEngine(
+        "sglang",
+        "0.5.23",
+        (
+            ("SGLANG_USE_CPU_ENGINE", "1"),
+            ("SGLANG_RUST_BUILD_MODE", "never"),  # the tree in the wheel is built
+            ("SGLANG_MAMBA_CONV_DTYPE", "float32"),
+            ("TORCHDYNAMO_DISABLE", "1"),  # compiling costs a minute, for models that compute in milliseconds
+            ("TOKENIZERS_PARALLELISM", "false"),
+            ("HF_HUB_OFFLINE", "1"),
+            ("OMP_NUM_THREADS", "1"),
+        ),
+    ),
 )
 
 

@@ -39,6 +39,10 @@ _GDN: Mapping[str, Any] = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
+_ALTERNATING: Mapping[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,
+}
 _MAMBA2: Mapping[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -90,6 +94,34 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         decoder_sparse_step=1,
     ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_SMALL, **_GDN, num_hidden_layers=8, head_dim=64),
+    # SGLang asks for `full_attention_interval`, and transformers keeps it beside a list only.
+    "qwen3_5_alternating": lambda: transformers.Qwen3_5TextConfig(
+        **_SMALL, **_GDN, **_ALTERNATING, num_hidden_layers=4, head_dim=64
+    ),
+    "qwen3_next_alternating": lambda: transformers.Qwen3NextConfig(
+        **_SMALL,
+        **_GDN,
+        **_ALTERNATING,
+        num_hidden_layers=4,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    ),
+    "llama": lambda: transformers.LlamaConfig(**_SMALL, num_hidden_layers=4, head_dim=64),
+    "mellum": lambda: transformers.MellumConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
     "granite_hybrid": lambda: transformers.GraniteMoeHybridConfig(
         **_SMALL,
         **_MAMBA2,

@@ -34,58 +34,16 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.server_args import ServerArgs
+from sglang_copies import stand_in_for_copies
 
 SECONDS = 60.0  # of a test that waits for what must come
 HEADS, WIDTH, LAYERS = 2, 64, 4
 
 
-def _copy_down(
-    src_ptrs: Sequence[torch.Tensor],
-    dst_ptrs: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
-) -> None:
-    """Pages of all layers, device `[tokens, ...]` a layer, to host `[pages, layers, page, ...]`."""
-    layers = len(src_ptrs) // len(dst_ptrs)
-    pages = dst_indices[::page_size] // page_size
-    for number, source in enumerate(src_ptrs):
-        target = dst_ptrs[number // layers]
-        target[pages, number % layers] = source[src_indices].reshape(-1, *target.shape[2:])
-
-
-def _copy_up(
-    src_ptrs: Sequence[torch.Tensor],
-    dst_ptrs: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    layer_id: int,
-    page_size: int,
-) -> None:
-    """Pages of one layer, the other way."""
-    pages = src_indices[::page_size] // page_size
-    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
-        target[dst_indices] = source[pages, layer_id].reshape(-1, *target.shape[1:])
-
-
-def _copy_layers(
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
-) -> None:
-    """Tokens between buffers that have layers first on both sides, either way."""
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        target[dst_indices] = source[src_indices].reshape(-1, *target.shape[1:])
-
-
 def stand_in_for_kernels() -> None:
     """Copies by torch, no pinning, and host pools on machines with little memory."""
     for module in (mha, mla, mamba):
-        module.transfer_kv_all_layer_direct_lf_pf = _copy_down
-        module.transfer_kv_per_layer_direct_pf_lf = _copy_up
-        module.transfer_kv_direct = _copy_layers
+        stand_in_for_copies(module)
     common._cuda_host_register = lambda *args, **kwargs: None
     base.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, wanted: None)
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
