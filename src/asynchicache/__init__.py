@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from asynchicache.integrations.transformers.model import PrefixCachedModel as PrefixCachedModel
     from asynchicache.integrations.transformers.sampling import Sampling as Sampling
     from asynchicache.layouts import HostLayout
+    from asynchicache.pools.engine import EngineMemory, EnginePages
     from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
     from asynchicache.storage.limits import PoolLimits
     from asynchicache.transfer.ticket import Ticket
@@ -74,6 +75,7 @@ _HOMES = {
         "WireFormatError",
     ),
     "asynchicache.layouts": ("HostLayout",),
+    "asynchicache.pools.engine": ("EngineMemory", "EnginePages"),
     "asynchicache.specs": ("ModelSpec", "PoolSpec", "TensorSpec"),
     "asynchicache.storage.limits": ("PoolLimits",),
     "asynchicache.transfer.ticket": ("Ticket",),
@@ -100,6 +102,8 @@ __all__ = [
     "ConfigError",
     "Coverage",
     "DeviceError",
+    "EngineMemory",
+    "EnginePages",
     "Hit",
     "HostLayout",
     "HybridCache",

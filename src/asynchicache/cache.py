@@ -6,7 +6,7 @@ import asyncio
 import logging
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.storage_pools import AttachedStorage, StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
-from asynchicache.errors import ClosedError, ConfigError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, InvalidTokensError, UsageError
 from asynchicache.events import PagesStored
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
@@ -31,8 +31,10 @@ from asynchicache.openings import Opening, caller
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import find_undersized_pools
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.memory import memory_budget
-from asynchicache.pools.sizing import FreeMemory, plan_slots
+from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.binding import SlotBinding
@@ -52,7 +54,7 @@ from asynchicache.transfer.opening import (
     growing_pools,
     open_engine,
 )
-from asynchicache.types import token_array
+from asynchicache.types import WritePolicy, key_array, token_array
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,12 @@ class RequestTracer(Tracer, Protocol):
     """A tracer that also makes the requests, so that it can put their calls under a span."""
 
     def request(
-        self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
+        self,
+        controller: HybridCacheController,
+        tokens: array[int],
+        seed: bytes,
+        traceparent: str | None,
+        prompt: int | None = None,
     ) -> Request:
         """Make a request whose spans are children of `traceparent` (W3C)."""
         ...
@@ -98,6 +105,7 @@ class HybridCache:
         storage: StorageBackend | None = None,
         port: Port | None = None,
         device: Device | None = None,
+        engine: EngineMemory | None = None,
     ) -> Opening[Self]:
         """Open a cache: `async with` closes it at the end; after `await`, call `aclose`.
 
@@ -107,13 +115,15 @@ class HybridCache:
             storage: an open backend to use instead of the configured one; the caller closes it.
             port: clock and threads; the real ones if None.
             device: an open device to use instead of the configured one; the caller closes it.
+            engine: device memory that an engine owns. The cache then has no device tier: requests name the
+                engine's pages. Default: the cache allocates device memory.
 
         Raises:
             ConfigError: options contradict each other or the model.
             CapacityError: the pools need more memory than is available.
             StorageError: the storage location cannot be used.
         """
-        begin = partial(cls._open, spec, config, storage, port, device, opened_at=caller())
+        begin = partial(cls._open, spec, config, storage, port, device, engine, opened_at=caller())
         return Opening(f"{cls.__name__}.open(...)", begin, caller())
 
     @classmethod
@@ -124,6 +134,7 @@ class HybridCache:
         storage: StorageBackend | None,
         port: Port | None,
         device: Device | None,
+        engine: EngineMemory | None,
         *,
         opened_at: str,
     ) -> Self:
@@ -133,7 +144,7 @@ class HybridCache:
             raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
         stack = AsyncExitStack()
         try:
-            rooms = await _open_parts(stack, spec, config, storage, port, device)
+            rooms = await _open_parts(stack, spec, config, storage, port, device, engine)
         except BaseException:
             # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
@@ -202,13 +213,66 @@ class HybridCache:
             ClosedError: the cache is closed.
         """
         self._controller.executor.check_open()
-        controller = self._controller
-        seed = controller.namespaces.seed(namespace, salt)
+        if self.config.page_keys:
+            raise UsageError("prefixes of this cache are page keys (option page_keys): use request_keys()")
+        words = token_array(tokens)[:]
+        return self._request(words, None, self._seed(namespace, salt), stream, traceparent, caller())
+
+    def request_keys(
+        self,
+        keys: Sequence[bytes],
+        *,
+        length: int | None = None,
+        namespace: str | None = None,
+        salt: str | None = None,
+        stream: Stream | None = None,
+        traceparent: str | None = None,
+    ) -> Request:
+        """Make a request for a prompt whose whole pages have keys, such as an engine's block hashes.
+
+        Args:
+            keys: one of 32 bytes for each whole page; it identifies the page and all before it.
+            length: tokens of the prompt; a hit leaves at least one of them to compute. Default: one more than
+                the keys' pages, so that a hit may cover them all.
+            namespace, salt, stream, traceparent: as for `request`.
+
+        Raises:
+            InvalidTokensError: a key is not 32 bytes, or there are more than the prompt has whole pages.
+            UsageError: the option `page_keys` is not set.
+            ClosedError: the cache is closed.
+        """
+        self._controller.executor.check_open()
+        if not self.config.page_keys:
+            raise UsageError(
+                "prefixes of this cache are tokens: set the option page_keys to name them by keys"
+            )
+        words, size = key_array(keys), self.spec.page_size
+        prompt = len(keys) * size + 1 if length is None else length
+        if isinstance(prompt, bool) or not isinstance(prompt, int) or prompt < max(len(keys) * size, 1):
+            raise InvalidTokensError(
+                f"{len(keys)} page keys for a prompt of {length!r} tokens: one for each whole page of {size}"
+            )
+        if prompt > len(keys) * size:
+            words.append(0)  # the prompt goes on behind the last key, so that its page may be hit too
+        return self._request(words, prompt, self._seed(namespace, salt), stream, traceparent, caller())
+
+    def _seed(self, namespace: str | None, salt: str | None) -> bytes:
+        return self._controller.namespaces.seed(namespace, salt)
+
+    def _request(
+        self,
+        words: array[int],
+        prompt: int | None,
+        seed: bytes,
+        stream: Stream | None,
+        traceparent: str | None,
+        made_at: str,
+    ) -> Request:
         if self._tracer is None:
-            request = Request(controller, token_array(tokens)[:], seed)
+            request = Request(self._controller, words, seed, prompt)
         else:
-            request = self._tracer.request(controller, token_array(tokens)[:], seed, traceparent)
-        request.made_at = caller()
+            request = self._tracer.request(self._controller, words, seed, traceparent, prompt)
+        request.made_at = made_at
         return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: RequestTracer | None) -> None:
@@ -225,9 +289,13 @@ class HybridCache:
 
         Raises:
             KeyError: no such pool or tensor.
+            UsageError: an engine owns the device memory.
         """
         try:
-            return self._parts.memories[pool].device.tensor(tensor)
+            memory = self._parts.memories[pool].device
+            if isinstance(memory, DevicePool):
+                return memory.tensor(tensor)
+            raise UsageError("device_tensor(): an engine owns the device memory here")
         except KeyError:
             names = {one.name: [part.name for part in one.tensors] for one in self.spec.pools}
             raise KeyError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
@@ -379,8 +447,12 @@ async def _open_parts(
     storage: StorageBackend | None,
     port: Port | None,
     device: Device | None,
+    engine: EngineMemory | None,
 ) -> CacheParts:
     """Open from the bottom up; the stack closes in the opposite order."""
+    pages = None if engine is None else engine.pages(spec)
+    if engine is not None:
+        config = _for_engine(config, engine)
     if port is None:
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
         stack.push_async_callback(port.aclose)
@@ -391,21 +463,19 @@ async def _open_parts(
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
-    slots = plan_slots(spec, config, _memory(device))
-    for pool in find_undersized_pools(spec, slots, config.pages_per_state):
-        _log.warning("%s", pool)
+    slots = _slots(spec, config, _memory(device), pages)
+    owned_pages = None if engine is None else engine.pools
+    allocate = partial(allocate_memories, spec, slots, device.name, config.host_layout, kept, owned_pages)
     # Shielded from cancellation: memory that a thread still pins could not be unpinned.
-    memories = await shielded(
-        port.run_blocking(partial(allocate_memories, spec, slots, device.name, config.host_layout, kept))
-    )
+    memories = await shielded(port.run_blocking(allocate))
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
-    planner = _planner(spec, slots, config)
+    planner = _planner(spec, slots, config, pages)
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
     copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
-    engine = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    stack.push_async_callback(close_transfers, engine, reactor, kept, memories, config.close_seconds)
+    transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
+    stack.push_async_callback(close_transfers, transfers, reactor, kept, memories, config.close_seconds)
     stored = StoragePools(planner.state)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
@@ -415,20 +485,50 @@ async def _open_parts(
     await tasks.ready()
     controller = HybridCacheController(
         planner,
-        Executor(planner, device, reactor, engine, tasks),
+        Executor(planner, device, reactor, transfers, tasks),
         stored,
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
         count_namespaces=config.count_namespaces,
     )
-    if engine.audit is not None:
-        planner.state.watch_host(engine.audit.forget)
+    if transfers.audit is not None:
+        planner.state.watch_host(transfers.audit.forget)
     for growth in growing_pools(spec, memories, port, planner.state.open_host):
         tasks.spawn(growth)
-    return CacheParts(device, memories, engine, stored, port, controller)
+    return CacheParts(device, memories, transfers, stored, port, controller)
 
 
-def _planner(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], config: CacheConfig) -> Planner:
+def _for_engine(config: CacheConfig, engine: EngineMemory) -> CacheConfig:
+    """
+    Raises:
+        ConfigError: an option does not fit device memory that an engine owns.
+    """
+    if config.write_policy is WritePolicy.WRITE_BACK:
+        raise ConfigError(
+            "write_policy 'write_back' keeps pages on the device until they are evicted there, but an engine "
+            "owns that memory: use write_through or write_through_selective"
+        )
+    return msgspec.structs.replace(config, device=engine.device)
+
+
+def _slots(
+    spec: ModelSpec, config: CacheConfig, memory: FreeMemory, pages: Mapping[str, int] | None
+) -> dict[str, tuple[int, int]]:
+    """Device and host slots of each pool; no device slots if an engine has `pages` of its own."""
+    if pages is not None:
+        return {name: (0, count) for name, count in plan_host_slots(spec, config, pages, memory).items()}
+    slots = plan_slots(spec, config, memory)
+    for pool in find_undersized_pools(spec, slots, config.pages_per_state):
+        _log.warning("%s", pool)
+    return slots
+
+
+def _planner(
+    spec: ModelSpec,
+    slots: Mapping[str, tuple[int, int]],
+    config: CacheConfig,
+    pages: Mapping[str, int] | None,
+) -> Planner:
     return Planner(
         spec,
         slots,
@@ -436,6 +536,8 @@ def _planner(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], config: Cach
         eviction_policy=config.eviction,
         clean_share=config.clean_share,
         checkpoints=CheckpointPolicy.parse(config.checkpoints),
+        engine_pages=pages,
+        page_keys=config.page_keys,
     )
 
 

@@ -69,6 +69,8 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
             measures when the cache is opened, and chooses by the length of runs. Default: None.
         audit: share of the pages that leave the device whose SHA-256 is compared when they come back.
             Default: 0.
+        page_keys: requests name prefixes by page keys (`HybridCache.request_keys`), such as an engine's block
+            hashes, and not by tokens. Default: False.
         write_policy: when pages go down. Default: `write_through`.
         clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
         eviction: `size`, `lru` or `fifo`, for attention pages, or a class as `package.module:Class`, see
@@ -95,6 +97,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
     host_layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
     copy_path: CopyPath | None = None
     audit: Share = 0.0
+    page_keys: bool = False
     write_policy: WritePolicy = WRITE_POLICY
     clean_share: Share = CLEAN_SHARE
     eviction: str = EVICTION

@@ -11,6 +11,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
+    "CopyEndedError",
     "DeadlockError",
     "DeviceError",
     "InternalError",
@@ -75,6 +76,10 @@ class DeviceError(CacheError, RuntimeError):
 
 class TransferError(CacheError, RuntimeError):
     """Raised to waiters of a transfer that failed or was abandoned."""
+
+
+class CopyEndedError(TransferError):
+    """Reported for a copy that failed and has ended: nothing writes to its pages any more. It fails alone."""
 
 
 class DeadlockError(CacheError, RuntimeError):

@@ -87,8 +87,8 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
     """Chained digests of the whole pages in `tokens`.
 
     Args:
-        tokens: int64 token ids; a tail shorter than a page is ignored.
-        page_size: tokens per page.
+        tokens: token ids, or the words of page keys; a tail shorter than a page is ignored.
+        page_size: tokens, or words, per page.
         prior: the digest of the page before, the namespace's seed, or empty.
 
     Returns:
@@ -97,7 +97,7 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
     """
     import numpy as np  # here: commands that move no pages start without it
 
-    ids = np.frombuffer(tokens, np.int64)
+    ids = np.frombuffer(tokens, np.uint64)  # words of page keys use all 64 bits
     pages = len(ids) // page_size
     if not pages:
         return []

@@ -15,6 +15,13 @@ TOKEN_BYTES = 8
 """Token ids are 64-bit everywhere: a page of the tree's key is `page_size * TOKEN_BYTES` bytes."""
 
 
+KEY_BYTES = 32
+"""Bytes of a page key: an engine's hash of a page and of all pages before it."""
+
+KEY_WORDS = KEY_BYTES // TOKEN_BYTES
+"""64-bit words of a page key. They take the place of a page's token ids."""
+
+
 class Tier(IntEnum):
     """The place of bytes, nearest to the model first."""
 
@@ -150,6 +157,23 @@ def token_array(tokens: Iterable[int] | array[int]) -> array[int]:
     if lowest < 0:
         raise InvalidTokensError(f"token id {lowest} is negative; ids are 0 to 2**63 - 1")
     return ids
+
+
+def key_array(keys: Sequence[bytes]) -> array[int]:
+    """The words of page keys, `KEY_WORDS` each, as `array('q')`.
+
+    Raises:
+        InvalidTokensError: a key is not `KEY_BYTES` bytes.
+    """
+    if isinstance(keys, bytes | bytearray | memoryview):  # else each byte would be taken for a key
+        raise InvalidTokensError("page keys are one run of bytes; pass a sequence with the key of each page")
+    for number, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            size = f"{len(key)} bytes" if isinstance(key, bytes | bytearray) else f"{key!r}"
+            raise InvalidTokensError(
+                f"page key {number} is {size}; a key is {KEY_BYTES} bytes, a hash of 256 bits"
+            )
+    return array("q", b"".join(keys))
 
 
 def _convert(tokens: Iterable[int]) -> array[int]:

@@ -32,7 +32,7 @@ class PlainMemory:
 
     @classmethod
     def beside(cls, rig: CopyRig, direction: Direction) -> PlainMemory:
-        nbytes = rig.memory.device.nbytes
+        nbytes = rig.memory.device.slots * rig.memory.device.spec.slot_bytes(rig.memory.device.page_size)
         if rig.memory.device.device.type == "cpu":
             host, device = (Slab(nbytes).tensor.fill_(1) for _ in range(2))
         else:

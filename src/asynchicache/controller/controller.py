@@ -73,7 +73,7 @@ class HybridCacheController:
 
     def count_served(self, sequence: RequestState) -> None:
         """Count a request whose prefix is loaded."""
-        prompt, hit = len(sequence.tokens), sequence.hit_pages * self.planner.state.page_size
+        prompt, hit = sequence.prompt, sequence.hit_pages * self.planner.state.page_size
         reason = self.planner.reason(sequence)
         self.hits.count(prompt, hit, sequence.tier, reason, self.planner.limiting_pool(sequence))
         self.hits.hit_slots.update(sequence.sources)

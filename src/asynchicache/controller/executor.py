@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.errors import ClosedError
+from asynchicache.errors import ClosedError, CopyEndedError
 from asynchicache.planner.actions import Copy, begin_span
 from asynchicache.planner.planner import Planner
 from asynchicache.streams.base import Device, Event, Stream
@@ -65,6 +65,11 @@ class Executor:
         self._failure: BaseException | None = None
 
     @property
+    def copies_here(self) -> bool:
+        """Whether copies run in this process, in the order of its streams."""
+        return self._engine.in_process
+
+    @property
     def failure(self) -> BaseException | None:
         """The device or copy error since which every request is a miss; None if there is none.
 
@@ -74,7 +79,9 @@ class Executor:
 
     # Copies
 
-    def run(self, copies: Iterable[Copy], on_wait: OnWait | None = None) -> Ticket | None:
+    def run(
+        self, copies: Iterable[Copy], on_wait: OnWait | None = None, *, after: Stream | None = None
+    ) -> Ticket | None:
         """Enqueue copies; returns the ticket of the last one, None if there are none.
 
         A copy that reads device memory runs after the forwards given to `order_after`.
@@ -83,8 +90,9 @@ class Executor:
             copies: the copies, in order.
             on_wait: called with each stream that a fence of the ticket makes wait. Default: none, for callers
                 that do not hand out the ticket.
+            after: loads too run after the work enqueued on this stream. Default: at once.
         """
-        ticket = None
+        ticket, ready = None, None if after is None else self._recorded(after)
         for copy in copies:
             if self.tracer is not None:
                 copy.span = begin_span(self.tracer, copy)
@@ -92,6 +100,7 @@ class Executor:
             done = partial(self._copy_done, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
             events = () if copy.direction is Direction.LOAD else tuple(self._computing.values())
+            events += () if ready is None else (ready,)
             ticket = self._engine.submit(
                 operation, after=events, reads=copy.reads, done=done, on_wait=on_wait
             )
@@ -102,7 +111,8 @@ class Executor:
             copy.span.finish(error)
         if error is not None:
             self.copies_failed += 1
-            self._failure = self._failure or error
+            if not isinstance(error, CopyEndedError):
+                self._failure = self._failure or error
         try:
             node = self._planner.copy_finished(copy, error)
             if node is not None and not self.stopped:
@@ -124,10 +134,13 @@ class Executor:
 
         From publication on, any request may cause copies of the pages to the host and of states.
         """
+        self._computing[stream] = event = self._recorded(stream)
+        self._reactor.track(self._device, stream, lambda _: self._computed(stream, event), event=event)
+
+    def _recorded(self, stream: Stream) -> Event:
         event = self._device.event()
         stream.record(event)
-        self._computing[stream] = event
-        self._reactor.track(self._device, stream, lambda _: self._computed(stream, event), event=event)
+        return event
 
     def _computed(self, stream: Stream, event: Event) -> None:
         if self._computing.get(stream) is event:

@@ -164,7 +164,7 @@ class Prefetcher:
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""
-        size = self._planner.state.page_size
+        size = self._planner.state.page_words
         known = self._fetches.known_digests(tokens, seed)
         with memoryview(tokens) as view:
             rest = view[len(known) * size : (len(tokens) - 1) // size * size].tobytes()

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.errors import RequestStateError
+from asynchicache.errors import RequestStateError, UsageError
 from asynchicache.planner.actions import Copy
+from asynchicache.planner.engine import NamedPages
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.tree.node import FULL
-from asynchicache.types import MissReason, Tier, as_count, token_array
+from asynchicache.types import KEY_WORDS, MissReason, Tier, as_count, key_array, token_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,31 @@ class Request:
     Order: enter (match and pin), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
     `checkpoint` for each forward. Leaving frees every slot that was not published.
 
+    If an engine owns the device memory, there are no slots: `load` and `checkpoint` name the engine's pages,
+    and calls that give out slots (`admit`, `extend`, `pages`, ...) raise `UsageError`.
+
     Attributes:
         made_at: where it was made, as `file:line`, for reports.
     """
 
-    def __init__(self, controller: HybridCacheController, tokens: array[int], seed: bytes) -> None:
+    def __init__(
+        self, controller: HybridCacheController, tokens: array[int], seed: bytes, prompt: int | None = None
+    ) -> None:
+        """
+        Args:
+            controller: of the cache.
+            tokens: of the prompt; or the words of its page keys, and one more if it goes on behind them.
+            seed: the digest of its namespace.
+            prompt: tokens of the prompt, with page keys. Default: the length of `tokens`.
+        """
         self._controller = controller
         self._planner = controller.planner
         self._executor = controller.executor
         self._seed = seed
         self._namespace = controller.namespaces.named(seed)
         self._tokens = tokens
-        self._prompt = len(tokens)
+        self._prompt = len(tokens) if prompt is None else prompt
+        self._page_keys = controller.planner.state.page_keys
         self._stream: Stream | None = None
         self._sequence: RequestState | None = None
         self._closed = False
@@ -70,12 +84,15 @@ class Request:
         if self._sequence is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
-        self._sequence = self._planner.open(self._tokens, self._seed)
-        self._sequence.made_at = self.made_at
+        self._sequence = sequence = self._planner.open(self._tokens, self._seed, self._prompt)
+        sequence.made_at = self.made_at
         if self._stream is not None:
-            self._sequence.runs_on(self._stream)
+            sequence.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
-        self._executor.run(self._planner.count_hit(self._sequence))
+        self._executor.run(self._planner.count_hit(sequence))
+        due = self._planner.due_in_storage(sequence)
+        if due is not None:
+            self._controller.storage_writer.store(due)
         return self
 
     async def __aexit__(
@@ -140,7 +157,16 @@ class Request:
             raise RequestStateError("the request is finished: its last checkpoint was final")
         return sequence
 
+    def _check_own_device(self, verb: str) -> None:
+        """
+        Raises:
+            UsageError: an engine owns the device memory.
+        """
+        if self._planner.state.host_only:
+            raise UsageError(f"{verb}() gives out device slots, and an engine owns the device memory here")
+
     def _growing(self, verb: str, tokens: int) -> tuple[RequestState, int]:
+        self._check_own_device(verb)
         sequence, count = self._unfinished(), as_count(verb, tokens)
         self._executor.check_open()
         if count < 0:
@@ -151,12 +177,24 @@ class Request:
 
     @property
     def tokens(self) -> array[int]:
-        """Prompt and generated ids so far."""
+        """Prompt and generated ids so far.
+
+        Raises:
+            UsageError: the prefix was given as page keys.
+        """
+        if self._page_keys:
+            raise UsageError("the prefix was given as page keys; its tokens are not known")
         return self._tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self._prompt
 
     @property
     def reserved(self) -> int:
         """Tokens that the request's pages have room for: the restored ones and those of `extend`."""
+        self._check_own_device("reserved")
         return self._loaded().reserved
 
     @property
@@ -195,6 +233,7 @@ class Request:
             RequestStateError: before `load`.
             KeyError: the pool has no pages.
         """
+        self._check_own_device("pages")
         sequence = self._loaded()
         component_id = self._page_pool(pool)
         return list(sequence.pages if component_id == FULL else sequence.windows[component_id].slots)
@@ -205,6 +244,7 @@ class Request:
         Raises:
             RequestStateError, KeyError: as `pages`.
         """
+        self._check_own_device("first_page")
         sequence = self._loaded()
         component_id = self._page_pool(pool)
         return 0 if component_id == FULL else sequence.windows[component_id].first
@@ -224,6 +264,7 @@ class Request:
             RequestStateError: before the first `load` or `extend` that found a slot.
             KeyError: the pool has no states.
         """
+        self._check_own_device("state")
         sequence = self._loaded()
         state = self._planner.state
         states = {
@@ -287,35 +328,68 @@ class Request:
             RequestStateError: after `load`, or the request was closed meanwhile.
             ClosedError: the cache was closed.
         """
+        self._check_own_device("admit")
         sequence = self._unloaded("admit")
         await self._executor.checkpoint()
         await self._controller.admission.admit(sequence)
         return self.hit
 
-    def load(self, *, counted: bool = True) -> Ticket:
+    def load(
+        self, *, into: NamedPages | None = None, after: Stream | None = None, counted: bool = True
+    ) -> Ticket:
         """Enqueue the copies that put the prefix and its states on the device.
 
         Falls back to a shorter prefix if there is no room; see `hit`.
 
         Args:
+            into: if an engine owns the device memory, its pages for the last pages of the hit, by pool that
+                owns slots, in order; earlier ones it has itself. None in place of a page: not wanted. Pools
+                that share slots are copied along.
+            after: if an engine owns the device memory, a stream: the copies run after the work enqueued on
+                it, such as forwards that still read the pages.
             counted: whether statistics count the request as served. Use False for a request that only
                 publishes pages computed for another request, which is counted already.
+
+        Raises:
+            RequestStateError: called twice, or the request rests.
+            UsageError: `into` is missing or not expected, or names a pool or page that does not exist, a page
+                twice, one that another load is writing, or more pages than the hit needs.
         """
         sequence = self._in_use()
         if sequence.loaded:
             raise RequestStateError("load() was called already; its ticket serves every waiter")
         if sequence.resting:
             raise RequestStateError("the request rests; call rematch() first")
-        if self._executor.failure is None:
-            copies = self._planner.loads.load(sequence)
-        else:
-            copies = self._planner.loads.load_nothing(sequence)
-        self._controller.storage_writer.use(sequence.lease.node)
+        self._check_named("load", "into", into, after)
+        end = sequence.lease.node
+        copies = self._planned_load(sequence, into)
+        self._controller.storage_writer.use(end if into is not None else sequence.lease.node)
         if counted:
             self._controller.count_served(sequence)
-        ticket = self._executor.run(copies, sequence.runs_on)
+        ticket = self._executor.run(copies, sequence.runs_on, after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
         return ticket
+
+    def _planned_load(self, sequence: RequestState, into: NamedPages | None) -> list[Copy]:
+        if self._executor.failure is not None:
+            return self._planner.loads.load_nothing(sequence)
+        return (
+            self._planner.loads.load(sequence) if into is None else self._planner.engine.load(sequence, into)
+        )
+
+    def _check_named(self, verb: str, name: str, pages: NamedPages | None, after: Stream | None) -> None:
+        """
+        Raises:
+            UsageError: pages are named although the cache owns the device memory, or the other way round; or
+                a stream is given to a cache that hands its copies out.
+        """
+        host_only = self._planner.state.host_only
+        if host_only and not isinstance(pages, Mapping):
+            raise UsageError(f"{verb}({name}=...) must name the engine's pages by pool, not {pages!r}")
+        if not host_only and pages is not None:
+            raise UsageError(f"{verb}({name}=...) is for a cache whose device memory an engine owns")
+        if host_only and after is not None and not self._executor.copies_here:
+            raise UsageError(f"{verb}(after=...): the copies run elsewhere, where this stream is not known")
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
@@ -349,12 +423,31 @@ class Request:
 
         Raises:
             InvalidTokensError: as for a prompt.
+            UsageError: the prefix was given as page keys; see `append_keys`.
         """
-        sequence, added = self._open(), token_array(tokens)
+        if self._page_keys:
+            raise UsageError("the prefix was given as page keys; append_keys() adds more")
+        self._add(len(self._tokens), token_array(tokens))
+
+    def append_keys(self, keys: Sequence[bytes]) -> None:
+        """Add the keys of the next whole pages.
+
+        Raises:
+            InvalidTokensError: a key is not 32 bytes.
+            UsageError: the prefix was given as tokens.
+        """
+        if not self._page_keys:
+            raise UsageError("the prefix was given as tokens; append() adds more")
+        whole = len(self._tokens) // KEY_WORDS * KEY_WORDS
+        self._add(whole, key_array(keys) + self._tokens[whole:])  # the last word says that the prompt goes on
+
+    def _add(self, at: int, words: array[int]) -> None:
+        """Replace what is known from word `at` on."""
+        sequence = self._open()
         try:
-            self._tokens.extend(added)
+            self._tokens[at:] = words
         except BufferError:  # a view exists (numpy, say): copy, the view keeps the old ids
-            sequence.tokens = self._tokens = self._tokens + added
+            sequence.tokens = self._tokens = self._tokens[:at] + words
 
     def advance(self, length: int, *, after: Stream | None = None) -> None:
         """Report that the first `length` tokens are computed: frees pages before the sliding windows.
@@ -369,6 +462,7 @@ class Request:
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
         """
+        self._check_own_device("advance")
         sequence, length = self._unfinished(), as_count("advance", length)
         if not 0 <= length <= sequence.reserved:
             raise RequestStateError(f"length {length} is outside 0..{sequence.reserved}, the room it has")
@@ -394,18 +488,33 @@ class Request:
         For a decode loop that does not know where it will end: take a snapshot at each page boundary, and
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
+        self._check_own_device("snapshot")
         sequence, length = self._checked("snapshot", length)
         self._order_after(sequence, after or self._stream)
         return self._copy_states(sequence, self._planner.snapshot(sequence, length))
 
-    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
+    def checkpoint(
+        self,
+        length: int,
+        *,
+        pages: NamedPages | None = None,
+        after: Stream | None = None,
+        final: bool = False,
+    ) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
         The state is the snapshot taken at `length`; else the working state, if `length` is a whole number
         of pages. Nothing is published after a device failure.
 
+        If an engine owns the device memory, what the host lacks is copied there from the pages that the
+        engine names, and published when it has arrived; storage follows by the write policy. The engine keeps
+        the pages as they are until the ticket is done.
+
         Args:
             length: where a forward ended; at most the extended and appended length.
+            pages: if an engine owns the device memory, its pages with the last pages of the prefix, by pool
+                that owns slots, in order; best all of them, as only missing ones are copied. None in place of
+                a page: it is not there. A gap before the end of what the host has ends the backup.
             after: the stream of the forward; copies run after the work enqueued on it. Other requests match
                 the pages at once, so their forwards must run on this stream too, or wait for it.
             final: the request computes nothing more. Its working state is handed over, without a copy and
@@ -417,10 +526,16 @@ class Request:
             `ticket.fence(layer).wait_on(stream)`.
 
         Raises:
-            RequestStateError: before `load`, or `length` is out of range.
+            RequestStateError: before `load` (if the cache owns the device memory), or `length` is out of
+                range.
+            UsageError: `pages` is missing or not expected, or names a pool or page that does not exist, or a
+                page twice.
         """
-        sequence, length = self._checked("checkpoint", length)
         after = after or self._stream
+        self._check_named("checkpoint", "pages", pages, after)
+        if pages is not None:
+            return self._back_up(length, pages, after, final=final)
+        sequence, length = self._checked("checkpoint", length)
         self._order_after(sequence, after)
         if self._executor.failure is None:
             copies = self._planner.publish(sequence, length, final=final)
@@ -429,6 +544,29 @@ class Request:
         ticket = self._copy_states(sequence, copies)
         self._retire(sequence, length, after)
         return ticket
+
+    def _back_up(self, length: int, pages: NamedPages, after: Stream | None, *, final: bool) -> Ticket:
+        """Copy pages that an engine owns to the host; returns the ticket of the copy."""
+        sequence, length = self._in_use(), as_count("checkpoint", length)
+        if sequence.finished:
+            raise RequestStateError("the request is finished: its last checkpoint was final")
+        size = self._planner.state.page_size
+        known = (
+            len(self._tokens) // self._planner.state.page_words * size
+            if self._page_keys
+            else len(self._tokens)
+        )
+        if not 0 <= length < known + (size if self._page_keys else 1):
+            raise RequestStateError(
+                f"length {length}: the prefix is known up to {known} tokens; append() first"
+            )
+        copies = self._planner.engine.backup(
+            sequence, length // size, pages, states=length % size == 0, usable=self._executor.failure is None
+        )
+        sequence.finished = final
+        self._order_after(sequence, after)
+        ticket = self._executor.run(copies, sequence.runs_on)
+        return ticket or Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
 
     def _order_after(self, sequence: RequestState, stream: Stream | None) -> None:
         if stream is not None:
@@ -451,6 +589,8 @@ class Request:
         """
         sequence = self._in_use()
         await self._executor.checkpoint()
+        if self._planner.state.host_only and not self._planner.engine.hold(sequence):
+            return False
         return await self._controller.storage_writer.durable(sequence)
 
     def _checked(self, verb: str, length: int) -> tuple[RequestState, int]:

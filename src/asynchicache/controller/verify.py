@@ -60,6 +60,8 @@ def _copies(state: CacheState, copies: Iterable[CacheOperation]) -> Iterator[str
         way = operation.direction
         for pool, sources, destinations in operation.transfers:
             for tier, slots in ((way.source, sources), (way.destination, destinations)):
+                if state.host_only and tier is Tier.DEVICE:
+                    continue  # the engine's own pages
                 free = state.free[place_of(numbers[pool], tier)]
                 for slot in filter(free.is_free, slots):
                     yield f"{free.name}: slot {slot} is free, and a {way.value} uses it"

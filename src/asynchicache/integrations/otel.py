@@ -23,6 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from asynchicache.cache import HybridCache
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.request import Hit, Request
+from asynchicache.planner.engine import NamedPages
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
 
@@ -50,7 +51,12 @@ class CacheTracer:
         self._tracer = tracer
 
     def request(
-        self, controller: HybridCacheController, tokens: array[int], seed: bytes, traceparent: str | None
+        self,
+        controller: HybridCacheController,
+        tokens: array[int],
+        seed: bytes,
+        traceparent: str | None,
+        prompt: int | None = None,
     ) -> Request:
         """Return a request whose spans are children of `traceparent`.
 
@@ -58,7 +64,8 @@ class CacheTracer:
         """
         current = context_api.get_current()
         carrier = {} if traceparent is None else {"traceparent": traceparent}
-        return TracedRequest(controller, tokens, seed, self, _propagator.extract(carrier, context=current))
+        parent = _propagator.extract(carrier, context=current)
+        return TracedRequest(controller, tokens, seed, self, parent, prompt)
 
     @contextmanager
     def span(self, name: str, **attributes: str | int) -> Iterator[trace.Span]:
@@ -108,13 +115,14 @@ class TracedRequest(Request):
         seed: bytes,
         tracer: CacheTracer,
         parent: Context,
+        prompt: int | None = None,
     ) -> None:
-        super().__init__(controller, tokens, seed)
+        super().__init__(controller, tokens, seed, prompt)
         self._tracer = tracer
         self._parent = parent
 
     async def __aenter__(self) -> Self:
-        with self._beneath_parent(), self._tracer.span("lookup", prompt_tokens=len(self.tokens)) as span:
+        with self._beneath_parent(), self._tracer.span("lookup", prompt_tokens=self.prompt_tokens) as span:
             await super().__aenter__()
             span.set_attributes(_hit(self.hit))
         return self
@@ -134,9 +142,11 @@ class TracedRequest(Request):
             span.set_attributes(_hit(hit))
         return hit
 
-    def load(self, *, counted: bool = True) -> Ticket:
+    def load(
+        self, *, into: NamedPages | None = None, after: Stream | None = None, counted: bool = True
+    ) -> Ticket:
         with self._beneath_parent():  # the copy has its own span, which ends when the copy completes
-            return super().load(counted=counted)
+            return super().load(into=into, after=after, counted=counted)
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
         with self._beneath_parent():
@@ -150,9 +160,16 @@ class TracedRequest(Request):
         with self._beneath_parent():
             return super().snapshot(length, after=after)
 
-    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
+    def checkpoint(
+        self,
+        length: int,
+        *,
+        pages: NamedPages | None = None,
+        after: Stream | None = None,
+        final: bool = False,
+    ) -> Ticket:
         with self._beneath_parent(), self._tracer.span("checkpoint", tokens=length):
-            return super().checkpoint(length, after=after, final=final)
+            return super().checkpoint(length, pages=pages, after=after, final=final)
 
     @contextmanager
     def _beneath_parent(self) -> Iterator[None]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
-from asynchicache.errors import CapacityError
+from asynchicache.errors import CapacityError, CopyEndedError
 from asynchicache.planner.actions import Copy, Transfers
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
+from asynchicache.planner.engine import EnginePlanner
 from asynchicache.planner.fetch import FetchPlanner
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
@@ -35,6 +36,7 @@ class Planner:
     Attributes:
         state: the tree, the allocators, and the holders of slots.
         loads: plans loads to the device.
+        engine: plans copies from and to pages that an engine owns.
         fetches, backups: plan reads from storage, and copies down to host and storage.
         checkpoints: the lengths at which to keep states.
         windows: the pages of sliding windows that requests hold.
@@ -50,43 +52,72 @@ class Planner:
         eviction_policy: str = EVICTION,
         clean_share: float = CLEAN_SHARE,
         checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
+        engine_pages: Mapping[str, int] | None = None,
+        page_keys: bool = False,
     ) -> None:
-        """`slots`: device and host slots of each pool that owns slots; 0 host slots: not on the host."""
+        """
+        Args:
+            spec: the model.
+            slots: device and host slots of each pool that owns slots; 0 host slots: not on the host.
+            write_policy: when pages are copied down.
+            eviction_policy: orders attention pages.
+            clean_share: the share of device pages that write-back keeps free or backed up ahead of need.
+            checkpoints: the lengths at which to keep states.
+            engine_pages: device pages by pool, if an engine owns them (`CacheState`).
+            page_keys: prefixes are page keys, not tokens.
+        """
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
-        self.state = CacheState(spec, slots, write_policy=write_policy, eviction_policy=eviction_policy)
+        self.state = CacheState(
+            spec,
+            slots,
+            write_policy=write_policy,
+            eviction_policy=eviction_policy,
+            engine_pages=engine_pages,
+            page_keys=page_keys,
+        )
         self.activity = Activity()
         self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)
         self.fetches = FetchPlanner(self.state, self.backups)
         self._tree = self.state.tree
         self.windows = WindowPlanner(self.state)
         self.loads = LoadPlanner(self.state, self.windows)
+        self.engine = EnginePlanner(self.state, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
 
     # Requests
 
-    def open(self, tokens: array[int], seed: bytes) -> RequestState:
+    def open(self, tokens: array[int], seed: bytes, prompt: int | None = None) -> RequestState:
         """Match and pin a prefix. At least one token is left to compute, so that there are logits.
+
+        Args:
+            tokens: of the prompt; or the words of its page keys, and one word more if it goes on behind them.
+            seed: the digest of the namespace.
+            prompt: tokens of the prompt. Default: the length of `tokens`.
 
         Raises:
             CapacityError: the tokens do not fit on the device even if it is empty.
         """
-        pages = -(-len(tokens) // self.state.page_size)
-        capacity = self.state.free[FULL_DEVICE].capacity
-        if pages > capacity:
-            raise CapacityError(
-                f"{len(tokens)} tokens need {pages} pages of {self.state.page_size}; "
-                f"the device holds {capacity}: raise the device pages of {self.state.names[FULL]!r}"
-            )
+        prompt = len(tokens) if prompt is None else prompt
+        self._check_capacity(prompt)
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
         lease = self._tree.pin(match, self._tree.credit(tokens, match))
-        sequence = RequestState(tokens, seed, lease, match, held_back, prompt=len(tokens))
+        sequence = RequestState(tokens, seed, lease, match, held_back, prompt=prompt)
         self.state.sequences.add(sequence)
         return sequence
 
+    def _check_capacity(self, tokens: int) -> None:
+        pages, state = -(-tokens // self.state.page_size), self.state
+        capacity = (state.engine_pages or {}).get(state.names[FULL], state.free[FULL_DEVICE].capacity)
+        if pages > capacity:
+            raise CapacityError(
+                f"{tokens} tokens need {pages} pages of {state.page_size}; "
+                f"the device holds {capacity}: raise the device pages of {state.names[FULL]!r}"
+            )
+
     def _match(self, tokens: array[int], seed: bytes) -> Match:
-        return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self.state.page_size)
+        return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self._tree.page_size)
 
     def rematch(self, sequence: RequestState, *, fetched: bool = True) -> None:
         """Match again, and pin the new prefix before releasing the old one.
@@ -118,6 +149,13 @@ class Planner:
         path = self._tree.count_hit(sequence.lease.node)
         due = [node for node in path if self.backups.due(node)]
         return self.backups.backup(due[-1]) if due else []
+
+    def due_in_storage(self, sequence: RequestState) -> Node | None:
+        """The end of the matched path if it is to be written to storage now, because an engine's pages are on
+        the host before the policy wants them in storage (write-through-selective); else None."""
+        node = sequence.lease.node
+        selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        return node if self.state.host_only and selective and node.pages and self.backups.due(node) else None
 
     def release(self, sequence: RequestState, error: BaseException | None = None) -> None:
         """Drop one user (the request, a copy, or a stream); the last one frees the request's slots.
@@ -360,11 +398,14 @@ class Planner:
     def copy_finished(self, copy: Copy, error: BaseException | None) -> Node | None:
         """Settle or undo a copy; return the node whose path is due for the next tier, or None."""
         self.state.tier_copies.remove(copy.tier_copy)
-        if error is not None:
+        ended = error is None or isinstance(error, CopyEndedError)
+        if not ended:
             self.state.condemn(copy.direction.destination, copy.transfers)
         lost = copies.finish(self._tree, copy.tier_copy, arrived=error is None)
         for place, slots in lost.items():
-            self.state.free[place].quarantine(slots)
+            self.state.give_back(place, slots, poisoned=not (ended and self.state.host_only))
+        if self.state.host_only and copy.direction is Direction.LOAD:
+            self.engine.load_ended(copy)
         if copy.user is not None:
             self.release(copy.user, error)
         return copy.publishes if error is None else None

@@ -18,7 +18,7 @@ from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.node import FULL, FULL_DEVICE, Pins, SlotPlace, component_of, place_of, tier_of
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
-from asynchicache.types import PoolTransfer, Tier, WritePolicy
+from asynchicache.types import KEY_WORDS, PoolTransfer, Tier, WritePolicy
 
 
 def _tell_all(
@@ -56,6 +56,11 @@ class CacheState:
 
     Attributes:
         names: pool name of each component; the first covers every page.
+        page_size: tokens of a page.
+        page_keys, page_words: whether prefixes are page keys, and the 64-bit words that name a page: its
+            tokens, or its key.
+        engine_pages: device pages of each pool that owns slots, if an engine owns them; else None.
+        host_only: an engine owns the device pages, so the tree has none.
         followers: by pool, the pools that share its slots and are copied with it.
         free: by place, the allocator of that component and tier.
         sequences, tier_copies, pinned, private: all holders of pins or slots outside the tree.
@@ -69,23 +74,43 @@ class CacheState:
         *,
         write_policy: WritePolicy,
         eviction_policy: str,
+        engine_pages: Mapping[str, int] | None = None,
+        page_keys: bool = False,
     ) -> None:
+        """
+        Args:
+            spec: the model.
+            slots: device and host slots of each pool that owns slots.
+            write_policy: when pages are copied down.
+            eviction_policy: orders attention pages.
+            engine_pages: device pages of each pool that owns slots, if an engine owns them; `slots` then has
+                no device slots. None: the cache has device slots of its own.
+            page_keys: prefixes are page keys, not tokens.
+
+        Raises:
+            ConfigError: the pools do not fit each other, or one has no room for one request.
+        """
         owners = spec.owners
         if any(not pool.coverage.trailing for pool in owners[1:]):
             raise ConfigError(f"model {spec.model!r}: a second pool covers every page and owns its slots")
         self.spec = spec
         self.page_size = spec.page_size
+        self.page_keys = page_keys
+        self.page_words = KEY_WORDS if page_keys else spec.page_size
+        self.engine_pages = engine_pages
+        self.host_only = engine_pages is not None
         self.write_policy = write_policy
         self.names = [pool.name for pool in owners]
         self.followers = {
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
         self.tree = UnifiedRadixTree(
-            spec.page_size,
+            self.page_words,
             [pool.coverage for pool in owners[1:]],
             windows=[component_id for component_id, pool in enumerate(owners[1:], start=1) if pool.per_token],
             eviction=eviction_policy,
             capacity=max(slots[self.names[FULL]]),
+            host_only=self.host_only,
         )
         self.free = [
             SlotAllocator(slots[name][tier], name=f"{name} {tier.name.lower()} slots")
@@ -114,7 +139,12 @@ class CacheState:
                 self.free[place_of(component.id, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST)
             )
             name, least = self.names[component.id], component.pages + 1
-            if device < least:
+            if self.host_only and host < component.pages:
+                raise ConfigError(
+                    f"pool {name!r} has {host} host pages; one window needs {component.pages}, and no hit is "
+                    f"possible without: raise the host pages of {name!r}"
+                )
+            if device < least and not self.host_only:
                 raise ConfigError(
                     f"pool {name!r} has {device} device pages; one request needs {least}, a window of "
                     f"{component.pages} and the page it writes: raise the device pages of {name!r}"
@@ -200,6 +230,8 @@ class CacheState:
 
         The owner may have changed: a state that a request loaded may belong to the tree by now.
         """
+        if self.host_only and tier is Tier.DEVICE:
+            return  # the engine's own pages
         for pool, _, slots in transfers:
             owner = self.spec.pool(pool).slots_of or pool
             self.free[place_of(self.names.index(owner), tier)].condemn(slots)

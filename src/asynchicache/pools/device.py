@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -14,6 +16,36 @@ from asynchicache.types import check_number
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 """Torch's dtypes by the names that specs use."""
+
+
+class DevicePages(Protocol):
+    """The device memory of one pool as copies see it: the cache's, or an engine's (`EnginePages`)."""
+
+    @property
+    def spec(self) -> PoolSpec: ...
+
+    @property
+    def copy_spec(self) -> PoolSpec:
+        """The tensors that are copied: those of `spec`, or parts of them."""
+        ...
+
+    @property
+    def host_parts(self) -> Mapping[str, tuple[str, slice]]:
+        """By tensor of `copy_spec`, the tensor of `spec` that it is part of, and which layers."""
+        ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def items(self, name: str) -> torch.Tensor:
+        """One tensor of `copy_spec` as bytes, uint8 `[layers, slots, item_bytes]`."""
+        ...
 
 
 class DevicePool:
@@ -54,7 +86,7 @@ class DevicePool:
         self.spec = spec
         self.page_size = page_size
         self.slots = slots
-        self.device = _torch_device(device)
+        self.device = torch_device(device)
         self._items = {name: self._allocate(name, shape, poison) for name, shape in self._shapes().items()}
         if self.device.type == "cuda":  # copies on other streams are not ordered after the filling
             torch.cuda.synchronize(self.device)
@@ -63,6 +95,16 @@ class DevicePool:
     @property
     def nbytes(self) -> int:
         return self.slots * self.spec.slot_bytes(self.page_size)
+
+    @property
+    def copy_spec(self) -> PoolSpec:
+        """The same as `spec`: all layers of a tensor lie at equal distances."""
+        return self.spec
+
+    @property
+    def host_parts(self) -> dict[str, tuple[str, slice]]:
+        """See `DevicePages`."""
+        return {tensor.name: (tensor.name, slice(None)) for tensor in self.spec.tensors}
 
     def tensor(self, name: str) -> torch.Tensor:
         """`[layers, slots, page_size, *shape]` for pages, `[layers, slots, *shape]` for states.
@@ -109,7 +151,7 @@ class DevicePool:
         return f"<DevicePool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes on {self.device}>"
 
 
-def _torch_device(device: torch.device | str) -> torch.device:
+def torch_device(device: torch.device | str) -> torch.device:
     """Parse a device. `cuda` means the first GPU, so that a pool and its streams agree."""
     try:
         found = torch.device(device)

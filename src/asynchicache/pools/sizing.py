@@ -68,6 +68,39 @@ def plan_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> dic
     return {name: (device[name], host[name]) for name in device}
 
 
+def plan_host_slots(
+    spec: ModelSpec, options: SizeOptions, pages: Mapping[str, int], memory: FreeMemory
+) -> dict[str, int]:
+    """Host slots of every pool that owns slots, if an engine owns the device memory.
+
+    Args:
+        spec: the model.
+        options: those of the host apply.
+        pages: the engine's pages of each pool, for `host_ratio`.
+        memory: free memory.
+
+    Raises:
+        ConfigError: an unknown pool name, options for device memory, or a pool without host slots.
+        CapacityError: not enough memory; says how much is needed.
+    """
+    _check(spec, options)
+    if options.device_slots or options.device_bytes is not None:
+        raise ConfigError("device_slots and device_bytes do not apply: an engine owns the device memory")
+    room = int(memory.host * _HOST_SHARE)
+    host = _host_slots(spec, options, pages, room)
+    need = _total(spec, host, host=True)
+    if need > room:
+        raise _too_much("host", need, room, "host_slots, host_bytes or host_ratio")
+    for name, count in host.items():
+        least = max(_window(spec.pool(name)), 1)
+        if count < least:
+            raise ConfigError(
+                f"pool {name!r} has {count} host slots; one request needs {least} at least, and without them "
+                "nothing can be kept: raise host_slots or host_bytes"
+            )
+    return host
+
+
 def _check(spec: ModelSpec, options: SizeOptions) -> None:
     names = [pool.name for pool in spec.owners]
     for option, slots in (("device_slots", options.device_slots), ("host_slots", options.host_slots)):

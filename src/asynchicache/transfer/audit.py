@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from asynchicache.kernels.batch import expand_runs
-from asynchicache.pools.device import DevicePool
+from asynchicache.pools.device import DevicePages
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction, TransferPlan, tensor_parts
 
@@ -77,7 +77,7 @@ class PageAudit:
     that may block, the rest on the loop.
     """
 
-    def __init__(self, devices: Mapping[str, DevicePool], share: float, rng: random.Random) -> None:
+    def __init__(self, devices: Mapping[str, DevicePages], share: float, rng: random.Random) -> None:
         """
         Args:
             devices: by pool.
@@ -131,14 +131,14 @@ class PageAudit:
         left = MOST_BYTES
         for page in pages:
             pool = self._devices[page.pool]
-            left -= pool.nbytes // pool.slots
+            left -= pool.spec.slot_bytes(pool.page_size)
             if left >= 0:
                 yield page
 
     def allocate_staging(self, page: _Page) -> StagedPage:
         """Host memory for a page's bytes."""
         pool = self._devices[page.pool]
-        shapes = {tensor.name: pool.items(tensor.name).shape for tensor in pool.spec.tensors}
+        shapes = {tensor.name: pool.items(tensor.name).shape for tensor in pool.copy_spec.tensors}
         pin = pool.device.type == "cuda"
         return {
             name: torch.empty((layers, nbytes), dtype=torch.uint8, pin_memory=pin)
@@ -148,7 +148,7 @@ class PageAudit:
     def stage(self, page: _Page, layers: range, staged: StagedPage) -> None:
         """Copy some layers of a page to the host; they are there once the current stream has got here."""
         pool = self._devices[page.pool]
-        for part in tensor_parts(pool.spec, layers):
+        for part in tensor_parts(pool.copy_spec, layers):
             items = pool.items(part.tensor)
             # Layer by layer: torch would gather several on the device first, which may have no room.
             for layer in range(part.start, part.stop):

@@ -17,7 +17,7 @@ from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
 from asynchicache.kernels.select import CopyMethods, PageKernels, copy_methods
 from asynchicache.kernels.units import copy_runs
-from asynchicache.pools.device import DevicePool
+from asynchicache.pools.device import DevicePages
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, table_for
@@ -43,7 +43,7 @@ class PoolMemory:
         ConfigError: the two are not of the same pool and page size.
     """
 
-    device: DevicePool
+    device: DevicePages
     host: HostPool
 
     def __post_init__(self) -> None:
@@ -60,8 +60,9 @@ class PoolMemory:
 
     def items(self) -> PoolItems:
         """Views of both tiers, with each item cut into the units that it has on the host."""
-        tensors = self.device.spec.tensors
-        host = [self.host.items(tensor.name) for tensor in tensors]
+        tensors = self.device.copy_spec.tensors
+        parts = [self.device.host_parts[tensor.name] for tensor in tensors]
+        host = [self.host.items(name)[layers] for name, layers in parts]
         device = [
             self.device.items(tensor.name).view(len(tensor.layers), self.device.slots, *ours.shape[2:])
             for tensor, ours in zip(tensors, host, strict=True)
@@ -161,10 +162,10 @@ class _Pool:
     def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
         self._name = name
         self._warned = False
-        self.spec = memory.device.spec
         self.items = memory.items()
-        self.index = {tensor.name: index for index, tensor in enumerate(memory.device.spec.tensors)}
-        spec, page_size = memory.device.spec, memory.device.page_size
+        self.spec = spec = memory.device.copy_spec
+        page_size = memory.device.page_size
+        self.index = {tensor.name: index for index, tensor in enumerate(spec.tensors)}
         self.item_bytes = {tensor.name: spec.item_bytes(tensor, page_size) for tensor in spec.tensors}
         self.page_bytes = spec.slot_bytes(page_size)
         host, device = self.items.host, self.items.device

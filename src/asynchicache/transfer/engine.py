@@ -64,6 +64,8 @@ class TransferEngine:
         audit: compares a sample of the pages; None if there is no audit.
     """
 
+    in_process = True
+
     def __init__(
         self,
         device: Device,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asynchicache.layouts import HostLayout
-from asynchicache.pools.device import DevicePool
+from asynchicache.pools.device import DevicePages, DevicePool
 from asynchicache.pools.host import HostPool, grow_pool
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import Port
@@ -48,6 +48,7 @@ def allocate_memories(
     device: str,
     layout: HostLayout,
     kept: ExitStack,
+    pages: Mapping[str, DevicePages] | None = None,
 ) -> dict[str, PoolMemory]:
     """Every pool's slots in both tiers; host memory pinned for a GPU, a first step of it. Blocking.
 
@@ -57,6 +58,7 @@ def allocate_memories(
         device: torch's name.
         layout: of host memory.
         kept: closes the host memory, including what was pinned before an error.
+        pages: device memory that an engine owns, by pool. Default: it is allocated.
 
     Raises:
         CapacityError: the device or the system has no room.
@@ -67,7 +69,8 @@ def allocate_memories(
         on_device, on_host = slots[pool.slots_of or pool.name]
         host = HostPool(pool, spec.page_size, on_host, pin=pinner or False, layout=layout)
         kept.callback(host.close)
-        memories[pool.name] = PoolMemory(DevicePool(pool, spec.page_size, on_device, device), host)
+        own = DevicePool(pool, spec.page_size, on_device, device) if pages is None else pages[pool.name]
+        memories[pool.name] = PoolMemory(own, host)
     return memories
 
 

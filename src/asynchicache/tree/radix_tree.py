@@ -32,6 +32,7 @@ from asynchicache.tree.node import (
     FULL_HOST,
     LOADING,
     RESIDENT,
+    SAVING,
     Node,
     Pins,
     SlotPlace,
@@ -148,7 +149,8 @@ class UnifiedRadixTree:
     """Match, pin, insert.
 
     Attributes:
-        page_size, page_bytes: tokens of a page, and bytes of them in a key.
+        page_size, page_bytes: tokens (or words of its key) of a page, and bytes of them in a node's key.
+        host_only: nothing is ever on the device.
         components: the pools beside the full one, numbered from 1 in this order.
         windows: those of them that have a slot for each page.
         places: every place of a node, in the order of its lists.
@@ -167,6 +169,7 @@ class UnifiedRadixTree:
         windows: Collection[int] = (),
         eviction: str = EVICTION,
         capacity: int = 0,
+        host_only: bool = False,
     ) -> None:
         """
         Args:
@@ -175,9 +178,12 @@ class UnifiedRadixTree:
             windows: the numbers, from 1, of those that have a slot a page; the others have one a state.
             eviction: the policy that orders the full one's nodes, see `policies.policy`.
             capacity: pages that the larger tier holds, for the policy.
+            host_only: nothing is ever on the device. Pages that are being copied to the host are then nowhere
+                else, so a match ends before them.
         """
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
+        self.host_only = host_only
         self.components: list[Component] = [
             make_component(c, n, paged=n in windows) for n, c in enumerate(coverages, start=1)
         ]
@@ -496,10 +502,10 @@ class UnifiedRadixTree:
         node = self.roots.get(seed)
         if node is None:
             return Match(self.bare_root(seed), 0, 0, 0, None, self.version)
-        offset, partial, inside = 0, None, 0  # in bytes
+        offset, partial, inside, host_only = 0, None, 0, self.host_only  # in bytes
         while offset < end:
             child = node.children.get(view[offset : offset + size].tobytes())
-            if child is None:
+            if child is None or (host_only and child.residency[FULL_HOST] == SAVING):
                 break
             key = child.key
             after = offset + len(key)
@@ -592,6 +598,22 @@ class UnifiedRadixTree:
             if common < child.pages and node.end + common < pages:
                 return None
             node = child if common == child.pages else self.split(child, common)
+        return node
+
+    def known_end(self, tokens: array[int], seed: bytes, pages: int) -> Node:
+        """The last node whose pages are among the first `pages` pages of `tokens`, cutting one if need be."""
+        size = self.page_bytes
+        view = memoryview(tokens).cast("B")
+        node, end = self.roots.get(seed) or self.bare_root(seed), pages * size
+        while node.end < pages:
+            start = node.end * size
+            child = node.children.get(view[start : start + size].tobytes())
+            if child is None:
+                break
+            common = self._common(child.key, view, start, end)
+            if common < child.pages:
+                return self.split(child, common)
+            node = child
         return node
 
     def child(self, node: Node, tokens: array[int]) -> Node | None:
@@ -756,13 +778,17 @@ class UnifiedRadixTree:
         result.filled = [
             part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
         ]
-        if result.filled:
-            self.policy.published(node)
-        self._touch_pages(node, lease.credit)
+        self.published(node, lease.credit, fresh=bool(result.filled))
         self.repin(lease, node)
         for component_id, pages in (windows or {}).items():
             self._keep_taken(lease, component_id, pages.first, result.windows[component_id])
         return result
+
+    def published(self, node: Node, credit: float, *, fresh: bool) -> None:
+        """A request published the path to `node`; `fresh`: it computed pages that the tree had not."""
+        if fresh:
+            self.policy.published(node)
+        self._touch_pages(node, credit)
 
     def _keep_taken(
         self, lease: PathLease, component_id: int, first: int, refused: Mapping[int, int]

@@ -1,0 +1,321 @@
+"""Plans copies from and to device pages that an engine owns. Pure.
+
+The tree then has no device tier. A load copies host pages to the pages that the engine names. A backup
+puts new nodes into the tree at once, as `SAVING`: a match ends before them, a second backup of the same
+pages leaves them out, and if the copy fails they are taken back. So no page is visible before its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asynchicache.errors import UsageError
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.request_state import RequestState
+from asynchicache.planner.state import CacheState
+from asynchicache.tree import copies
+from asynchicache.tree.copies import CopyRequest
+from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Node, Pins, place_of
+from asynchicache.types import Direction, MissReason, PoolTransfer, Tier
+
+NamedPages = Mapping[str, Sequence[int | None]]
+"""By pool that owns slots, the engine's pages for the last pages of a prefix, in order. None skips a page."""
+
+
+class EnginePlanner:
+    """Plans loads to, and backups from, the pages of an engine."""
+
+    def __init__(self, state: CacheState, backups: BackupPlanner) -> None:
+        self._state = state
+        self._tree = state.tree
+        self._backups = backups
+        self._loading: set[tuple[str, int]] = set()  # pages that loads in flight write
+
+    def check(self, pages: NamedPages, longest: int, *, written: bool) -> None:
+        """Check pages that an engine names for the end of a prefix.
+
+        Args:
+            pages: by pool.
+            longest: pages of the prefix.
+            written: whether a load will write them.
+
+        Raises:
+            UsageError: an unknown pool, more pages than the prefix has (for a state: than one), a page that
+                does not exist, is named twice, or is being written by another load.
+        """
+        known = self._state.engine_pages or {}
+        for pool, numbers in pages.items():
+            if pool not in known:
+                raise UsageError(f"pool {pool!r} is none of those that own slots: {sorted(known)}")
+            most = self._most(pool, longest)
+            if len(numbers) > most:
+                raise UsageError(f"{len(numbers)} pages of pool {pool!r} for the last {most} of a prefix")
+            self._check_numbers(
+                pool, [number for number in numbers if number is not None], known[pool], written
+            )
+
+    def _most(self, pool: str, longest: int) -> int:
+        """The most pages of a pool that an engine may name for a prefix of `longest` pages."""
+        owner = self._state.spec.pool(pool)
+        return longest if owner.per_token else min(longest, 1)
+
+    def _check_numbers(self, pool: str, numbers: Sequence[int], count: int, written: bool) -> None:
+        seen: set[int] = set()
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+                raise UsageError(f"pool {pool!r} has no device page {number!r}; it has {count}")
+            if number in seen:
+                raise UsageError(f"pool {pool!r}: device page {number} is named twice")
+            if written and (pool, number) in self._loading:
+                raise UsageError(f"pool {pool!r}: another load is still writing device page {number}")
+            seen.add(number)
+
+    # To the device
+
+    def load(self, sequence: RequestState, into: NamedPages) -> list[Copy]:
+        """Copy the end of the matched prefix to the engine's pages, as far as it names them.
+
+        The copy keeps the host pages from now on; the request keeps nothing.
+
+        Raises:
+            UsageError: as `check`, or the prefix does not need a named page.
+        """
+        node = sequence.lease.node
+        self.check(into, node.end, written=True)
+        transfers, pins = self._from_host(node, into)
+        sequence.loaded = True
+        sequence.hit_pages = node.end
+        sequence.tier = self._tier(sequence, node, transfers)
+        self._count_sources(sequence, node, transfers)
+        copy = Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, []))
+        copies.keep(self._tree, copy.tier_copy, pins)
+        for component_id, (sources, destinations) in transfers.items():
+            copy.transfers += self._state.transfers(component_id, sources, destinations)
+            self._loading.update((self._state.names[component_id], page) for page in destinations)
+        self.let_go(sequence)
+        return [copy.serve(sequence)]
+
+    def _from_host(self, node: Node, into: NamedPages) -> tuple[dict[int, tuple[list[int], list[int]]], Pins]:
+        """By component, the host slots and the engine's pages of a load; and what keeps the host slots."""
+        transfers: dict[int, tuple[list[int], list[int]]] = {}
+        pins: Pins = []
+        for component_id, name in enumerate(self._state.names):
+            numbers = into.get(name, ())
+            wanted = {node.end - len(numbers) + i: n for i, n in enumerate(numbers) if n is not None}
+            if not wanted:
+                continue
+            slots, parts = self._host_slots(node, component_id, min(wanted))
+            missing = [page for page in wanted if page not in slots]
+            if missing:
+                raise UsageError(
+                    f"pool {name!r}: page {missing[0]} is named, and the hit of {node.end} pages does not "
+                    "need it: None skips a page"
+                )
+            transfers[component_id] = [slots[page] for page in wanted], list(wanted.values())
+            pins += [(part, place_of(component_id, Tier.HOST)) for part in parts]
+        if transfers and (node, FULL_HOST) not in pins:  # windows and states go with their full pages
+            pins.append((node, FULL_HOST))
+        return transfers, pins
+
+    def _host_slots(self, node: Node, component_id: int, first: int) -> tuple[dict[int, int], list[Node]]:
+        """By page number from `first` on, the host slots of a component that a prefix ending at `node` needs;
+        and their nodes. Of full pages the last node suffices: it keeps those above."""
+        if component_id == FULL:
+            parts = _path(node, first)
+            return _slots_of(parts, FULL), parts[:1]
+        component = self._tree.components[component_id - 1]
+        if not component.paged:
+            return {node.end - 1: node.slots_at(place_of(component_id, Tier.HOST))[0]}, [node]
+        parts = [part for part in component.needs(node) if part.end > first]
+        behind = node.end - (self._state.spec.owners[component_id].coverage.pages or 0)
+        slots = _slots_of(parts, component_id)
+        return {page: slot for page, slot in slots.items() if page >= behind}, parts
+
+    def _tier(self, sequence: RequestState, node: Node, transfers: Mapping[int, object]) -> Tier:
+        if not (node.pages and transfers):
+            return Tier.DEVICE
+        return Tier.STORAGE if sequence.prefetched else Tier.HOST
+
+    def _count_sources(
+        self, sequence: RequestState, node: Node, transfers: Mapping[int, tuple[list[int], list[int]]]
+    ) -> None:
+        """Count by tier the pages and states that the engine gets; it has the others of the prefix."""
+        for component_id, name in enumerate(self._state.names):
+            host = len(transfers[component_id][0]) if component_id in transfers else 0
+            stored = min(host, sequence.fetched_pages)
+            needed = node.end
+            if component_id != FULL:
+                needed = min(needed, self._state.spec.owners[component_id].coverage.pages or 0)
+            sequence.sources[name, Tier.DEVICE] += needed - host
+            sequence.sources[name, Tier.HOST] += host - stored
+            sequence.sources[name, Tier.STORAGE] += stored
+
+    def let_go(self, sequence: RequestState) -> None:
+        """Release what a request pins: the engine has its own copy, and pages that were published stay as
+        long as the policy keeps them."""
+        before, root = sequence.lease, self._tree.root(sequence.seed)
+        sequence.lease = self._tree.lease(root, before.credit)
+        before.close()
+
+    def load_ended(self, copy: Copy) -> None:
+        """The pages of a load are not written any more."""
+        for pool, _, destinations in copy.transfers:
+            self._loading.difference_update((pool, page) for page in destinations)
+
+    # From the device
+
+    def backup(
+        self, sequence: RequestState, pages: int, named: NamedPages, *, states: bool, usable: bool
+    ) -> list[Copy]:
+        """Copy what the host lacks of a prefix of `pages` pages, as far as there is room and as far as the
+        engine names its pages without a gap.
+
+        Args:
+            sequence: the request.
+            pages: whole pages of the prefix.
+            named: the engine's pages.
+            states: the prefix ends at a page boundary, so that states belong to its last page.
+            usable: no copy or device has failed; else nothing is published.
+
+        Raises:
+            UsageError: as `check`.
+        """
+        self.check(named, pages, written=False)
+        sequence.unpublished |= not usable
+        if not usable:
+            return []
+        if not states:
+            named = {
+                pool: of_pool for pool, of_pool in named.items() if self._state.spec.pool(pool).per_token
+            }
+        state, tree = self._state, self._tree
+        numbers = {
+            name: {pages - len(of_pool) + i: n for i, n in enumerate(of_pool) if n is not None}
+            for name, of_pool in named.items()
+        }
+        above = tree.rooted(tree.known_end(sequence.tokens, sequence.seed, pages))
+        kept: Pins = [(above, FULL_HOST)] if above.pages else []
+        state.pin(kept)
+        try:
+            end, batch = self._full_pages(sequence, above, pages, numbers.get(state.names[FULL], {}))
+            if end.end == pages and end.pages:
+                batch += self._others(end, numbers, kept)
+        finally:
+            state.unpin(kept)
+        sequence.published.add(end.end)
+        tree.published(end, sequence.lease.credit, fresh=end is not above)
+        return self._copy(end, batch, numbers)
+
+    def _full_pages(
+        self, sequence: RequestState, above: Node, pages: int, numbers: Mapping[int, int]
+    ) -> tuple[Node, list[tuple[CopyRequest, list[int]]]]:
+        """Grow the path behind `above` by the full pages that are named and have room; returns its end."""
+        state, tree = self._state, self._tree
+        stop = next((page for page in range(above.end, pages) if page not in numbers), pages)
+        if not state.make_room(FULL_HOST, stop - above.end):
+            room = state.free[FULL_HOST].available
+            state.counters.host_pressure += stop - above.end - room
+            stop = above.end + room
+        if stop == above.end:
+            return above, []
+        size = tree.page_bytes
+        key = memoryview(sequence.tokens).cast("B")[above.end * size : stop * size].tobytes()
+        end = tree.grow(above, key)
+        for window in tree.windows if stop == pages else ():
+            tree.cut_window(end, window.id)
+        parts = _path(end, above.end)[::-1]
+        for part in parts:
+            part.hits = 1
+        return end, [(CopyRequest(part, FULL), state.free[FULL_HOST].allocate(part.pages)) for part in parts]
+
+    def _others(
+        self, end: Node, numbers: Mapping[str, Mapping[int, int]], kept: Pins
+    ) -> list[tuple[CopyRequest, list[int]]]:
+        """The windows and states at `end` that the host lacks and the engine names, where there is room."""
+        batch: list[tuple[CopyRequest, list[int]]] = []
+        for component in self._tree.components:
+            if component.paged:
+                self._tree.cut_window(end, component.id)
+            place, named = place_of(component.id, Tier.HOST), numbers.get(self._state.names[component.id], {})
+            parts = list(component.needs(end))
+            missing = [part for part in parts if part.residency[place] == ABSENT]
+            if not all(page in named for part in missing for page in _pages(part, component.paged)):
+                continue  # a window with a gap is useless
+            for part in parts:
+                if part not in missing:
+                    self._tree.pin_for(kept, part, place)
+            count = sum(len(_pages(part, component.paged)) for part in missing)
+            if not self._state.make_room(place, count):
+                self._state.counters.host_pressure += count
+                continue
+            for part in reversed(missing):
+                slots = self._state.free[place].allocate(len(_pages(part, component.paged)))
+                batch.append((CopyRequest(part, component.id), slots))
+            if not missing:
+                self._tree.use(component, end)
+        return batch
+
+    def _copy(
+        self,
+        end: Node,
+        batch: list[tuple[CopyRequest, list[int]]],
+        numbers: Mapping[str, Mapping[int, int]],
+    ) -> list[Copy]:
+        if not batch:
+            return []
+        state, transfers = self._state, list[PoolTransfer]()
+        for (part, component_id), slots in batch:
+            named = numbers[state.names[component_id]]
+            paged = component_id == FULL or self._tree.components[component_id - 1].paged
+            transfers += state.transfers(component_id, [named[page] for page in _pages(part, paged)], slots)
+        state.counters.backed_up += sum(len(slots) for _, slots in batch)
+        tier_copy = state.begin(Tier.HOST, batch)
+        for component in self._tree.components:
+            if any(component_id == component.id for (_, component_id), _ in batch):
+                self._tree.use(component, end)
+                self._tree.supersede(end, component.id)
+        publishes = end if self._backups.due(end) else None
+        return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=publishes)]
+
+    def hold(self, sequence: RequestState) -> bool:
+        """Pin what a request has published, so that a wait for its storage is not overtaken by eviction.
+
+        Returns:
+            Whether all of it is still in memory.
+        """
+        pages = max(sequence.published, default=0)
+        node = self._tree.known_end(sequence.tokens, sequence.seed, pages)
+        before = sequence.lease
+        sequence.lease = self._tree.lease(node, before.credit)
+        before.close()
+        return node.end == pages
+
+
+def miss_all(sequence: RequestState) -> None:
+    """Mark a request as one that gets nothing, after a device failure."""
+    sequence.loaded, sequence.hit_pages, sequence.reason = True, 0, MissReason.TRANSFER_FAILED
+
+
+def _path(node: Node, first: int) -> list[Node]:
+    """The nodes with pages from number `first` on, of the path to `node`, the last one first."""
+    found = []
+    while node.parent is not None and node.end > first:
+        found.append(node)
+        node = node.parent
+    return found
+
+
+def _pages(part: Node, paged: bool) -> range:
+    """Numbers of the pages that a component has slots for in a node; a state has one, at its end."""
+    return range(part.end - (part.pages if paged else 1), part.end)
+
+
+def _slots_of(parts: Sequence[Node], component_id: int) -> dict[int, int]:
+    """Host slots of nodes by page number."""
+    place = place_of(component_id, Tier.HOST)
+    return {
+        page: slot
+        for part in reversed(parts)
+        for page, slot in zip(_pages(part, True), part.slots_at(place), strict=True)
+    }
