@@ -86,6 +86,17 @@ async def test_those_who_wait_for_their_turn_meet_what_those_before_published() 
         assert served.cache.statistics().served.requests == 4  # publications are none
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "jamba"])
+async def test_only_the_first_of_those_who_come_together_computes_their_beginning(name: str) -> None:
+    """They part long before their ends, where nothing but their waiting asks for a state or a window."""
+    shared = random_tokens(4 * PAGE)
+    prompts = [[*shared, *random_tokens(3 * PAGE, seed=number)] for number in range(4)]
+    async with serving(name) as served:
+        turns = [begin(served, p, 2) for p in prompts]
+        assert [await read(turn) for turn in turns] == [uncached(name, p, 2) for p in prompts]
+        assert [turn.cached_tokens for turn in turns] == [0, *[4 * PAGE] * 3]
+
+
 async def test_all_is_published_without_complaint(caplog: pytest.LogCaptureFixture) -> None:
     async with serving("qwen3_5") as served:
         await answer(served, random_tokens(PROMPT), ANSWER)

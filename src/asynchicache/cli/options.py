@@ -71,6 +71,13 @@ class ServeOptions(CommandOptions, frozen=True):
     max_body_mib: Annotated[Positive, about("MiB of one request; longer ones get status 413")] = 16
     max_bodies_mib: Annotated[Positive, about("MiB of all requests in progress; more get status 429")] = 256
     max_connections: Annotated[Positive, about("connections; requests on more get status 503")] = 4096
+    ignore_unknown_fields: Annotated[bool, about("leave out unknown fields of requests; otherwise 400")] = (
+        False
+    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], about("least level of the log on standard error")
+    ] = "info"
+    access_log: Annotated[bool, about("log each request, at level info")] = True
     drain_seconds: Annotated[
         float, Meta(ge=0, le=MOST), about("how long requests may go on after SIGTERM")
     ] = 30.0

@@ -37,7 +37,7 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
         from asynchicache.integrations.serve import loading, server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'asynchicache[serve]'") from error
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    _start_log(options)
     settings = server.ServeSettings(
         cache=options.cache_config(_defaults(options, loading.weight_version)),
         name=options.served_model_name,
@@ -49,6 +49,7 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
         max_body_bytes=options.max_body_mib << 20,
         max_bodies_bytes=options.max_bodies_mib << 20,
         max_connections=options.max_connections,
+        ignore_unknown=options.ignore_unknown_fields,
         drain_seconds=options.drain_seconds,
         kv_events=options.kv_events_config,
         trace=options.trace,
@@ -60,6 +61,17 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
         with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             counts = runner.run(serving)
     return CommandResult({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
+
+
+def _start_log(options: ServeOptions) -> None:
+    """Log to standard error: the library from the chosen level on, everything else its warnings."""
+    level = logging.getLevelNamesMapping()[options.log_level.upper()]
+    logging.basicConfig(
+        level=max(level, logging.WARNING), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("asynchicache").setLevel(level)
+    if not options.access_log:
+        logging.getLogger("asynchicache.integrations.serve.access").setLevel(logging.WARNING)
 
 
 def bench(options: ServeBenchOptions, output: Output) -> CommandResult:

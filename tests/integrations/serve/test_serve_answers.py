@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,8 +12,11 @@ import pytest_asyncio
 from openai import NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
 
+from asynchicache.integrations.serve.description import describe
+from asynchicache.integrations.serve.server import ServeSettings
+from asynchicache.integrations.serve.tokenizers import Conversation
 from integrations.serve.checkpoints import tiny_loaded
-from integrations.serve.serving import PAGE, Running, as_text, running, uncached
+from integrations.serve.serving import PAGE, Running, as_text, body, running, uncached
 
 PROMPT = "A cache keeps what a model has computed, and brings it back before it is needed. "
 LOADED = tiny_loaded()
@@ -64,7 +69,7 @@ async def test_a_conversation_resumes_where_its_last_turn_ended(server: Running)
     computed = 0
     for turn in range(3):
         messages.append({"role": "user", "content": f"turn {turn}: {PROMPT}"})
-        prompt = LOADED.tokenizer.encode_chat(messages)
+        prompt = LOADED.tokenizer.encode_chat(Conversation(messages))
         answer = await server.openai.chat.completions.create(
             model="qwen3_5", messages=messages, max_completion_tokens=20, temperature=0
         )
@@ -86,7 +91,7 @@ async def test_a_streamed_chat_begins_with_its_role(server: Running) -> None:
     )
     deltas = [chunk.choices[0].delta async for chunk in stream]
     assert deltas[0].role == "assistant"
-    prompt = LOADED.tokenizer.encode_chat([{"role": "user", "content": "role"}])
+    prompt = LOADED.tokenizer.encode_chat(Conversation([{"role": "user", "content": "role"}]))
     assert "".join(delta.content or "" for delta in deltas) == as_text(LOADED, uncached(LOADED, prompt, 5))
 
 
@@ -161,7 +166,34 @@ async def test_health_tells_what_is_going_on(server: Running) -> None:
     assert answer.status_code == 200
     body = answer.json()
     assert body["status"] == "ok"
-    assert body.keys() >= {"model", "running", "waiting", "storage"}
+    assert body.keys() >= {"model", "running", "waiting", "storage_breakers"}
+    assert body["storage"] == "none"
+
+
+async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        await server.http.post("/v1/completions", json=body(prompt="the access log", max_tokens=2))
+        await server.http.post("/v1/completions", json=body(n=2))
+        await server.http.get("/no%0Aline")
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("serve.access")]
+
+    took = r"in \d+\.\d{3} s"
+    tokens = r"14 prompt tokens, 0 of them cached; 2 generated, the first after \d+\.\d{3} s"
+    assert re.fullmatch(rf"127\.0\.0\.1:\d+ POST /v1/completions: 200 {took}; {tokens}", lines[0])
+    assert re.fullmatch(rf"\S+ POST /v1/completions: 400 {took}", lines[1])
+    assert re.fullmatch(rf"\S+ GET /no%0Aline: 404 {took}", lines[2])
+
+
+async def test_the_server_describes_itself(server: Running) -> None:
+    lines = list(describe(server.api, ServeSettings()))
+
+    assert lines[0].startswith("serving 'qwen3_5': qwen3_5_text, ")
+    assert lines[1].startswith("pool 'kv': 256 pages on the device (")
+    assert lines[2].startswith("pool 'mamba': 64 states on the device (")
+    assert lines[4].startswith("storage: none: ")
+    spec = server.api.model.spec
+    nbytes = sum(pool.slot_bytes(spec.page_size) * {"kv": 256, "mamba": 64}[pool.name] for pool in spec.pools)
+    assert f"memory: {nbytes / (1 << 20):.4g} MiB on the device, " in lines[3]
 
 
 async def test_metrics_are_those_of_cache_and_server(server: Running) -> None:

@@ -14,6 +14,7 @@ from asynchicache.integrations.serve.messages import (
     token_ids,
 )
 from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.serve.tokenizers import Conversation
 
 CONTEXT = 100
 
@@ -39,7 +40,9 @@ def test_what_changes_nothing_is_taken() -> None:
         n=1,
         logprobs=False,
         presence_penalty=0,
-        tools=[],
+        parallel_tool_calls=True,
+        prediction={"type": "content", "content": "hello"},
+        stream_options=None,
         response_format={"type": "text"},
         user="u",
         metadata={"a": "b"},
@@ -61,10 +64,45 @@ def test_messages_of_parts_are_joined() -> None:
             {"role": "assistant", "content": "c", "tool_calls": None},
         ]
     )
-    assert request.conversation() == [
+    assert request.conversation().messages == [
         {"role": "developer", "content": "ab"},
         {"role": "assistant", "content": "c"},
     ]
+
+
+def test_what_agents_send_reaches_the_template() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    broken = {"id": "2", "type": "function", "function": {"name": "look", "arguments": "{"}}
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call, broken], "reasoning": "hm"},
+            {"role": "tool", "tool_call_id": "1", "name": "look", "content": "blue"},
+        ],
+        tools=[{"type": "function", "function": {"name": "look"}}],
+        tool_choice="auto",
+        chat_template_kwargs={"enable_thinking": False, "reasoning_effort": "high"},
+        reasoning_effort="low",
+    )
+    parsed = {**call, "function": {"name": "look", "arguments": {"at": "sky"}}}
+
+    assert request.conversation() == Conversation(
+        messages=[
+            {"role": "assistant", "content": "", "tool_calls": [parsed, broken], "reasoning_content": "hm"},
+            {"role": "tool", "content": "blue", "name": "look", "tool_call_id": "1"},
+        ],
+        tools=[{"type": "function", "function": {"name": "look"}}],
+        variables={"enable_thinking": False, "reasoning_effort": "high"},
+    )
+
+
+def test_unknown_fields_may_be_left_out_instead() -> None:
+    message = {"role": "user", "content": "hi", "mood": "good"}
+    body = {"messages": [message], "frobnicate": 1, "stream_options": {"include_usage": True, "x": 1}}
+    request = decode_request(json.dumps(body).encode(), ChatRequest, context=CONTEXT, ignore_unknown=True)
+
+    assert request == chat(stream_options={"include_usage": True})
+    with pytest.raises(ApiError, match="n is not supported"):  # what would change the answer stays refused
+        decode_request(b'{"prompt": "a", "n": 2}', CompletionRequest, context=CONTEXT, ignore_unknown=True)
 
 
 @pytest.mark.parametrize(("prompt", "one"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2])])
@@ -80,7 +118,10 @@ def test_one_prompt_has_four_shapes(prompt: Any, one: Any) -> None:
         ({"echo": True}, "echo", "leave it out"),
         ({"logprobs": 0}, "logprobs", "probabilities"),
         ({"logprobs": 3}, "logprobs", "probabilities"),
-        ({"tools": [{"type": "function"}]}, "tools", "no tools"),
+        ({"tools": [{"type": "function"}]}, "tools", "/v1/chat/completions"),
+        ({"tool_choice": "required"}, "tool_choice", "decides itself"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "/v1/chat/completions"),
+        ({"web_search_options": {}}, "web_search_options", "nothing is searched"),
         ({"response_format": {"type": "json_object"}}, "response_format", "text"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "temperature"),
         ({"temprature": 1}, "temprature", "not known"),
@@ -120,7 +161,7 @@ def test_no_prompt_and_several_are_refused(prompt: Any) -> None:
         ([{"content": "a"}], "messages[0]"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
-        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "function_call": {"name": "f"}}], "messages[0]"),
     ],
 )
 def test_messages_that_are_no_text_are_refused(messages: Any, param: str) -> None:

@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from asynchicache.config import CacheConfig
+from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.loading import load_checkpoint, weight_version
+from asynchicache.integrations.serve.server import ServeSettings
+from asynchicache.integrations.serve.tokenizers import Conversation
 from engines import Server, executable, free_port
 from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
 from integrations.serve.serving import SMALL, Running, as_text, running, uncached
@@ -42,7 +45,9 @@ async def test_pages_outlive_the_server(tmp_path: Path) -> None:
     for _ in range(2):
         async with running(LOADED, cache=stored_in("file", path=str(tmp_path))) as server:
             hits.append(await answered(server, PROMPT))
-            assert (await server.http.get("/health")).json()["storage"] == {"kv": "closed", "mamba": "closed"}
+            health = (await server.http.get("/health")).json()
+            assert health["storage"] == "ok"
+            assert health["storage_breakers"] == {"kv": "closed", "mamba": "closed"}
     assert hits[0] == 0
     assert hits[1] >= len(PROMPT) - 16
 
@@ -53,10 +58,12 @@ async def test_storage_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> N
     blocked.write_text("in the way")
     async with running(LOADED, cache=stored_in("file", path=str(blocked)), attach_seconds=0.02) as server:
         await answered(server, PROMPT)
-        assert (await server.http.get("/health")).json()["storage"] == {}
+        assert (await server.http.get("/health")).json()["storage"] == "unavailable"
+        assert "storage: file, unavailable" in "\n".join(describe(server.api, ServeSettings()))
         blocked.unlink()
-        while not (await server.http.get("/health")).json()["storage"]:  # noqa: ASYNC110
+        while (await server.http.get("/health")).json()["storage"] != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0)
+        assert "storage: file, open" in list(describe(server.api, ServeSettings()))
         await answered(server, "now it is there: " + PROMPT)
         await server.api.model.drain()
         assert server.api.model.cache.statistics().storage["kv"].put.pages > 0
@@ -102,7 +109,7 @@ async def test_a_saved_checkpoint_answers_as_its_model(tmp_path: Path) -> None:
     loaded = load_checkpoint(folder)
     assert weight_version(folder) == weight_version(folder)
     messages = [{"role": "user", "content": PROMPT}]
-    prompt = loaded.tokenizer.encode_chat(messages)
+    prompt = loaded.tokenizer.encode_chat(Conversation(messages))
     async with running(loaded) as server:
         answer = await server.openai.chat.completions.create(
             model="model", messages=messages, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}

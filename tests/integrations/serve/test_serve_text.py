@@ -16,8 +16,13 @@ from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.loading import load_checkpoint
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.stops import StopStrings
-from asynchicache.integrations.serve.tokenizers import ByteTokenizer, CheckpointTokenizer, Tokenizer
-from integrations.serve.checkpoints import bpe_tokenizer, save_checkpoint
+from asynchicache.integrations.serve.tokenizers import (
+    ByteTokenizer,
+    CheckpointTokenizer,
+    Conversation,
+    Tokenizer,
+)
+from integrations.serve.checkpoints import CHAT_TEMPLATE, bpe_tokenizer, save_checkpoint
 
 BYTES = ByteTokenizer(512)
 TEXT = "naïve café, 東京 🙂‍↔️ and e\u0301\n"
@@ -52,11 +57,11 @@ def test_half_a_character_is_shown_at_the_end_only() -> None:
 
 def test_a_chat_begins_like_the_one_before() -> None:
     turns = [{"role": "user", "content": "hi"}]
-    first = BYTES.encode_chat(turns)
+    first = BYTES.encode_chat(Conversation(turns))
     answer = [0xFF, 300, 65]
     text = "".join(pieces(BYTES, answer))
     turns += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
-    assert BYTES.encode_chat(turns)[: len(first) + 3] == first + answer
+    assert BYTES.encode_chat(Conversation(turns))[: len(first) + 3] == first + answer
 
 
 def test_a_checkpoints_tokens_give_the_text_of_all_of_them(tmp_path: Path) -> None:
@@ -80,14 +85,45 @@ def test_a_template_is_used_and_its_refusal_is_told() -> None:
     refusal = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     template = "{% for m in messages %}" + refusal + "{{ m.content }}|{% endfor %}"
     tokenizer = CheckpointTokenizer(bpe_tokenizer(), template)
-    assert "".join(pieces(tokenizer, tokenizer.encode_chat([{"role": "user", "content": "hi"}]))) == "hi|"
+    tokens = tokenizer.encode_chat(Conversation([{"role": "user", "content": "hi"}]))
+    assert "".join(pieces(tokenizer, tokens)) == "hi|"
     with pytest.raises(ApiError, match="no system"):
-        tokenizer.encode_chat([{"role": "system", "content": "be"}])
+        tokenizer.encode_chat(Conversation([{"role": "system", "content": "be"}]))
+
+
+def test_a_template_gets_tools_and_variables() -> None:
+    template = "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ mood }}|{{ messages[0].tool_calls }}"
+    tokenizer = CheckpointTokenizer(bpe_tokenizer(), template)
+    message = {"role": "assistant", "content": "", "tool_calls": [1]}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    tokens = tokenizer.encode_chat(Conversation([message], tools, {"mood": "calm"}))
+
+    assert "".join(pieces(tokenizer, tokens)) == "look calm|[1]"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "add_generation_prompt", "tools", "messages"])
+def test_a_template_variable_cannot_be_what_the_server_sets(name: str) -> None:
+    chat = Conversation([{"role": "user", "content": "hi"}], variables={name: False})
+    with pytest.raises(ApiError, match=f"chat_template_kwargs.{name} is set by the server"):
+        CheckpointTokenizer(bpe_tokenizer(), CHAT_TEMPLATE).encode_chat(chat)
+
+
+def test_values_that_a_template_cannot_use_are_the_clients_fault() -> None:
+    template = "{{ tools[0].function.name + 'x' }}"
+    chat = Conversation([{"role": "user", "content": "hi"}], tools=[{"function": {"name": 5}}])
+    with pytest.raises(ApiError, match="template refuses"):
+        CheckpointTokenizer(bpe_tokenizer(), template).encode_chat(chat)
+
+
+def test_tools_come_first_where_there_is_no_template() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [1]}
+    text = BYTES.encode_chat(Conversation([call], [{"a": 1}]))
+    assert bytes(text).decode() == '<|tools|>\n[{"a": 1}]\n<|assistant|>\n\n[1]\n<|assistant|>\n'
 
 
 def test_without_a_template_chats_are_refused() -> None:
     with pytest.raises(ApiError, match="--chat-template"):
-        CheckpointTokenizer(bpe_tokenizer()).encode_chat([{"role": "user", "content": "hi"}])
+        CheckpointTokenizer(bpe_tokenizer()).encode_chat(Conversation([{"role": "user", "content": "hi"}]))
 
 
 @given(st.text("ab|", max_size=30), st.lists(st.text("ab|", min_size=1, max_size=4), max_size=3), st.data())

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from starlette.types import Send
 
@@ -30,6 +30,7 @@ from asynchicache.integrations.serve.replies import STREAM_END, Reply, Usage, se
 from asynchicache.integrations.serve.tokenizers import Tokenizer
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.integrations.transformers.sampling import Sampling
+from asynchicache.storage.breaker import BreakerState
 
 T = TypeVar("T")
 
@@ -61,6 +62,20 @@ class ServedModel:
     answer_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+
+
+class Answered(NamedTuple):
+    """What an answer took: tokens, and seconds to the first one."""
+
+    usage: Usage
+    first_token_seconds: float
+
+    def __str__(self) -> str:
+        usage = self.usage
+        return (
+            f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; "
+            f"{usage.completion_tokens} generated, the first after {self.first_token_seconds:.3f} s"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +115,7 @@ class Api:
     Args:
         model: an open model; the caller closes it.
         served: the model as clients see it.
+        storage: name of the configured storage, which may not be attached yet; empty for none.
 
     Attributes:
         counts: results of requests.
@@ -107,8 +123,9 @@ class Api:
         stopping: set it to refuse new requests.
     """
 
-    def __init__(self, model: PrefixCachedModel, served: ServedModel) -> None:
+    def __init__(self, model: PrefixCachedModel, served: ServedModel, storage: str = "") -> None:
         self.model = model
+        self.storage = storage
         self.served = served
         self.counts = RequestCounts()
         self.first_token = Histogram()
@@ -126,7 +143,7 @@ class Api:
         send: Send,
         *,
         traceparent: str | None = None,
-    ) -> None:
+    ) -> Answered:
         """Answer a request on its connection.
 
         Args:
@@ -134,6 +151,9 @@ class Api:
             reply_type: shape of the reply.
             send: the ASGI connection.
             traceparent: the W3C header of the client's span.
+
+        Returns:
+            what it took, for the access log.
 
         Raises:
             ApiError: the request is refused; no part of a response was sent.
@@ -149,6 +169,14 @@ class Api:
                 else:
                     await _send_whole(answer, reply, send)
                 self._count(answer, problem)
+                return Answered(answer.usage, answer.first_token_seconds)
+
+    def storage_state(self) -> Literal["ok", "unavailable", "none"]:
+        """`unavailable`: it is not open yet, or the breaker of a pool is; requests are served without it."""
+        pools = self.model.cache.statistics().storage.values()
+        if not pools:
+            return "unavailable" if self.storage else "none"
+        return "ok" if all(pool.breaker is BreakerState.CLOSED for pool in pools) else "unavailable"
 
     async def idle(self) -> None:
         """Wait until no request is being answered."""

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from asynchicache.errors import CacheError
+from asynchicache.integrations.serve.access import DETAIL, AccessLog
 from asynchicache.integrations.serve.api import Api, unknown_model
 from asynchicache.integrations.serve.bodies import BodyRoom, read_body
 from asynchicache.integrations.serve.connections import while_connected
@@ -29,7 +31,12 @@ from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, 
 
 
 def build_app(
-    api: Api, *, max_body_bytes: int, max_bodies_bytes: int, max_connections: int = 4096
+    api: Api,
+    *,
+    max_body_bytes: int,
+    max_bodies_bytes: int,
+    max_connections: int = 4096,
+    ignore_unknown: bool = False,
 ) -> Starlette:
     """Build the application.
 
@@ -38,13 +45,14 @@ def build_app(
         max_body_bytes: most bytes of one body; longer bodies are refused.
         max_bodies_bytes: most bytes of all bodies that are being read or answered.
         max_connections: most connections; each has a guaranteed share of `max_bodies_bytes`.
+        ignore_unknown: leave out unknown fields of requests instead of refusing them.
 
     Returns:
         the application; its `state.bodies` is the `BodyRoom`.
     """
     endpoints = InfoEndpoints(api)
     room = BodyRoom(max_bodies_bytes, largest=max_body_bytes, connections=max_connections)
-    bodies = Bodies(max_body_bytes, room)
+    bodies = Bodies(max_body_bytes, room, ignore_unknown)
     completions = GenerationEndpoint(api, CompletionRequest, CompletionReply, bodies)
     chat = GenerationEndpoint(api, ChatRequest, ChatReply, bodies)
     app = Starlette(
@@ -61,16 +69,18 @@ def build_app(
             HTTPException: endpoints.no_route,
             Exception: endpoints.failed,
         },
+        middleware=[Middleware(AccessLog)],
     )
     app.state.bodies = room
     return app
 
 
 class Bodies(NamedTuple):
-    """Limits on one body (`most`, in bytes) and on all bodies (`room`)."""
+    """Limits on one body (`most`, in bytes) and on all bodies (`room`); what becomes of unknown fields."""
 
     most: int
     room: BodyRoom
+    ignore_unknown: bool = False
 
 
 class GenerationEndpoint:
@@ -91,9 +101,16 @@ class GenerationEndpoint:
         parent = arrived.headers.get("traceparent")
         with self._bodies.room.memory() as memory:
             body = await read_body(arrived, self._bodies.most, memory)
-            request = decode_request(body, self._kind, context=self._api.served.context)
-            work = self._api.answer(request, self._reply_type, send, traceparent=parent)
-            await while_connected(receive, work)
+            request = decode_request(
+                body, self._kind, context=self._api.served.context, ignore_unknown=self._bodies.ignore_unknown
+            )
+            await while_connected(receive, self._answer(request, scope, send, parent))
+
+    async def _answer(
+        self, request: GenerationRequest, scope: Scope, send: Send, traceparent: str | None
+    ) -> None:
+        answered = await self._api.answer(request, self._reply_type, send, traceparent=traceparent)
+        scope[DETAIL] = str(answered)
 
 
 class InfoEndpoints:
@@ -114,7 +131,7 @@ class InfoEndpoints:
         return JSONResponse(self._card())
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while requests are accepted. The body names storage that is down."""
+        """Answer 200 while requests are accepted. Without storage they are, with fewer hits."""
         api = self._api
         storage = api.model.cache.statistics().storage
         body = {
@@ -122,7 +139,8 @@ class InfoEndpoints:
             "model": api.served.name,
             "running": api.model.running,
             "waiting": api.model.waiting,
-            "storage": {pool: one.breaker.value for pool, one in storage.items()},
+            "storage": api.storage_state(),
+            "storage_breakers": {pool: one.breaker.value for pool, one in storage.items()},
         }
         return JSONResponse(body, 503 if api.stopping else 200)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.serve.tokenizers import Conversation
 
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
@@ -33,17 +34,16 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "min_p": ((0,), "use top_p"),
     "logit_bias": (({},), "tokens cannot be weighted"),
     "min_tokens": ((0,), "ignore_eos generates up to max_tokens"),
-    "tools": (([],), "no tools are called"),
-    "tool_choice": (("none", "auto"), "no tools are called"),
-    "parallel_tool_calls": ((True, False), "no tools are called"),
+    "tool_choice": (("none", "auto"), "the model decides itself whether it calls a tool"),
     "functions": (([],), "no functions are called"),
     "function_call": (("none", "auto"), "no functions are called"),
     "response_format": (({"type": "text"},), "outputs are text"),
     "modalities": ((["text"],), "outputs are text"),
     "audio": ((), "outputs are text"),
-    "prediction": ((), "leave it out"),
-    "reasoning_effort": ((), "leave it out"),
-    "web_search_options": ((), "leave it out"),
+    "tools": (([],), "use /v1/chat/completions, whose template knows them"),
+    "chat_template_kwargs": (({},), "use /v1/chat/completions"),
+    "reasoning_effort": ((), "use /v1/chat/completions"),
+    "web_search_options": ((), "nothing is searched here"),
 }
 """Unsupported fields that would change the answer: the accepted neutral values, and the alternative."""
 
@@ -56,6 +56,9 @@ _WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prediction",
+        "parallel_tool_calls",
+        "verbosity",
     }
 )
 """Fields that do not change the answer; accepted and ignored."""
@@ -71,9 +74,11 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         include_usage: end the stream with a chunk of token counts.
+        include_obfuscation: accepted and ignored: nothing is padded.
     """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -160,18 +165,35 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: name of the speaker; ignored.
-        refusal, annotations, audio, tool_calls, function_call: fields that clients copy from earlier
-            answers; `audio`, `tool_calls` and `function_call` must be null or empty.
+        tool_calls: calls of an earlier answer, for the chat template.
+        tool_call_id: the call that a message of role `tool` answers.
+        reasoning_content, reasoning: thoughts of an earlier answer, for the chat template.
+        refusal, annotations, audio, function_call: fields that clients copy from earlier answers; `audio`
+            and `function_call` must be null or empty.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     annotations: list[object] | None = None
     audio: object = None
-    tool_calls: list[object] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: object = None
+
+    def for_template(self, number: int) -> dict[str, Any]:
+        """Return the message in the form that chat templates take; see `text`."""
+        given = {
+            "name": self.name if self.role == "tool" else None,
+            "tool_calls": [_with_parsed_arguments(call) for call in self.tool_calls or ()] or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        extra = {name: value for name, value in given.items() if value is not None}
+        return {"role": self.role, "content": self.text(number), **extra}
 
     def text(self, number: int) -> str:
         """Return the text of the message.
@@ -180,13 +202,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             number: index of the message, for errors.
 
         Raises:
-            ApiError: the content is not text, or contains a tool call.
+            ApiError: the content is not text.
         """
         place = f"messages[{number}]"
-        if self.tool_calls or self.function_call or self.audio:
-            raise ApiError(f"{place}: tools and audio are not supported here", param=place)
+        if self.function_call or self.audio:
+            raise ApiError(f"{place}: function_call and audio are not supported: use tool_calls", param=place)
         if isinstance(self.content, str):
             return self.content
+        if self.content is None and self.tool_calls:
+            return ""
         if self.content is None:
             raise ApiError(f"{place}.content is missing: send text", param=f"{place}.content")
         for index, part in enumerate(self.content):
@@ -196,10 +220,31 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "".join(part.text or "" for part in self.content)
 
 
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's clients send arguments as a string of JSON; chat templates write a mapping."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.MsgspecError, RecursionError):
+        return call  # a model's call may be no JSON: the template writes it as it is
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`.
+
+    Attributes:
+        tools: what the chat template is to offer the model. The answer is text; calls in it are not parsed.
+        chat_template_kwargs: more variables of the chat template, such as `enable_thinking`.
+        reasoning_effort: likewise.
+    """
 
     messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
 
@@ -207,25 +252,27 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def conversation(self) -> list[dict[str, str]]:
-        """Return the messages in the form that chat templates take.
+    def conversation(self) -> Conversation:
+        """Return what the chat template takes.
 
         Raises:
             ApiError: a message is not text.
         """
-        return [
-            {"role": message.role, "content": message.text(number)}
-            for number, message in enumerate(self.messages)
-        ]
+        messages = [message.for_template(number) for number, message in enumerate(self.messages)]
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return Conversation(messages, self.tools or [], effort | (self.chat_template_kwargs or {}))
 
 
-def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> RequestT:
+def decode_request(
+    body: bytes, kind: type[RequestT], *, context: int, ignore_unknown: bool = False
+) -> RequestT:
     """Decode and check the body of a request.
 
     Args:
         body: JSON.
         kind: type of the request.
         context: most tokens of prompt and answer together.
+        ignore_unknown: leave out unknown fields instead of refusing them; also within messages.
 
     Raises:
         ApiError: the body is not JSON, a field is unknown, of a wrong type or out of range, or the body has
@@ -234,7 +281,7 @@ def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> Reques
     _check_size(body, context)
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        wanted = _checked(fields, kind)
+        wanted = _checked(fields, kind, ignore_unknown=ignore_unknown)
         request = msgspec.convert(wanted, kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unfit(error) from error
@@ -243,7 +290,9 @@ def decode_request(body: bytes, kind: type[RequestT], *, context: int) -> Reques
     return request
 
 
-def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -> dict[str, object]:
+def _checked(
+    fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest], *, ignore_unknown: bool
+) -> dict[str, object]:
     """Return the values of fields that `kind` has; refuse unsupported fields that are not neutral."""
     wanted: dict[str, object] = {}
     for name, raw in fields.items():
@@ -251,12 +300,28 @@ def _checked(fields: Mapping[str, msgspec.Raw], kind: type[GenerationRequest]) -
             continue
         value = msgspec.json.decode(raw)
         if name in kind.__struct_fields__:
-            wanted[name] = value
+            wanted[name] = _known_only(name, value) if ignore_unknown else value
         elif name in _UNSUPPORTED:
             _check_neutral(name, value)
-        else:
-            raise ApiError(f"{name} is not known: leave it out", param=name, code="unknown_parameter")
+        elif not ignore_unknown:
+            raise ApiError(
+                f"{name} is not known: leave it out, or serve with --ignore-unknown-fields",
+                param=name,
+                code="unknown_parameter",
+            )
     return wanted
+
+
+def _known_only(name: str, value: object) -> object:
+    """Leave unknown fields out of messages and stream options."""
+    if name == "messages" and isinstance(value, list):
+        return [_fields_of(Message, message) for message in value]
+    return _fields_of(StreamOptions, value) if name == "stream_options" else value
+
+
+def _fields_of(kind: type[msgspec.Struct], value: object) -> object:
+    known = kind.__struct_fields__
+    return {name: one for name, one in value.items() if name in known} if isinstance(value, dict) else value
 
 
 def _check_size(body: bytes, context: int) -> None:

@@ -19,6 +19,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.integrations.serve.api import Api, RequestCounts, ServedModel
 from asynchicache.integrations.serve.app import build_app
+from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.protocol import Connection
 from asynchicache.integrations.transformers.model import PrefixCachedModel
@@ -43,6 +44,7 @@ class ServeSettings:
         answer_tokens: default limit on the answer of a chat.
         max_body_bytes: most bytes of a body; longer ones get status 413.
         max_bodies_bytes: most bytes of all bodies that are being read or answered; more get status 429.
+        ignore_unknown: leave out unknown fields of requests instead of refusing them.
         max_connections: most connections; generation requests on further ones get status 503.
         drain_seconds: how long running requests may continue after the server is stopped.
         attach_seconds: pause between attempts to open storage.
@@ -60,6 +62,7 @@ class ServeSettings:
     max_body_bytes: int = 16 << 20
     max_bodies_bytes: int = 256 << 20
     max_connections: int = 4096
+    ignore_unknown: bool = False
     drain_seconds: float = 30.0
     attach_seconds: float = 5.0
     kv_events: str = ""
@@ -125,7 +128,10 @@ async def serve(
             max_body_bytes=settings.max_body_bytes,
             max_bodies_bytes=settings.max_bodies_bytes,
             max_connections=settings.max_connections,
+            ignore_unknown=settings.ignore_unknown,
         )
+        for line in describe(api, settings):
+            _log.info("%s", line)
         config = uvicorn.Config(
             app,
             access_log=False,
@@ -159,7 +165,7 @@ async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterato
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
     ) as model:
-        api = Api(model, _served(loaded, settings, model.capacity_tokens))
+        api = Api(model, _served(loaded, settings, model.capacity_tokens), config.storage or "")
         try:
             async with (
                 _signals(model.cache, settings),

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
 from asynchicache.integrations.serve.problems import ApiError
 
-Conversation: TypeAlias = Sequence[Mapping[str, str]]
-"""Messages, each with `role` and `content`."""
+
+class Conversation(NamedTuple):
+    """What a chat template takes.
+
+    Attributes:
+        messages: each with `role` and `content`, and what else it has for the template.
+        tools: descriptions of functions, as OpenAI's clients send them.
+        variables: more variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+
+
+_UNFIT = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What a template raises if it meets values of another type than it expects."""
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded with the first answer tokens: they decide on a leading space
@@ -76,11 +93,17 @@ class ByteTokenizer:
         return tokens + list(text[start:].encode())
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        turns = [f"<|{message['role']}|>\n{message['content']}\n" for message in conversation]
-        return self.encode("".join(turns) + "<|assistant|>\n")
+        turns = [_plain_turn(message) for message in conversation.messages]
+        tools = [f"<|tools|>\n{json.dumps(conversation.tools)}\n"] if conversation.tools else []
+        return self.encode("".join([*tools, *turns]) + "<|assistant|>\n")
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         return _ByteDetokenizer(self._ESCAPES, self._escaped)
+
+
+def _plain_turn(message: Mapping[str, Any]) -> str:
+    calls = f"{json.dumps(message['tool_calls'])}\n" if message.get("tool_calls") else ""
+    return f"<|{message['role']}|>\n{message['content']}\n{calls}"
 
 
 class _ByteDetokenizer:
@@ -142,11 +165,24 @@ class CheckpointTokenizer:
                 "or start the server with --chat-template FILE",
                 param="messages",
             )
+        variables = dict(conversation.variables)
+        # What the method itself takes is no variable of the template.
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in variables.keys() & {*taken, "messages", "add_generation_prompt"}:
+            raise ApiError(
+                f"chat_template_kwargs.{name} is set by the server: leave it out",
+                param="chat_template_kwargs",
+            )
         try:
             text = self._tokenizer.apply_chat_template(
-                list(conversation), chat_template=self._template, tokenize=False, add_generation_prompt=True
+                list(conversation.messages),
+                tools=list(conversation.tools) or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
-        except TemplateError as error:
+        except (TemplateError, *_UNFIT) as error:
             raise ApiError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

@@ -18,6 +18,7 @@ from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import PrefillRunner, open_prefill_runner
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
+from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.openings import Opening, caller
 from asynchicache.specs import ModelSpec
@@ -55,6 +56,7 @@ class PrefixCachedModel:
         self._tokenizer = tokenizer
         self._admission = PromptAdmission(self.capacity_tokens, limits)
         self._prefilling = asyncio.Lock()
+        self._sharing = PromptSharing(cache.spec.page_size)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._ends = end_tokens(model, tokenizer)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,6 +164,7 @@ class PrefixCachedModel:
         request = self._request(job)
         most = len(prompt) + max_new_tokens + self.spec.page_size - 1
         queued = self._admission.join(self._runner.context.whole(most))
+        self._sharing.join(job)
         job.task = asyncio.create_task(self._serve(job, queued, request), name="generation")
         self._tasks.add(job.task)
         job.task.add_done_callback(partial(self._ended, job, queued))
@@ -175,6 +178,7 @@ class PrefixCachedModel:
 
     def _ended(self, job: GenerationJob, queued: QueuedRequest, task: asyncio.Task[None]) -> None:
         queued.leave()
+        self._sharing.leave(job)
         self._tasks.discard(task)
         if job.finish_reason is None and task.cancelled():
             job.finish_reason = "cancelled"
@@ -207,6 +211,7 @@ class PrefixCachedModel:
             await request.prefetch()
             request.rest()  # releases its leases, so that they do not block eviction while it waits
             async with self._prefilling:
+                self._sharing.leave(job)
                 request.rematch()  # earlier requests may have published a part of this prompt
                 row = await self._prefill(job, request)
         await self._decoder.run(row)
@@ -220,7 +225,9 @@ class PrefixCachedModel:
 
     async def _prefill(self, job: GenerationJob, request: Request) -> Row:
         """Prefill the prompt and choose the first token of the output."""
-        prefilled = await self._runner.prefill(request, job.prompt.tolist(), len(job.prompt))
+        prefilled = await self._runner.prefill(
+            request, job.prompt.tolist(), len(job.prompt), shared=partial(self._sharing.cut, job)
+        )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit
         job.take(await self._runner.context.thread.run(partial(job.sampler.choose, prefilled.logits)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -61,18 +61,29 @@ class PrefillRunner:
         self._model = model
         self._thread = thread
 
-    async def prefill(self, request: Request, tokens: Sequence[int], end: int) -> Prefilled:
+    async def prefill(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        end: int,
+        *,
+        shared: Callable[[int], int | None] = lambda at: None,
+    ) -> Prefilled:
         """Compute the part of `tokens[:end]` that is not cached, and publish it.
 
         Args:
             request: of the tokens; entered, and not loaded.
             tokens: the prompt.
             end: where to stop. A longer hit is used as a whole.
+            shared: asked before each forward with the length so far: where other prompts leave this one.
         """
         prefix = CachedPrefix(self.context, request)
         memory = await prefix.restore()
         cuts, at, logits = set(request.cuts), prefix.hit.tokens, None
-        for stop in self._stops(at, {*cuts, end}, end):
+        while at < end:
+            if self._needs_cuts and (length := shared(at)) is not None:
+                cuts.add(length)
+            stop = self._stop(at, min(cut for cut in (*cuts, end) if at < cut <= end))
             logits = await self._thread.run(partial(prefill, self._model, memory, tokens, at, stop))
             await prefix.save(memory, stop)
             # A window moves on with the next chunk, so models with windows publish after each one.
@@ -82,17 +93,17 @@ class PrefillRunner:
             at = stop
         return Prefilled(memory, prefix.hit, logits)
 
-    def _stops(self, start: int, wanted: Collection[int], end: int) -> list[int]:
-        """Return where forwards end on the way to `end`: at the wanted lengths, and after every chunk."""
-        stops: list[int] = []
+    @property
+    def _needs_cuts(self) -> bool:
+        """Whether a prompt can be resumed only where a forward ended."""
+        return self.context.bridge.has_states or bool(self.context.bridge.window_pages)
+
+    def _stop(self, start: int, wanted: int) -> int:
+        """Return where the next forward ends on the way from `start` to `wanted`: after one chunk at most."""
         one_by_one = feeds_one_by_one(self._model)
-        for stop in sorted(stop for stop in wanted if start < stop <= end):
-            if one_by_one and start == 0:
-                stops.append(stop)  # from the beginning one forward may compute many tokens
-            else:
-                stops += self.context.pieces(start, stop, _FEW if one_by_one else None)
-            start = stop
-        return stops
+        if one_by_one and start == 0:
+            return wanted  # from the beginning one forward may compute many tokens
+        return self.context.pieces(start, wanted, _FEW if one_by_one else None)[0]
 
     async def publish(
         self, request: Request, memory: DynamicCache, length: int, states: SavedStates | None, *, known: int
