@@ -13,7 +13,6 @@ from openai import NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
 
 from asynchicache.integrations.serve.description import describe
-from asynchicache.integrations.serve.server import ServeSettings
 from asynchicache.integrations.serve.tokenizers import Conversation
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import PAGE, Running, as_text, body, running, uncached

@@ -13,7 +13,6 @@ import pytest
 from asynchicache.config import CacheConfig
 from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.loading import load_checkpoint, weight_version
-from asynchicache.integrations.serve.server import ServeSettings
 from asynchicache.integrations.serve.tokenizers import Conversation
 from engines import Server, executable, free_port
 from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
@@ -59,11 +58,11 @@ async def test_storage_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> N
     async with running(LOADED, cache=stored_in("file", path=str(blocked)), attach_seconds=0.02) as server:
         await answered(server, PROMPT)
         assert (await server.http.get("/health")).json()["storage"] == "unavailable"
-        assert "storage: file, unavailable" in "\n".join(describe(server.api, ServeSettings()))
+        assert "storage: file, unavailable" in "\n".join(describe(server.api))
         blocked.unlink()
         while (await server.http.get("/health")).json()["storage"] != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert "storage: file, open" in list(describe(server.api, ServeSettings()))
+        assert "storage: file, open" in list(describe(server.api))
         await answered(server, "now it is there: " + PROMPT)
         await server.api.model.drain()
         assert server.api.model.cache.statistics().storage["kv"].put.pages > 0

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from asynchicache.integrations.serve.api import Api
 from asynchicache.pools.sizing import slot_cost
 from asynchicache.specs import ModelSpec
 
-if TYPE_CHECKING:
-    from asynchicache.integrations.serve.server import ServeSettings
 
-
-def describe(api: Api, settings: ServeSettings) -> Iterator[str]:
-    """One line each for the model, the pools, the memory of both tiers, the storage and the limits."""
+def describe(api: Api) -> Iterator[str]:
+    """One line each for the model, the pools, the memory of both tiers, and the storage."""
     served, cache = api.served, api.model.cache
     spec = cache.spec
     yield (
@@ -36,7 +32,6 @@ def describe(api: Api, settings: ServeSettings) -> Iterator[str]:
     sizes = f"{_size(on_device)} on the device, {_size(on_host)} on the host"
     yield f"memory: {sizes}; pages of {spec.page_size} tokens"
     yield f"storage: {_storage(api)}"
-    yield f"requests: {settings.max_running} at once, {settings.max_waiting} waiting"
 
 
 def _storage(api: Api) -> str:

@@ -130,7 +130,7 @@ async def serve(
             max_connections=settings.max_connections,
             ignore_unknown=settings.ignore_unknown,
         )
-        for line in describe(api, settings):
+        for line in describe(api):
             _log.info("%s", line)
         config = uvicorn.Config(
             app,
