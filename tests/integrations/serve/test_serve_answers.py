@@ -184,7 +184,7 @@ async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest
 
 
 async def test_the_server_describes_itself(server: Running) -> None:
-    lines = list(describe(server.api, ServeSettings()))
+    lines = list(describe(server.api))
 
     assert lines[0].startswith("serving 'qwen3_5': qwen3_5_text, ")
     assert lines[1].startswith("pool 'kv': 256 pages on the device (")
