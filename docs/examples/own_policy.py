@@ -13,12 +13,8 @@ TRACE = Path(__file__).parents[2] / "tests/data/traces/mooncake_conversation_h1.
 class Recent(Policy):
     """Least recently used first."""
 
-    def __init__(self, capacity: int, page_bytes: int) -> None:
-        self.uses = 0
-
-    def worth(self, node: Node, credit: float) -> float:
-        self.uses += 1
-        return self.uses
+    def worth(self, node: Node, clock: float, credit: float) -> float:
+        return clock
 
 
 if __name__ == "__main__":

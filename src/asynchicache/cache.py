@@ -30,7 +30,7 @@ from asynchicache.layouts import SlotLayout
 from asynchicache.openings import Opening, caller
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
-from asynchicache.pools.balance import find_undersized_pools
+from asynchicache.pools.balance import advise_split, find_undersized_pools
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.memory import memory_budget
@@ -175,6 +175,7 @@ class HybridCache:
             _log.warning("closed with work in flight after %s s", self.config.close_seconds)
         finally:
             self._tell_open_requests()
+            self._tell_split()
             self._controller.stop()
 
     def _tell_open_requests(self) -> None:
@@ -182,6 +183,17 @@ class HybridCache:
         if left:
             more = f" and {len(left) - _TOLD} more" if len(left) > _TOLD else ""
             _log.warning("closed while requests were open: %s%s", "; ".join(left[:_TOLD]), more)
+
+    def _tell_split(self) -> None:
+        """Log which split between pages and states the traffic asked for, if memory ran short."""
+        statistics = self.statistics()
+        if any(map(any, statistics.evicted.values())):
+            slots = {
+                name: (device.capacity, host.capacity)
+                for name, (device, host) in statistics.occupancy.items()
+            }
+            if (advice := advise_split(self.spec, slots, statistics.tokens_per_end)) is not None:
+                _log.info("%s", advice)
 
     def __del__(self) -> None:
         if not self.__dict__.get("_closed", True):
@@ -518,7 +530,7 @@ def _slots(
     if pages is not None:
         return {name: (0, count) for name, count in plan_host_slots(spec, config, pages, memory).items()}
     slots = plan_slots(spec, config, memory)
-    for pool in find_undersized_pools(spec, slots, config.pages_per_state):
+    for pool in find_undersized_pools(spec, slots, config.tokens_per_state):
         _log.warning("%s", pool)
     return slots
 

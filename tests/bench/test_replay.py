@@ -89,6 +89,35 @@ def test_a_pool_that_shares_slots_changes_nothing():
     assert alone.hit_rate == shared.hit_rate < alone.ceiling
 
 
+@pytest.mark.parametrize(
+    ("trace", "share", "state_tokens", "percent"),
+    [
+        (TOOLS, 0.1, 1600, 86.0),
+        (TOOLS, 0.1, 6400, 62.0),
+        (CHAT, 0.25, 1600, 26.0),
+        (CHAT, 0.25, 6400, 23.5),
+    ],
+)
+def test_pages_and_states_share_one_memory(trace: Path, share: float, state_tokens: int, percent: float):
+    report = replay(trace, pools="kv,mamba", memory_share=share, state_tokens=state_tokens)
+    assert report.hit_rate * 100 >= percent
+    assert min(report.evicted[pool]["device"] for pool in ("kv", "mamba")) > 0
+
+
+@pytest.mark.parametrize("pools", ["kv", "kv,swa", "kv,mamba,swa", "kv,mamba,dsa"])
+@pytest.mark.parametrize("policy", ["size", "lru", "fifo"])
+def test_any_pools_can_share_a_memory(pools: str, policy: str, tmp_path: Path):
+    random_trace(5, tmp_path / "t")
+    for share in (0.2, 0.5, 1.0):
+        options = {"pools": pools, "policy": policy, "window": 2 * BLOCK, "state_tokens": 20}
+        assert 0 < replay(tmp_path / "t", memory_share=share, **options).hit_rate
+
+
+def test_a_memory_for_attention_alone_is_as_good_as_its_slots():
+    shared = replay(TOOLS, memory_share=0.05)
+    assert shared.hit_rate == pytest.approx(replay(TOOLS, capacity_share="0.05").hit_rate, abs=0.001)
+
+
 # A plain model of the cache: blocks in dictionaries.
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from asynchicache import CacheConfig, HybridCache
-from asynchicache.pools.balance import UndersizedPool, find_undersized_pools
+from asynchicache.pools.balance import UndersizedPool, advise_split, find_undersized_pools
 from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_slots
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
@@ -18,16 +18,19 @@ STATE = PoolSpec(
 )
 WINDOW = PoolSpec("swa", (TensorSpec("keys", (2,), (2, 8), "bfloat16"),), trailing_pages(4))
 SPEC = ModelSpec("m", 64, 3, (KV, WINDOW, STATE))
+TURN = 1024
 
 
 def test_pools_in_proportion_are_silent():
-    assert find_undersized_pools(SPEC, {"kv": (160, 320), "swa": (40, 80), "mamba": (10, 20)}) == []
-    assert find_undersized_pools(SPEC, {"kv": (160, 320), "swa": (20, 40), "mamba": (5, 10)}) == []
+    assert find_undersized_pools(SPEC, {"kv": (160, 320), "swa": (40, 80), "mamba": (10, 20)}, TURN) == []
+    assert find_undersized_pools(SPEC, {"kv": (160, 320), "swa": (20, 40), "mamba": (5, 10)}, TURN) == []
 
 
 def test_few_states_are_named_with_the_number_they_should_be():
     """40 states against 20,000 pages: 40,960 tokens of 1,280,000."""
-    (found,) = find_undersized_pools(SPEC, {"kv": (10_000, 20_000), "swa": (2500, 5000), "mamba": (20, 40)})
+    (found,) = find_undersized_pools(
+        SPEC, {"kv": (10_000, 20_000), "swa": (2500, 5000), "mamba": (20, 40)}, TURN
+    )
 
     assert found == UndersizedPool("mamba", 40_960, "kv", 1_280_000, 40, 1250, "host_slots")
     assert str(found) == (
@@ -38,22 +41,22 @@ def test_few_states_are_named_with_the_number_they_should_be():
 
 def test_the_wanted_number_is_enough():
     slots = {"kv": (1000, 0), "swa": (20, 0), "mamba": (3, 0)}
-    for found in find_undersized_pools(SPEC, slots):
+    for found in find_undersized_pools(SPEC, slots, TURN):
         assert found.option == "device_slots"
         slots[found.pool] = (found.wanted, 0)
 
-    assert find_undersized_pools(SPEC, slots) == []
+    assert find_undersized_pools(SPEC, slots, TURN) == []
 
 
 def test_turns_may_be_longer():
     slots = {"kv": (1000, 0), "swa": (100, 0), "mamba": (10, 0)}
 
-    assert [found.pool for found in find_undersized_pools(SPEC, slots)] == ["swa", "mamba"]
-    assert find_undersized_pools(SPEC, slots, pages_per_state=100) == []
+    assert [found.pool for found in find_undersized_pools(SPEC, slots, TURN)] == ["swa", "mamba"]
+    assert find_undersized_pools(SPEC, slots, 100 * 64) == []
 
 
 def test_states_without_pages_to_stand_on():
-    (found,) = find_undersized_pools(SPEC, {"kv": (10, 20), "swa": (10, 20), "mamba": (100, 0)})
+    (found,) = find_undersized_pools(SPEC, {"kv": (10, 20), "swa": (10, 20), "mamba": (100, 0)}, TURN)
 
     assert (found.pool, found.against, found.wanted, found.option) == ("kv", "mamba", 100, "device_slots")
 
@@ -66,10 +69,43 @@ def test_pools_sized_together_are_in_proportion():
         assert find_undersized_pools(SPEC, slots) == []
 
 
+def test_the_split_that_the_traffic_asks_for_is_named_with_the_option_that_gives_it():
+    slots = {"kv": (1000, 0), "swa": (20, 0), "mamba": (100, 0)}
+    assert advise_split(SPEC, slots, 640) is None, "one state for 640 tokens is what there is"
+    assert advise_split(SPEC, slots, 0) is None
+    assert advise_split(SPEC, slots, 8000) == (
+        "the traffic asks for one state for 8,000 tokens, and the pools have one for 640: set "
+        "tokens_per_state=8000"
+    )
+
+
+@pytest.mark.asyncio
+async def test_closing_logs_the_split_that_the_traffic_asked_for(caplog: pytest.LogCaptureFixture):
+    """Prompts of four pages with a state each, on a device with a state for each page."""
+    spec = ModelSpec("m", 64, 3, (KV, STATE))
+    config = CacheConfig(device_slots={"kv": 8, "mamba": 8}, host_ratio=0, inline=True, tokens_per_state=64)
+    with caplog.at_level(logging.INFO, logger="asynchicache.cache"):
+        async with HybridCache.open(spec, config) as cache:
+            for first in range(0, 3000, 1000):
+                async with cache.request(range(first, first + 257)) as request:
+                    await request.load().submitted()
+                    request.extend(257)
+                    request.checkpoint(256, final=True)
+            await cache.drain()
+            assert cache.statistics().tokens_per_end == 256
+
+    assert [record.message for record in caplog.records] == [
+        "the traffic asks for one state for 256 tokens, and the pools have one for 64: "
+        "set tokens_per_state=256"
+    ]
+
+
 @pytest.mark.asyncio
 async def test_opening_warns(caplog: pytest.LogCaptureFixture):
     spec = ModelSpec("m", 64, 3, (KV, STATE))
-    small = CacheConfig(device_slots={"kv": 100, "mamba": 2}, host_slots={"kv": 200, "mamba": 0})
+    small = CacheConfig(
+        device_slots={"kv": 100, "mamba": 2}, tokens_per_state=1024, host_slots={"kv": 200, "mamba": 0}
+    )
     with caplog.at_level(logging.WARNING, logger="asynchicache"):
         async with HybridCache.open(spec, small):
             pass

@@ -107,8 +107,8 @@ def test_explicit_host_slots_do_not_shrink():
         ({"host_slots": {"kv": -1}}, r"host_slots {'kv': -1} must be a table with, .* of at least 0"),
         ({"host_ratio": -1}, r"host_ratio -1 must be a number of at least 0 and finite"),
         ({"host_ratio": math.inf}, r"host_ratio inf must be"),
-        ({"device_bytes": -5}, r"device_bytes -5 must be a whole number of at least 0, or None"),
-        ({"pages_per_state": 0}, r"pages_per_state 0 must be a whole number above 0"),
+        ({"device_bytes": -5}, r"device_bytes -5 must be a whole number of at least 0, or a size"),
+        ({"tokens_per_state": 0}, r"tokens_per_state 0 must be a whole number above 0"),
     ],
 )
 def test_bad_numbers_are_named(options: dict[str, Any], words: str):
@@ -134,7 +134,7 @@ def test_windows_are_divided_by_their_pages():
     """A window of 4 pages at the end of each turn, whatever the turn's length."""
     budget = 1 << 20
     for pages, share in ((16, 4), (8, 2), (2, 1)):
-        options = SizeOptions(device_bytes=budget, pages_per_state=pages)
+        options = SizeOptions(device_bytes=budget, tokens_per_state=16 * pages)
         slots = plan_slots(WINDOWED, options, PLENTY)
 
         assert slots["kv"][0] / slots["swa"][0] == pytest.approx(share, rel=0.05)
@@ -144,7 +144,7 @@ def test_windows_are_divided_by_their_pages():
 def test_states_follow_the_length_of_turns():
     """Proportions are of bytes as well: here a state costs half as much as a page."""
     short, long = (
-        plan_slots(SPEC, SizeOptions(device_bytes=1 << 20, pages_per_state=pages), PLENTY)
+        plan_slots(SPEC, SizeOptions(device_bytes=1 << 20, tokens_per_state=16 * pages), PLENTY)
         for pages in (4, 64)
     )
 

@@ -29,14 +29,13 @@ def experienced(capacity: int = 1000) -> SizeCredit:
     made = SizeCredit(capacity, PAGE_BYTES)
     for number in range(20):
         node = end()
-        made.published(node)
-        made.entered(HALF_LIFE)
-        made.credit(node, key(8, 8 * number), 0, 0.0)
+        made.published(node, 1000)
+        made.credit(node, 1000 + HALF_LIFE, key(8, 8 * number), 0, 0.0)
     return made
 
 
 def credit(of: SizeCredit, new: int, hint: float = 0.0) -> float:
-    return of.credit(end(), key(new, 1 << 20), 0, hint)
+    return of.credit(end(), 1, key(new, 1 << 20), 0, hint)
 
 
 @pytest.mark.parametrize(("new", "halvings"), [(8, 0), (16, 0.5), (32, 1), (2, -1), (0, -1.5), (8 << 10, 2)])
@@ -58,10 +57,9 @@ def test_before_anybody_returned_it_is_lru():
 
 def test_a_return_counts_once():
     policy, node = SizeCredit(1000, PAGE_BYTES), end()
-    policy.published(node)
-    policy.entered(50)
+    policy.published(node, 1)
     for _ in range(30):
-        policy.credit(node, key(1), 1, 0.0)
+        policy.credit(node, 51, key(1), 1, 0.0)
     assert credit(policy, 100) == 0, "one return is not enough"
 
 
@@ -71,8 +69,8 @@ def test_what_was_evicted_lately_is_not_new():
     policy.lost(32, bytes(prompt[32 * PAGE_BYTES : 33 * PAGE_BYTES]), 64)
     policy.lost(0, bytes(prompt[:PAGE_BYTES]), 32)
 
-    assert policy.credit(end(), prompt, 0, 0.0) > 0
-    assert policy.credit(end(), key(64, 1 << 21), 0, 0.0) < 0
+    assert policy.credit(end(), 1, prompt, 0, 0.0) > 0
+    assert policy.credit(end(), 1, key(64, 1 << 21), 0, 0.0) < 0
 
 
 def test_the_memory_of_what_was_evicted_is_bounded():
@@ -81,8 +79,9 @@ def test_the_memory_of_what_was_evicted_is_bounded():
         policy.lost(0, bytes(key(1, number)), 10)
 
     new = credit(policy, 10)
-    assert policy.credit(end(), key(10, 0), 0, 0.0) == pytest.approx(new, rel=0.2), "the oldest is forgotten"
-    assert policy.credit(end(), key(10, 8), 0, 0.0) > new
+    oldest = policy.credit(end(), 1, key(10, 0), 0, 0.0)
+    assert oldest == pytest.approx(new, rel=0.2)
+    assert policy.credit(end(), 1, key(10, 8), 0, 0.0) > new
 
 
 def test_the_order_is_that_of_worth_and_the_credit_of_the_request():

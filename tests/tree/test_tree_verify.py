@@ -100,8 +100,8 @@ def stale_candidate(bed):
 
 def candidate_without_entry(bed):
     queue = bed.tree.queues[STATE_DEVICE]
-    queue.pop(), queue.pop()
-    queue.members |= {bed.node("ab"), bed.node("abcd")}
+    queue.pop(9, 1), queue.pop(9, 1)
+    queue.members |= {bed.node("ab"): 1.0, bed.node("abcd"): 1.0}
 
 
 def candidate_with_a_later_entry(bed):

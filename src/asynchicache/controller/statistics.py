@@ -41,6 +41,8 @@ class CacheStatistics:
         storing_bytes: bytes of storage writes in flight.
         pages_read: pages and states read from storage.
         prefetch_waits: durations of waits for storage.
+        tokens_per_end: cached tokens for each end of a path in memory, in the larger tier: what the traffic
+            asks for as `tokens_per_state`. 0 if nothing is cached.
         room_waits: durations of `admit` and `reserve`, which wait for other requests to free slots.
     """
 
@@ -55,6 +57,7 @@ class CacheStatistics:
     pages_read: int
     prefetch_waits: Distribution
     room_waits: Distribution
+    tokens_per_end: int = 0
 
 
 def collect_statistics(
@@ -76,6 +79,7 @@ def collect_statistics(
         pages_read=controller.prefetcher.pages_read,
         prefetch_waits=controller.prefetcher.waits.snapshot(),
         room_waits=controller.admission.waits.snapshot(),
+        tokens_per_end=state.tokens_per_end(),
     )
 
 

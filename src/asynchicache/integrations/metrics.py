@@ -204,6 +204,12 @@ FAMILIES = (
         (),
         _one(lambda s: s.planner.states_skipped),
     ),
+    Family(
+        "tokens_per_end",
+        "Cached tokens for each end of a path: what the traffic asks for as tokens_per_state.",
+        (),
+        _one(lambda s: s.tokens_per_end),
+    ),
     # Copies between device and host
     Family(
         "copied_bytes_total",

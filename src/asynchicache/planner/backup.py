@@ -208,7 +208,7 @@ class BackupPlanner:
         short = self._clean_target - self._state.free[FULL_DEVICE].available
         seen: list[Node] = []
         plan: list[Copy] = []
-        while short > 0 and (node := queue.pop()) is not None:
+        while short > 0 and (node := queue.pop(self._tree.clock, self._tree.step)) is not None:
             seen.append(node)
             short -= node.pages
             plan += self.backup(node)

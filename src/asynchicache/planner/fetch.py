@@ -367,9 +367,9 @@ class FetchPlanner:
         full = read.pages.get(FULL, [])
         if not self._state.make_room(FULL_HOST, len(full)):
             return full[min(self._state.free[FULL_HOST].available, len(full) - 1)]
-        for component_id, pages in read.pages.items():
-            if not self._state.make_room(place_of(component_id, Tier.HOST), len(pages)):
-                return 0
+        counts = {place_of(component_id, Tier.HOST): len(pages) for component_id, pages in read.pages.items()}
+        if self._state.make_room_for_all(counts) is not None:
+            return 0
         for component_id, pages in read.pages.items():
             read.slots[component_id] = self._state.free[place_of(component_id, Tier.HOST)].allocate(
                 len(pages)

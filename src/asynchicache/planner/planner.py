@@ -54,6 +54,7 @@ class Planner:
         checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
         engine_pages: Mapping[str, int] | None = None,
         page_keys: bool = False,
+        memory: Mapping[Tier, int] | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +66,7 @@ class Planner:
             checkpoints: the lengths at which to keep states.
             engine_pages: device pages by pool, if an engine owns them (`CacheState`).
             page_keys: prefixes are page keys, not tokens.
+            memory: bytes of the tiers whose memory all pools share.
         """
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
@@ -75,6 +77,7 @@ class Planner:
             eviction_policy=eviction_policy,
             engine_pages=engine_pages,
             page_keys=page_keys,
+            memory=memory,
         )
         self.activity = Activity()
         self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)
@@ -295,7 +298,8 @@ class Planner:
     def _take_snapshots(self, sequence: RequestState) -> bool:
         """Allocate a snapshot slot for every working state, all or nothing."""
         new = [component_id for component_id in sequence.states if component_id not in sequence.snapshots]
-        if not all(self.state.make_room(place_of(component_id, Tier.DEVICE), 1) for component_id in new):
+        counts = {place_of(component_id, Tier.DEVICE): 1 for component_id in new}
+        if self.state.make_room_for_all(counts) is not None:
             return False
         for component_id in new:
             sequence.snapshots[component_id] = self.state.free[place_of(component_id, Tier.DEVICE)].allocate(

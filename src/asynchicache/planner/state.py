@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,11 +12,22 @@ from asynchicache.errors import ConfigError
 from asynchicache.planner.actions import Transfers
 from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.pools.budget import SharedMemory
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import CopyRequest, TierCopy
-from asynchicache.tree.node import FULL, FULL_DEVICE, Pins, SlotPlace, component_of, place_of, tier_of
+from asynchicache.tree.eviction import MOST_VICTIMS
+from asynchicache.tree.node import (
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    Pins,
+    SlotPlace,
+    component_of,
+    place_of,
+    tier_of,
+)
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.verify import problems
 from asynchicache.types import KEY_WORDS, PoolTransfer, Tier, WritePolicy
@@ -76,6 +88,7 @@ class CacheState:
         eviction_policy: str,
         engine_pages: Mapping[str, int] | None = None,
         page_keys: bool = False,
+        memory: Mapping[Tier, int] | None = None,
     ) -> None:
         """
         Args:
@@ -86,6 +99,7 @@ class CacheState:
             engine_pages: device pages of each pool that owns slots, if an engine owns them; `slots` then has
                 no device slots. None: the cache has device slots of its own.
             page_keys: prefixes are page keys, not tokens.
+            memory: bytes of the tiers whose memory all pools share; the others have slots of their own.
 
         Raises:
             ConfigError: the pools do not fit each other, or one has no room for one request.
@@ -111,9 +125,16 @@ class CacheState:
             eviction=eviction_policy,
             capacity=max(slots[self.names[FULL]]),
             host_only=self.host_only,
+            costs=[self._slot_bytes(name) for name in self.names],
         )
+        self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
         self.free = [
-            SlotAllocator(slots[name][tier], name=f"{name} {tier.name.lower()} slots")
+            SlotAllocator(
+                slots[name][tier],
+                name=f"{name} {tier.name.lower()} slots",
+                memory=self.memory.get(tier),
+                slot_bytes=self._slot_bytes(name),
+            )
             for name in self.names
             for tier in (Tier.DEVICE, Tier.HOST)
         ]
@@ -124,6 +145,20 @@ class CacheState:
         self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
+
+    def _slot_bytes(self, name: str) -> int:
+        """Bytes of a slot of a pool, with those of the pools that share it."""
+        pools = [self.spec.pool(sharing) for sharing in (name, *self.followers[name])]
+        return sum(pool.slot_bytes(self.page_size) for pool in pools)
+
+    def tokens_per_end(self) -> int:
+        """Cached tokens for each end of a path, in the tier with more pages; 0 if nothing is cached.
+
+        Each end needs a state where it can be resumed, so this is the split that the traffic asks for.
+        """
+        place = max(FULL_DEVICE, FULL_HOST, key=lambda place: self.free[place].capacity)
+        ends = len(self.tree.queues[place])  # those of running requests have states of their own
+        return self.free[place].held * self.page_size // ends if ends else 0
 
     def open_host(self, pool: str, slots: int) -> None:
         """Allow the first `slots` host slots of a pool; the memory of the others is not ready."""
@@ -160,7 +195,13 @@ class CacheState:
 
         Returns the first place that stays short, or None on success.
         """
-        return next((place for place, count in counts.items() if not self.make_room(place, count)), None)
+        promised: Counter[Tier] = Counter()
+        for place, count in counts.items():
+            tier, free = tier_of(place), self.free[place]
+            if not self.make_room(place, count, beside=promised[tier]):
+                return place
+            promised[tier] += count * free.slot_bytes
+        return None
 
     def watch_host(self, on_release: Callable[[str, Iterable[int]], object]) -> None:
         """Call `on_release` with each pool's host slots that are freed or quarantined."""
@@ -169,21 +210,54 @@ class CacheState:
                 _tell_all, on_release, self.sharing(component_id)
             )
 
-    def make_room(self, place: SlotPlace, count: int) -> bool:
-        """Have `count` slots free at `place`, evicting if necessary; False if it stays short."""
+    def make_room(self, place: SlotPlace, count: int, *, beside: int = 0) -> bool:
+        """Have `count` slots free at `place`, evicting if necessary; False if it stays short.
+
+        `beside`: bytes that are promised to other pools of the same memory.
+        """
         free = self.free[place]
+        if free.memory is not None:
+            return self._make_shared_room(tier_of(place), free.memory, count * free.slot_bytes + beside)
         if count > free.available:
             if self.write_policy is WritePolicy.WRITE_BACK:
                 self.evict(place, count - free.available, dirty=False)
             self.evict(place, count - free.available, dirty=True)
         return count <= free.available
 
-    def evict(self, place: SlotPlace, count: int, *, dirty: bool) -> None:
+    def _make_shared_room(self, tier: Tier, memory: SharedMemory, nbytes: int) -> bool:
+        """Evict from whichever pool loses the fewest tokens a byte, until `nbytes` are left."""
+        passes = (False, True) if self.write_policy is WritePolicy.WRITE_BACK else (True,)
+        for dirty in passes:
+            while memory.left < nbytes:
+                place = self._least_valuable(tier)
+                if place is None:
+                    break
+                wanted = -(-(nbytes - memory.left) // self.free[place].slot_bytes)
+                before = memory.left
+                self.evict(place, wanted, dirty=dirty, victims=1)
+                if memory.left == before:
+                    break
+        return memory.left >= nbytes
+
+    def _least_valuable(self, tier: Tier) -> SlotPlace | None:
+        """The place of a tier from which to evict next."""
+        clock, step, best, least = self.tree.clock, self.tree.step, None, 0.0
+        for component_id in range(self.tree.width):
+            place = place_of(component_id, tier)
+            score = self.tree.queues[place].score(clock, step)
+            if score is not None:
+                if component_id == FULL and not self.tree.components:
+                    return place
+                if best is None or score < least:
+                    best, least = place, score
+        return best
+
+    def evict(self, place: SlotPlace, count: int, *, dirty: bool, victims: int = MOST_VICTIMS) -> None:
         if count <= 0:
             return
         tracer = self.tracer
         span = tracer.evicting(*self._names_of(place), count) if tracer is not None else None
-        freed = eviction.evict(self.tree, place, count, dirty=dirty)
+        freed = eviction.evict(self.tree, place, count, dirty=dirty, victims=victims)
         for where, slots in freed.slots.items():
             self.free[where].release(slots)
             self.counters.evicted[where] += len(slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asynchicache.errors import CapacityError, InternalError
+from asynchicache.pools.budget import SharedMemory
 
 _FREE, _HELD, _QUARANTINED = 0, 1, 2
 
@@ -21,10 +22,31 @@ class SlotAllocator:
         quarantined: the number of slots that are never allocated again.
     """
 
-    __slots__ = ("_condemned", "_free", "_opened", "_state", "name", "on_release", "quarantined")
+    __slots__ = (
+        "_condemned",
+        "_free",
+        "_opened",
+        "_state",
+        "memory",
+        "name",
+        "on_release",
+        "quarantined",
+        "slot_bytes",
+    )
 
-    def __init__(self, capacity: int, *, name: str = "pool") -> None:
+    def __init__(
+        self, capacity: int, *, name: str = "pool", memory: SharedMemory | None = None, slot_bytes: int = 1
+    ) -> None:
+        """
+        Args:
+            capacity: the number of slots.
+            name: used in messages.
+            memory: what the slots are paid from; None: they have memory of their own.
+            slot_bytes: the bytes of a slot in `memory`.
+        """
         self.name = name
+        self.memory = memory
+        self.slot_bytes = slot_bytes
         self.on_release: Callable[[Sequence[int]], object] | None = None
         self.quarantined = 0
         self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
@@ -38,7 +60,9 @@ class SlotAllocator:
 
     @property
     def available(self) -> int:
-        return len(self._free)
+        if self.memory is None:
+            return len(self._free)
+        return min(len(self._free), self.memory.left // self.slot_bytes)
 
     @property
     def held(self) -> int:
@@ -71,10 +95,14 @@ class SlotAllocator:
             CapacityError: fewer are free.
         """
         free = self._free
-        if count > len(free):
-            raise CapacityError(f"{self.name}: {count} slots wanted, {len(free)} of {self.capacity} free")
+        if count > self.available:
+            raise CapacityError(
+                f"{self.name}: {count} slots wanted, {self.available} of {self.capacity} free"
+            )
         if count == 0:
             return []
+        if self.memory is not None:
+            self.memory.used += count * self.slot_bytes
         slots = free[-count:]
         del free[-count:]
         slots.reverse()
@@ -129,6 +157,8 @@ class SlotAllocator:
                     state[undone] = _HELD
                 raise self._not_held(slot, "given back")
             state[slot] = to
+        if self.memory is not None and to == _FREE:
+            self.memory.used -= len(slots) * self.slot_bytes
         if self.on_release is not None:
             self.on_release(slots)
 
@@ -148,7 +178,7 @@ class SlotAllocator:
         found = []
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")
-        free = len(self._free) + self.closed
+        free = len(self._free) + self.closed  # not `available`: it may be less in a shared memory
         for state, count in ((_FREE, free), (_QUARANTINED, self.quarantined)):
             if self._state.count(state) != count:
                 found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")

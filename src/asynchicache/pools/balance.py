@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asynchicache.pools.sizing import PAGES_PER_STATE, weight
+from asynchicache.pools.sizing import TOKENS_PER_STATE, pages_per_state, weight
 from asynchicache.specs import ModelSpec
 
 UNDERSIZED_SHARE = 0.5
@@ -43,9 +43,9 @@ class UndersizedPool:
 
 
 def find_undersized_pools(
-    spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages_per_state: int = PAGES_PER_STATE
+    spec: ModelSpec, slots: Mapping[str, tuple[int, int]], tokens_per_state: int = TOKENS_PER_STATE
 ) -> list[UndersizedPool]:
-    """The pools that limit the hits of others, if prefixes are resumed every `pages_per_state` pages.
+    """The pools that limit the hits of others, if prefixes are resumed every `tokens_per_state` tokens.
 
     A hit needs every pool, so the pool that can serve the fewest tokens decides. A pool's capacity is that
     of the tier where it has more slots, because the host has copies of what the device has.
@@ -53,10 +53,10 @@ def find_undersized_pools(
     Args:
         spec: the model's pools.
         slots: by pool, device and host slots, as from `plan_slots`.
-        pages_per_state: pages between two places where a prefix can be resumed.
+        tokens_per_state: cached tokens for each place where a prefix can be resumed.
     """
     full, *others = (pool.name for pool in spec.owners)
-    scale = _Scale(spec, slots, pages_per_state)
+    scale = _Scale(spec, slots, pages_per_state(spec, tokens_per_state))
     small = [name for name in others if scale.turns(name) < UNDERSIZED_SHARE * scale.turns(full)]
     useless = [name for name in others if scale.most(name) > scale.most(full)]  # more of them than pages
     return [scale.report(name, full, scale.turns(full) * scale.weights[name]) for name in small] + [
@@ -64,13 +64,34 @@ def find_undersized_pools(
     ]
 
 
-class _Scale:
-    """The pools of one cache, measured in turns: prefixes of `pages_per_state` pages."""
+def advise_split(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], tokens_per_end: int) -> str | None:
+    """What to set if the traffic needs far more, or far fewer, states for its pages than there are slots.
 
-    def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages_per_state: int) -> None:
+    Args:
+        spec: the model's pools.
+        slots: by pool, device and host slots.
+        tokens_per_end: cached tokens for each end of a path, see `CacheStatistics`; 0: unknown.
+    """
+    states = [pool.name for pool in spec.owners if not pool.per_token]
+    if not states or not tokens_per_end:
+        return None
+    pages, count = (max(slots[name]) for name in (spec.owners[0].name, states[0]))
+    now = pages * spec.page_size // max(count, 1)
+    if UNDERSIZED_SHARE < now / tokens_per_end < 1 / UNDERSIZED_SHARE:
+        return None
+    return (
+        f"the traffic asks for one state for {tokens_per_end:,} tokens, and the pools have one for {now:,}: "
+        f"set tokens_per_state={tokens_per_end}"
+    )
+
+
+class _Scale:
+    """The pools of one cache, measured in turns: prefixes with a state at their end."""
+
+    def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]], pages: int) -> None:
         self.slots = slots
-        self.weights = {pool.name: weight(pool, pages_per_state) for pool in spec.owners}
-        self.turn_tokens = pages_per_state * spec.page_size
+        self.weights = {pool.name: weight(pool, pages) for pool in spec.owners}
+        self.turn_tokens = pages * spec.page_size
 
     def most(self, name: str) -> int:
         return max(self.slots[name])

@@ -25,6 +25,8 @@ from asynchicache.tree.node import (
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
+MOST_VICTIMS = 1 << 62
+
 
 @dataclass(slots=True, eq=False)
 class Evicted:
@@ -44,7 +46,9 @@ class Evicted:
         return len(self.slots.get(place, ()))
 
 
-def evict(tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool = True) -> Evicted:
+def evict(
+    tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool = True, victims: int = MOST_VICTIMS
+) -> Evicted:
     """Free `count` slots of a place: more if a node cannot be split, fewer if candidates run out.
 
     Args:
@@ -52,17 +56,19 @@ def evict(tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool =
         place: the component and the tier.
         count: slots wanted.
         dirty: whether device pages and states without a copy on the host may be evicted.
+        victims: nodes to evict from at most.
     """
     freed = Evicted()
     spared: list[Node] = []
     queue = tree.queues[place]
-    while freed.count(place) < count:
-        node = queue.pop()
+    while victims and freed.count(place) < count:
+        node = queue.pop(tree.clock, tree.step)
         if node is None:
             break
         if not _may_go(node, place, dirty):
             spared.append(node)
             continue
+        victims -= 1
         if is_full(place):
             _evict_full(tree, node, place, count - freed.count(place), freed)
         elif place in tree.page_places:
@@ -70,7 +76,7 @@ def evict(tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool =
         else:
             _vacate(tree, node, place, freed)
     for node in spared:
-        queue.add(node)
+        tree.refresh(node, place)
     return freed
 
 

@@ -72,6 +72,7 @@ class Node:
         slots, residency, pins: by `place`: slot numbers or None, where they stand, leases on them.
         worth: by component, what orders its eviction. A node is worth at least what its descendants are;
             that is made up for when they go, so that a use touches one node only.
+        superseded: bit by component, a later state or window of the same sequence took its place.
         published: the policy's, about a node whose end was published and not asked for since; else -1.
         device_children, host_children: children whose full component has slots in that tier.
         digests: page digests, once computed; `stored`: bit by component, storage has it.
@@ -104,6 +105,7 @@ class Node:
         "serial",
         "slots",
         "stored",
+        "superseded",
         "worth",
     )
 
@@ -118,6 +120,7 @@ class Node:
         self.residency: list[int] = [ABSENT] * (TIERS * components)
         self.pins: list[int] = [0] * (TIERS * components)
         self.worth: list[float] = [0] * components
+        self.superseded = 0
         self.published: float = -1
         self.device_children = 0
         self.host_children = 0

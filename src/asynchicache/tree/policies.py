@@ -12,14 +12,16 @@ To add a policy, derive a class from `Policy` and name it in the option `evictio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from heapq import heappop, heappush
-from math import exp, log
+from heapq import heappop, heappush, heapreplace
+from math import exp, frexp, inf, log
 from pkgutil import resolve_name
 
 from asynchicache.errors import ConfigError
 from asynchicache.tree.node import Node
 
 _SLACK = 64
+_NOTHING_LOST = -1 << 20
+"""The class of a density of 0; the others are exponents of two."""
 
 
 class Policy:
@@ -32,19 +34,21 @@ class Policy:
             page_bytes: bytes of a page in a key.
         """
 
-    def worth(self, node: Node, credit: float) -> float:
+    def worth(self, node: Node, clock: float, credit: float) -> float:
         """What a use now makes a path worth whose end is `node`; the tree keeps the old worth if it is more.
 
         Args:
             node: the node.
+            clock: the tree's clock, which counts the pages that entered the tree, and uses.
             credit: what `credit` returned for the request that uses it; 0 without a request.
         """
         raise TypeError(f"{type(self).__name__} has no worth()")
 
-    def credit(self, end: Node, prompt: memoryview, known: int, hint: float) -> float:
+    def credit(self, end: Node, clock: float, prompt: memoryview, known: int, hint: float) -> float:
         """What is particular to a request that was just matched; called once, before it uses the tree.
 
         Args:
+            clock: the tree's clock.
             end: the node where its match ends, or the one before if it ends inside a node.
             prompt: its tokens as bytes.
             known: the first pages of it that some tier of the tree has.
@@ -52,10 +56,7 @@ class Policy:
         """
         return hint
 
-    def entered(self, pages: int) -> None:
-        """Pages that no tier had are in the tree now."""
-
-    def published(self, node: Node) -> None:
+    def published(self, node: Node, clock: float) -> None:
         """A request that computed the pages of `node` has published them."""
 
     def lost(self, first: int, head: bytes, end: int) -> None:
@@ -66,19 +67,15 @@ class Policy:
 class Lru(Policy):
     """Least recently used first."""
 
-    def __init__(self, capacity: int, page_bytes: int) -> None:
-        self._uses = 0
-
-    def worth(self, node: Node, credit: float) -> float:
-        self._uses += 1
-        return self._uses
+    def worth(self, node: Node, clock: float, credit: float) -> float:
+        return clock
 
 
-class Fifo(Lru):
+class Fifo(Policy):
     """Oldest first, however often it was used."""
 
-    def worth(self, node: Node, credit: float) -> float:
-        return node.worth[0] or super().worth(node, credit)
+    def worth(self, node: Node, clock: float, credit: float) -> float:
+        return node.worth[0] or clock
 
 
 class SizeCredit(Policy):
@@ -95,7 +92,6 @@ class SizeCredit(Policy):
 
     def __init__(self, capacity: int, page_bytes: int) -> None:
         self._page_bytes = page_bytes
-        self._clock = 0
         self._usual_return = 0.0
         self._returns = self._openings = 0
         self._return_logs = self._size_logs = 0.0  # sums of logarithms: the means are geometric
@@ -103,12 +99,12 @@ class SizeCredit(Policy):
         self._ghost_pages = 0
         self._most_ghost_pages = _GHOST_SHARE * capacity
 
-    def worth(self, node: Node, credit: float) -> float:
-        return self._clock + credit
+    def worth(self, node: Node, clock: float, credit: float) -> float:
+        return clock + credit
 
-    def credit(self, end: Node, prompt: memoryview, known: int, hint: float) -> float:
+    def credit(self, end: Node, clock: float, prompt: memoryview, known: int, hint: float) -> float:
         if end.published >= 0:
-            self._returned(self._clock - end.published)
+            self._returned(clock - end.published)
             end.published = -1
         size = self._page_bytes
         pages = len(prompt) // size
@@ -137,11 +133,8 @@ class SizeCredit(Policy):
             self._returns //= 2
             self._return_logs /= 2
 
-    def entered(self, pages: int) -> None:
-        self._clock += pages
-
-    def published(self, node: Node) -> None:
-        node.published = self._clock
+    def published(self, node: Node, clock: float) -> None:
+        node.published = clock
 
     def lost(self, first: int, head: bytes, end: int) -> None:
         ghosts, name = self._ghosts, (first, hash(head))
@@ -206,10 +199,11 @@ class EvictionQueue:
         self._component_id = component_id
         self._flag = 1 << number
         self._heap: list[tuple[float, int, Node]] = []
-        self.members: set[Node] = set()
+        self.members: dict[Node, float] = {}
 
-    def add(self, node: Node) -> None:
-        self.members.add(node)
+    def add(self, node: Node, density: float = 1.0) -> None:
+        """Add a candidate, or correct its density: tokens lost with it for each byte that it frees."""
+        self.members[node] = density
         if node.queued & self._flag:
             return
         if len(self._heap) > 2 * len(self.members) + _SLACK:
@@ -218,39 +212,54 @@ class EvictionQueue:
             self._push(node)
 
     def discard(self, node: Node) -> None:
-        self.members.discard(node)
+        self.members.pop(node, None)
 
-    def hurry(self, node: Node) -> None:
-        """Add an entry for a node whose worth has fallen; the only such case is `supersede`.
+    def score(self, clock: float, step: float) -> float | None:
+        """How little is lost with the first choice: tokens a byte, over its age; None without candidates.
 
-        Needed even if the node is no candidate at the moment: it may become one again while its old entry
-        is in the heap. A node without an entry gets one with the right worth when it is added.
+        Args:
+            clock: the tree's clock.
+            step: what the clock adds for a request, a least age.
         """
-        if node.queued & self._flag:
-            self._push(node)
+        node = self._first()
+        return None if node is None else 1.0 / (max(clock - node.worth[self._component_id], 0.0) + step)
 
-    def pop(self) -> Node | None:
-        """Take out the node that is worth least; None if there is no candidate."""
+    def pop(self, clock: float, step: float) -> Node | None:
+        """Take out the node that is worth least; None if there is no candidate. Arguments as of `score`."""
+        node = self._first()
+        if node is not None:
+            heappop(self._heap)
+            node.queued &= ~self._flag
+            del self.members[node]
+        return node
+
+    def _first(self) -> Node | None:
         heap, members = self._heap, self.members
         while heap:
-            worth, _, node = heappop(heap)
-            node.queued &= ~self._flag
+            worth, _, node = heap[0]
             if node not in members:
-                continue
-            if worth != node.worth[self._component_id]:
-                self._push(node)
-                continue
-            members.discard(node)
-            return node
+                heappop(heap)
+                node.queued &= ~self._flag
+            elif worth != node.worth[self._component_id]:
+                heapreplace(heap, (node.worth[self._component_id], node.serial, node))
+            else:
+                return node
         return None
 
-    def worth(self, node: Node) -> float:
-        """What orders `node` here now."""
-        return node.worth[self._component_id]
+    def problems(self) -> list[str]:
+        """Candidates that would come up too late."""
+        first: dict[Node, float] = {}
+        for worth, _, node in self._heap:
+            first[node] = min(worth, first.get(node, worth))
+        return [
+            f"{node!r} would come up too late"
+            for node in self.members
+            if node not in first or first[node] > node.worth[self._component_id]
+        ]
 
-    def entries(self) -> list[tuple[float, int, Node]]:
-        """What is in the heap, out of date or not; for `verify`."""
-        return list(self._heap)
+    def entries(self) -> int:
+        """How many entries there are, out of date or not."""
+        return len(self._heap)
 
     def _sweep(self) -> None:
         for _, _, node in self._heap:
@@ -265,3 +274,96 @@ class EvictionQueue:
 
     def __len__(self) -> int:
         return len(self.members)
+
+
+class ValueQueue(EvictionQueue):
+    """Candidates of a hybrid model: the one goes first with which the fewest tokens a byte are lost, over
+    its age.
+
+    One heap for each power of two of the density, in the order of worth; within a heap the first is nearly
+    the best, so only the heads are compared. What nothing depends on has a density of 0 and goes first.
+    """
+
+    __slots__ = ("_classes", "_queued")
+
+    def __init__(self, component_id: int, number: int) -> None:
+        super().__init__(component_id, number)
+        self._classes: dict[int, list[tuple[float, int, Node, float]]] = {}
+        self._queued: dict[Node, float] = {}
+
+    def add(self, node: Node, density: float = 1.0) -> None:
+        self.members[node] = density
+        if self._queued.get(node) == density:
+            return
+        if self.entries() > 2 * len(self.members) + _SLACK:
+            self._sweep()
+        else:
+            self._push(node)
+
+    def score(self, clock: float, step: float) -> float | None:
+        found = self._best(clock, step)
+        return None if found is None else found[0]
+
+    def pop(self, clock: float, step: float) -> Node | None:
+        found = self._best(clock, step)
+        if found is None:
+            return None
+        _, heap = found
+        node = heappop(heap)[2]
+        del self._queued[node], self.members[node]
+        return node
+
+    def _best(self, clock: float, step: float) -> tuple[float, list[tuple[float, int, Node, float]]] | None:
+        """The heap whose head goes first, and its score."""
+        best = None
+        for heap in self._classes.values():
+            self._clean(heap)
+            if not heap:
+                continue
+            worth, _, _, density = heap[0]
+            score = density / (max(clock - worth, 0.0) + step)
+            if best is None or score < best[0]:
+                best = score, heap
+        return best
+
+    def _clean(self, heap: list[tuple[float, int, Node, float]]) -> None:
+        """Remove what is out of date from the head of a heap."""
+        members, queued, component_id = self.members, self._queued, self._component_id
+        while heap:
+            worth, serial, node, density = heap[0]
+            if queued.get(node) != density:
+                heappop(heap)
+            elif members.get(node) != density:
+                heappop(heap)
+                del queued[node]
+            elif worth != node.worth[component_id]:
+                heapreplace(heap, (node.worth[component_id], serial, node, density))
+            else:
+                return
+
+    def problems(self) -> list[str]:
+        first: dict[tuple[Node, float], float] = {}
+        for heap in self._classes.values():
+            for worth, _, node, density in heap:
+                first[node, density] = min(worth, first.get((node, density), worth))
+        return [
+            f"{node!r} would come up too late"
+            for node, density in self.members.items()
+            if first.get((node, density), inf) > node.worth[self._component_id]
+            or self._queued.get(node) != density
+        ]
+
+    def entries(self) -> int:
+        return sum(map(len, self._classes.values()))
+
+    def _sweep(self) -> None:
+        self._classes.clear()
+        self._queued.clear()
+        for node in self.members:
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
+        density = self.members[node]
+        self._queued[node] = density
+        heap = self._classes.setdefault(frexp(density)[1] if density else _NOTHING_LOST, [])
+        heappush(heap, (node.worth[self._component_id], node.serial, node, density))

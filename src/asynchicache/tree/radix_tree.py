@@ -40,9 +40,17 @@ from asynchicache.tree.node import (
     component_of,
     is_full,
     place_of,
+    tier_of,
 )
-from asynchicache.tree.policies import EVICTION, EvictionQueue, policy
+from asynchicache.tree.policies import EVICTION, EvictionQueue, ValueQueue, policy
 from asynchicache.types import TOKEN_BYTES, Coverage, Tier
+
+SUPERSEDED_SHARE = 1 / 30
+"""What a state counts after a later one of the same sequence was published. With 1/10 the trace of tool calls
+loses a point, with 0 sub-agents do not find the states that they branch off from."""
+
+_MOST_STEPS = 64
+"""Nodes that are looked at, up a path, for the end of another prefix that can be restored."""
 
 
 class SlotWatcher(Protocol):
@@ -170,6 +178,7 @@ class UnifiedRadixTree:
         eviction: str = EVICTION,
         capacity: int = 0,
         host_only: bool = False,
+        costs: Sequence[float] = (),
     ) -> None:
         """
         Args:
@@ -180,6 +189,7 @@ class UnifiedRadixTree:
             capacity: pages that the larger tier holds, for the policy.
             host_only: nothing is ever on the device. Pages that are being copied to the host are then nowhere
                 else, so a match ends before them.
+            costs: by component, the bytes of a slot, or anything in proportion; all alike if empty.
         """
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
@@ -195,11 +205,14 @@ class UnifiedRadixTree:
         self._window_places = frozenset(place for place in self.page_places if not is_full(place))
         self._inherited = sum(1 << component_id for component_id in paged)
         self.policy = policy(eviction)(capacity, self.page_bytes)
-        self.queues = [EvictionQueue(component_of(place), place) for place in self.places]
+        queue = ValueQueue if self.components else EvictionQueue
+        self.queues = [queue(component_of(place), place) for place in self.places]
+        self.costs = tuple(costs) or (1.0,) * self.width
         self.roots: dict[bytes, Node] = {}
         self.version = 0
         self.watcher: SlotWatcher | None = None
-        self.clock = 0
+        self.clock = 1
+        self.uses = 1
         self._serial = 0
 
     # --- structure ---
@@ -251,6 +264,7 @@ class UnifiedRadixTree:
         upper.hits = node.hits
         upper.stored = node.stored & self._inherited
         upper.dropped = node.dropped & self._inherited
+        upper.superseded = node.superseded & self._inherited
         parent.children[node.head] = upper
         node.key = node.key[cut:]
         node.head = node.key[: self.page_bytes]
@@ -356,14 +370,16 @@ class UnifiedRadixTree:
             parent.device_children += 1
             self.refresh(parent, FULL_DEVICE)
             if node.residency[FULL_HOST] == ABSENT:
-                self.policy.entered(node.pages)
+                self.clock += node.pages
         elif place == FULL_HOST:
             parent = _parent(node)
             parent.host_children += 1
             self.refresh(parent, FULL_HOST)
             if node.residency[FULL_DEVICE] == ABSENT:
-                self.policy.entered(node.pages)
+                self.clock += node.pages
         self.refresh(node, place)
+        if place > FULL_HOST:
+            self._revalue(node)
         if self.watcher is not None and residency == RESIDENT:
             self.watcher.on_arrive(node, place)
 
@@ -383,6 +399,8 @@ class UnifiedRadixTree:
         node.slots[place] = None
         node.residency[place] = ABSENT
         self.queues[place].discard(node)
+        if place > FULL_HOST:
+            self._revalue(node)
         if place == FULL_DEVICE:
             parent = _parent(node)
             parent.device_children -= 1
@@ -405,7 +423,10 @@ class UnifiedRadixTree:
     def refresh(self, node: Node, place: SlotPlace) -> None:
         """Add a node to the eviction queue of a place, or remove it, whichever is right now."""
         if self.evictable(node, place):
-            self.queues[place].add(node)
+            if self.components:
+                self.queues[place].add(node, self.density(node, place))
+            else:
+                self.queues[place].add(node)
         else:
             self.queues[place].discard(node)
 
@@ -422,6 +443,60 @@ class UnifiedRadixTree:
         if place == FULL_HOST:
             return not node.host_children
         return True
+
+    def _revalue(self, node: Node) -> None:
+        """A state or window of a node came or went: its pages are worth more or less now."""
+        for place in (FULL_DEVICE, FULL_HOST):
+            if node in self.queues[place].members:
+                self.queues[place].add(node, self.density(node, place))
+
+    @property
+    def step(self) -> float:
+        """What the clock adds for a request: ages below that are noise."""
+        return self.clock / self.uses
+
+    def density(self, node: Node, place: SlotPlace) -> float:
+        """Tokens that could not be restored any more without the slots of a place, in pages, for each byte
+        that comes free.
+
+        With pages, all that stands on them goes, and in the end those above that serve nobody else. Pages
+        behind which no prefix can end are worth nothing.
+        """
+        component_id = component_of(place)
+        if component_id == FULL:
+            if node.children:  # they are in the other tier, and would have to wait for these pages
+                return 1.0 / self.costs[FULL]
+            if not self.restorable(node):
+                return 0.0
+        lost, freed = self._lost_pages(node)
+        if component_id == FULL:
+            return lost / (freed * self.costs[FULL] + self._others_bytes(node, tier_of(place)))
+        if self.components[component_id - 1].paged:
+            lost, freed = node.pages, node.pages
+        else:
+            freed = 1
+        share = SUPERSEDED_SHARE if node.superseded >> component_id & 1 else 1.0
+        return share * lost / (freed * self.costs[component_id])
+
+    def _others_bytes(self, node: Node, tier: Tier) -> float:
+        """Bytes of a node's states and windows in a tier."""
+        return sum(
+            len(node.slots_at(place_of(component.id, tier))) * self.costs[component.id]
+            for component in self.components
+        )
+
+    def _lost_pages(self, node: Node) -> tuple[int, int]:
+        """Pages between the end of a node and the prefix that could be restored instead; and those of them
+        that serve nobody else. Superseded states do not count as a place to resume: they go soon."""
+        above, freed, alone = _parent(node), node.pages, True
+        for _ in range(_MOST_STEPS):
+            if above.parent is None or (self.restorable(above) and (node.superseded or not above.superseded)):
+                break
+            alone = alone and len(above.children) == 1
+            if alone:
+                freed += above.pages
+            above = above.parent
+        return node.end - above.end, freed
 
     def pin_for(self, pins: Pins, node: Node, place: SlotPlace) -> None:
         """Pin one place and add it to `pins`, which grows when the node is split."""
@@ -467,9 +542,11 @@ class UnifiedRadixTree:
         """Mark the slots of a component beside the full one as used now."""
         self.clock += 1
         node.worth[component_id] = self.clock
+        node.superseded &= ~(1 << component_id)
 
     def _touch_pages(self, node: Node, credit: float) -> None:
-        worth = self.policy.worth(node, credit)
+        self.clock += 1
+        worth = self.policy.worth(node, self.clock, credit)
         if worth > node.worth[0]:
             node.worth[0] = worth
 
@@ -663,7 +740,8 @@ class UnifiedRadixTree:
 
         `hint`: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
         """
-        return self.policy.credit(match.node, memoryview(tokens).cast("B"), match.full_pages, hint)
+        prompt = memoryview(tokens).cast("B")
+        return self.policy.credit(match.node, self.clock, prompt, match.full_pages, hint)
 
     def pin(self, match: Match, credit: float = 0.0) -> PathLease:
         """Pin a match: nothing of its prefix can be evicted until the lease is closed.
@@ -680,6 +758,7 @@ class UnifiedRadixTree:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
         self._touch_pages(node, credit)
+        self.uses += 1
         for component in self.components:
             self.use(component, node)
         return self.lease(node, credit)
@@ -787,7 +866,7 @@ class UnifiedRadixTree:
     def published(self, node: Node, credit: float, *, fresh: bool) -> None:
         """A request published the path to `node`; `fresh`: it computed pages that the tree had not."""
         if fresh:
-            self.policy.published(node)
+            self.policy.published(node, self.clock)
         self._touch_pages(node, credit)
 
     def _keep_taken(
@@ -884,7 +963,7 @@ class UnifiedRadixTree:
         return refused
 
     def supersede(self, node: Node, component_id: int) -> None:
-        """Make the state or window before `node` the next one to evict, unless a sequence branched off since.
+        """Count the state or window before `node` little, unless a sequence branched off since.
 
         A continued conversation resumes from its last state. The one before it serves only a branch, and a
         branch point that was matched has two children. Without this, a pool with room for one state per
@@ -900,7 +979,7 @@ class UnifiedRadixTree:
             above = above.parent
 
     def _age(self, node: Node, component_id: int) -> bool:
-        """Make a node's slots the next ones to evict.
+        """Count a node's slots little.
 
         Returns:
             Whether nothing is left to age: a state is a single slot, and what precedes an aged window was
@@ -909,10 +988,10 @@ class UnifiedRadixTree:
         places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
         if not any(node.slots[place] for place in places):
             return False
-        aged = not node.worth[component_id]
-        node.worth[component_id] = 0
-        for place in places:  # both: an entry may wait there for slots to come
-            self.queues[place].hurry(node)
+        aged = bool(node.superseded >> component_id & 1)
+        node.superseded |= 1 << component_id
+        for place in places:
+            self.refresh(node, place)
         return aged or not self.components[component_id - 1].paged
 
     def count_hit(self, node: Node) -> list[Node]:

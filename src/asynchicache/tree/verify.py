@@ -102,15 +102,10 @@ def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
     nodes = list(tree.nodes())
     for place, queue in zip(tree.places, tree.queues, strict=True):
         expected = {node for node in nodes if tree.evictable(node, place)}
-        for node in expected ^ queue.members:
+        for node in expected ^ queue.members.keys():
             kind = "is no candidate" if node in expected else "is a stale candidate"
             yield f"{node!r} {kind} at place {place}"
-        first: dict[Node, float] = {}
-        for worth, _, node in queue.entries():
-            first[node] = min(worth, first.get(node, worth))
-        for node in queue.members:
-            if node not in first or first[node] > queue.worth(node):
-                yield f"{node!r} would come up too late at place {place}"
+        yield from (f"{problem} at place {place}" for problem in queue.problems())
 
 
 def _pins(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from asynchicache.errors import ConfigError
-from asynchicache.options import CommandOptions, Natural, Positive, about
+from asynchicache.options import CommandOptions, Natural, Positive, Share, about
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.tree.policies import EVICTION, policy
@@ -22,6 +22,10 @@ class ReplayOptions(CommandOptions, frozen=True):
         str, about("device slots as a share of the working set; or by pool: kv=0.25,mamba=0.1")
     ] = "1.0"
     host_share: Annotated[str, about("host slots, in the same form")] = "0"
+    memory_share: Annotated[
+        Share, about("one device memory for all pools, as a share of what the trace's kv takes; 0: by slots")
+    ] = 0.0
+    state_tokens: Annotated[Positive, about("tokens whose kv takes as many bytes as a state")] = 1600
     policy: Annotated[
         str, about("eviction policy of attention pages: size, lru, fifo, or package.module:Class")
     ] = EVICTION

@@ -14,7 +14,7 @@ from pathlib import Path
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.player import IDS_A_BLOCK, Player
 from asynchicache.bench.replay.report import ReplayReport, ReplayTally
-from asynchicache.bench.replay.sizes import Sizes, plan_sizes
+from asynchicache.bench.replay.sizes import Sizes, plan_sizes, share_memory
 from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import Trace, read_trace
 from asynchicache.planner.planner import Planner
@@ -37,13 +37,23 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     trace = read_trace(Path(options.trace), options.block_size)
     checkpoints = options.checkpoints(trace.block_size)
     found = survey(trace, checkpoints)
-    spec = synthetic_spec(IDS_A_BLOCK, options.names, window_pages=-(-options.window // trace.block_size))
+    spec = synthetic_spec(
+        IDS_A_BLOCK,
+        options.names,
+        window_pages=-(-options.window // trace.block_size),
+        token_bytes=trace.block_size,
+        state_bytes=2 * IDS_A_BLOCK * options.state_tokens,
+    )
     sizes = plan_sizes(spec, options.shares(), trace, found)
+    memory: dict[Tier, int] = {}
+    if options.memory_share:
+        sizes, memory = share_memory(spec, options.memory_share, sizes)
     planner = Planner(
         spec,
         sizes.slots,
         write_policy=WritePolicy(options.write_policy),
         eviction_policy=options.policy,
+        memory=memory,
         checkpoints=replace(checkpoints, spacing=checkpoints.spacing * IDS_A_BLOCK),
     )
     tally = _play(planner, trace, found.known, progress)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from asynchicache.bench.replay.survey import Survey
 from asynchicache.bench.replay.trace import Trace
 from asynchicache.specs import ModelSpec
+from asynchicache.types import Tier
 
 _AT_WORK = 1
 """Device slots of a running request beside what the tree may keep: its working state, or the page
@@ -51,3 +52,21 @@ def plan_sizes(
             device += pool.coverage.pages + 1
         slots[pool.name] = device + _AT_WORK, host
     return Sizes(needs, slots)
+
+
+def share_memory(spec: ModelSpec, share: float, sizes: Sizes) -> tuple[Sizes, dict[Tier, int]]:
+    """One device memory for all pools: a share of what the trace's attention pages take, and beside it what
+    a running request has at work.
+
+    Returns:
+        The sizes, with as many slots for each pool as it could have alone; and the bytes of the memory.
+    """
+    costs = {pool.name: 0 for pool in spec.owners}
+    for pool in spec.pools:
+        costs[pool.slots_of or pool.name] += pool.slot_bytes(spec.page_size)
+    full, *_ = spec.owners
+    memory = math.ceil(share * sizes.working_set[full.name]) * costs[full.name] + _AT_WORK * sum(
+        costs.values()
+    )
+    slots = {name: (memory // cost, 0) for name, cost in costs.items()}
+    return Sizes(sizes.working_set, slots), {Tier.DEVICE: memory}
