@@ -1,7 +1,7 @@
 """How many slots each pool gets, worked out without taking any memory."""
 
 from asynchicache import CacheConfig, CapacityError, Coverage, ModelSpec, PoolSpec, TensorSpec
-from asynchicache.pools.balance import find_undersized_pools
+from asynchicache.pools.balance import advise_split, find_undersized_pools
 from asynchicache.pools.sizing import FreeMemory, plan_slots
 
 ATTENTION, RECURRENT = tuple(range(3, 48, 4)), tuple(n for n in range(48) if n % 4 != 3)
@@ -46,6 +46,7 @@ for name, config in CHOICES.items():
 starved = CacheConfig(device_slots={"kv": 20_000, "mamba": 300}, host_ratio=4, host_slots={"mamba": 0})
 for warning in find_undersized_pools(SPEC, plan_slots(SPEC, starved, MACHINE)):
     print(warning)
+print(advise_split(SPEC, {"kv": (20_032, 0), "mamba": (313, 0)}, tokens_per_end=16_384))
 try:
     plan_slots(SPEC, CacheConfig(device_slots={"kv": 60_000, "mamba": 300}), MACHINE)
 except CapacityError as error:

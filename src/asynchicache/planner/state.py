@@ -128,7 +128,18 @@ class CacheState:
             costs=[self._slot_bytes(name) for name in self.names],
         )
         self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
-        self.free = [
+        self.free = self._allocators(slots)
+        self._check_windows()
+        self.counters = PlannerCounters(evicted=[0] * len(self.free))
+        self.tracer: Tracer | None = None
+        self.sequences: set[RequestState] = set()
+        self.tier_copies: list[TierCopy] = []
+        self.pinned: list[Pins] = []
+        self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
+
+    def _allocators(self, slots: Mapping[str, tuple[int, int]]) -> list[SlotAllocator]:
+        """The allocators of all places, in the order of the places."""
+        return [
             SlotAllocator(
                 slots[name][tier],
                 name=f"{name} {tier.name.lower()} slots",
@@ -138,13 +149,6 @@ class CacheState:
             for name in self.names
             for tier in (Tier.DEVICE, Tier.HOST)
         ]
-        self._check_windows()
-        self.counters = PlannerCounters(evicted=[0] * len(self.free))
-        self.tracer: Tracer | None = None
-        self.sequences: set[RequestState] = set()
-        self.tier_copies: list[TierCopy] = []
-        self.pinned: list[Pins] = []
-        self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""
