@@ -123,8 +123,10 @@ class Request:
             after: one more stream that may still read or write the request's slots.
         """
         sequence, self._sequence, self._closed = self._sequence, None, True
-        if sequence is None:
-            return
+        if sequence is not None:
+            self._free(sequence, after)
+
+    def _free(self, sequence: RequestState, after: Stream | None) -> None:
         if after is not None:
             sequence.runs_on(after)
         sequence.closed = True
@@ -364,7 +366,7 @@ class Request:
         end = sequence.lease.node
         copies = self._planned_load(sequence, into)
         self._controller.storage_writer.use(end if into is not None else sequence.lease.node)
-        if counted:
+        if counted and not sequence.resumed:
             self._controller.count_served(sequence)
         ticket = self._executor.run(copies, sequence.runs_on, after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
@@ -579,6 +581,34 @@ class Request:
         if ticket is None or copies[-1].direction is not Direction.FORK:
             return Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
         return ticket
+
+    def suspend(self, length: int, *, after: Stream | None = None) -> None:
+        """Publish what is computed and give back all slots, for others to run first.
+
+        Publishes the whole pages up to `length` tokens, with the state there: the working state if `length`
+        is a whole number of pages, else the last snapshot, if a state slot is free for it. The request then
+        rests, as after `rest`. To go on, call `rematch` (and `prefetch`), and `load`: `hit` says where. It is
+        not counted in the statistics again.
+
+        Arguments as for `checkpoint`: no forward of the request may run on, except on `after`.
+
+        Raises:
+            RequestStateError: before `load`, after a final checkpoint, or `length` is out of range.
+            CapacityError: the request has more tokens than the device holds, so it could not be resumed.
+            UsageError: an engine owns the device memory.
+        """
+        self._check_own_device("suspend")
+        before, length = self._checked("suspend", length)
+        resumed = self._planner.reopen(before)
+        published = before.borrowed * self._planner.state.page_size
+        if before.snapshots and published < before.snapshot_tokens < length:
+            self.checkpoint(before.snapshot_tokens, after=after)
+        self.checkpoint(length, after=after, final=True)
+        resumed.unpublished, resumed.published = before.unpublished, before.published
+        self._sequence = resumed
+        self._free(before, after)
+        self._planner.rematch(resumed, fetched=False)
+        self._planner.rest(resumed)
 
     async def durable(self) -> bool:
         """Wait until all published pages are in storage, and any clear that might remove them has ended.

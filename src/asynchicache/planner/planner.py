@@ -110,6 +110,17 @@ class Planner:
         self.state.sequences.add(sequence)
         return sequence
 
+    def reopen(self, before: RequestState) -> RequestState:
+        """The state in which a suspended request goes on: all its tokens are its prompt, and it rests.
+
+        Raises:
+            CapacityError: as `open`.
+        """
+        sequence = self.open(before.tokens, before.seed)
+        self.rest(sequence)
+        sequence.made_at, sequence.streams, sequence.resumed = before.made_at, dict(before.streams), True
+        return sequence
+
     def _check_capacity(self, tokens: int) -> None:
         pages, state = -(-tokens // self.state.page_size), self.state
         capacity = (state.engine_pages or {}).get(state.names[FULL], state.free[FULL_DEVICE].capacity)

@@ -68,6 +68,7 @@ class RequestState:
             that the request's prefetch brought.
         made_at: where the request was made, for reports.
         loaded: whether `load` was called.
+        resumed: the request was suspended, so its hit has been counted already.
         resting: it holds nothing for now, so no other request waits for it.
         poisoned: a copy for it failed, so its own slots must not be reused.
         closed: the request is over; copies may still keep its slots.
@@ -101,6 +102,7 @@ class RequestState:
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     made_at: str = ""
     loaded: bool = False
+    resumed: bool = False
     resting: bool = False
     poisoned: bool = False
     published: set[int] = field(default_factory=set)

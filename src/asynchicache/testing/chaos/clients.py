@@ -145,7 +145,7 @@ class ChaosEngine:
         async with request:
             case = self.hits.opened(request, turn.tenant)
             if turn.patience != 0:
-                await self._prefetch(request, case, turn.patience)
+                await self.prefetch(request, case, turn.patience)
             if turn.rest is not None:
                 self.did("rest")
                 request.rest()
@@ -175,7 +175,7 @@ class ChaosEngine:
         served["nowhere"] += len(request.tokens) - hit.tokens
         served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
 
-    async def _prefetch(self, request: Request, case: HitCase, patience: float | None) -> None:
+    async def prefetch(self, request: Request, case: HitCase, patience: float | None) -> None:
         """Prefetch; with a `patience`, cancel after that time."""
         self.did("prefetch")
         with suppress(TimeoutError):
@@ -202,6 +202,7 @@ class Forwards:
         self._paces = iter(turn.paces)
         self._left = turn.abort
         self._tickets = [ticket]  # copies enqueued since the last forward
+        self._forwards = 0
         self._restored = True  # the states are still those of the prefix
         self.done = request.hit.tokens
 
@@ -214,7 +215,7 @@ class Forwards:
         for token in turn.output:
             engine.did("append")
             request.append([token])
-            await self._forward(self.done + 1)
+            await self._forward(len(request.tokens))  # which are more than one if it was suspended
         engine.did("checkpoint")
         await self._follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
         if turn.durable:
@@ -237,6 +238,26 @@ class Forwards:
             self._left = self._left and self._left - 1
             self._compute(length)
             await self._afterwards(next(self._paces, Pace()))
+            if self._turn.suspend is not None:
+                await self._perhaps_suspend()
+
+    async def _perhaps_suspend(self) -> None:
+        """After the forward that the turn names, give everything back, and go on as a match."""
+        self._forwards += 1
+        if self._forwards != self._turn.suspend:
+            return
+        engine, request = self._engine, self._request
+        engine.did("suspend")
+        request.suspend(self.done, after=engine.stream)
+        await asyncio.sleep(self._turn.away)
+        request.rematch()
+        case = engine.hits.opened(request, self._turn.tenant)
+        if self._turn.patience != 0:
+            await engine.prefetch(request, case, self._turn.patience)
+        with engine.hits.loading(request, case):
+            ticket = request.load()
+        await ticket.submitted()
+        self._tickets, self._restored, self.done = [ticket], True, request.hit.tokens
 
     def _read(self) -> list[PoolSlots]:
         """The slots that the next forward reads: those of the tokens computed so far."""

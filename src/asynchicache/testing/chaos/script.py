@@ -97,6 +97,8 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         paces: what follows each forward, from the first one on; later forwards have none.
         abort: number of forwards after which to give up.
         final, durable: how to make the last checkpoint, and whether to wait until it is stored.
+        suspend: number of forwards after which to suspend the request; None: never.
+        away: seconds until it goes on.
         leaves: end by leaving `async with`, without naming a stream that may still run.
     """
 
@@ -112,6 +114,8 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     abort: int | None = None
     final: bool = False
     durable: bool = False
+    suspend: int | None = None
+    away: float = 0.0
     leaves: bool = False
 
 

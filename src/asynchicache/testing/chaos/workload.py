@@ -45,6 +45,9 @@ LONGEST = 12
 _FIRST_WAVES, _SEEDS_A_WAVE = 200, 20
 """From which seed on, and how often, a script is about waves of requests."""
 
+_SUSPENDING_SEEDS = 5
+"""One of so many seeds has requests that are suspended."""
+
 TENANTS = (None, None, None, None, "alice", "bob")
 WEIGHTS = ("w0", "w1")
 _EVENTS = (
@@ -65,6 +68,30 @@ _EVENTS = (
 
 def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
+    script = _draw(seed)
+    return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
+
+
+def _with_suspensions(script: Script) -> Script:
+    """Let some of the requests be preempted; drawn apart, so that all else stays as it was."""
+    chance = random.Random(f"suspend {script.seed}")
+
+    def change(turn: ClientTurn) -> ClientTurn:
+        if chance.random() < 0.5:
+            return turn
+        away = round(chance.expovariate(1000), 6)
+        return msgspec.structs.replace(turn, suspend=chance.choice([1, 1, 2, 3, 5]), away=away)
+
+    def living(life: Life) -> Life:
+        clients = [
+            msgspec.structs.replace(client, turns=tuple(map(change, client.turns))) for client in life.clients
+        ]
+        return msgspec.structs.replace(life, clients=tuple(clients))
+
+    return msgspec.structs.replace(script, lives=tuple(map(living, script.lives)))
+
+
+def _draw(seed: int) -> Script:
     chance = random.Random(f"script {seed}")
     model = draw_model(chance)
     if seed >= _FIRST_WAVES and seed % _SEEDS_A_WAVE == 0:  # other seeds keep their scripts
