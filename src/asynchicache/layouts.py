@@ -34,7 +34,8 @@ class HostLayout(Enum):
     """`[slots, layers, page_size, token]`: a slot is one run of bytes, which storage reads and writes
     without another copy. Each of its layers is one run too, which a copy engine moves at bus speed."""
     PAGE_FIRST = "page_first"
-    """`[slots, page_size, layers, token]`: a slot is one run, but each of its layers is one run per token."""
+    """`[slots, page_size, layers, token]`: a slot is one run, but each of its layers is one run per token, or
+    per entry of a tensor whose tokens share entries."""
     LAYER_FIRST = "layer_first"
     """`[layers, slots, page_size, token]`, as on the device: neighbouring slots of a layer are one run, but
     a slot is one piece per layer, so storage cannot use this layout."""
@@ -132,17 +133,17 @@ class SlotLayout:
     ) -> SlotLayout:
         """
         Raises:
-            ConfigError: a page size below 1, or an unknown layout.
+            ConfigError: a page size below 1 or that ends a page within an entry, or an unknown layout.
         """
         if not isinstance(kind, HostLayout):
             raise ConfigError(f"pool {pool.name!r}: layout {kind!r} must be a HostLayout")
         if page_size < 1:
             raise ConfigError(f"pool {pool.name!r} with pages of {page_size} tokens; 1 at least")
-        units = page_size if pool.per_token and kind is HostLayout.PAGE_FIRST else 1
         tensors: dict[str, TensorLayout] = {}
         offset = 0
         for spec in pool.tensors:
             item = pool.item_bytes(spec, page_size)
+            units = pool.entries(spec, page_size) if kind is HostLayout.PAGE_FIRST else 1
             tensors[spec.name] = TensorLayout(spec, offset, item, units)
             offset += item * len(spec.layers)
         return cls(pool, kind, offset, round_up(offset, ALIGNMENT), tensors)
@@ -188,5 +189,7 @@ class SlotLayout:
             spec = tensor.spec
             layers = ",".join(map(str, spec.layers))
             shape = "x".join(map(str, spec.shape))
-            parts.append(f"{spec.name}:{spec.dtype}:{shape}:{tensor.item_bytes}@{tensor.offset}[{layers}]")
+            shared = f"/{spec.tokens_per_entry}" if spec.tokens_per_entry != 1 else ""
+            place = f"{tensor.item_bytes}@{tensor.offset}[{layers}]"
+            parts.append(f"{spec.name}:{spec.dtype}:{shape}{shared}:{place}")
         return ";".join(parts)

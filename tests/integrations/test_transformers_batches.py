@@ -58,7 +58,7 @@ def test_a_padded_batch(name: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in ALL if name != "deepseek_v4"])
 def test_a_padded_batch_of_every_model(name: str) -> None:
     check_batch(name, 32)
 

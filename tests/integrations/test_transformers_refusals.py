@@ -74,7 +74,7 @@ def test_a_cache_of_another_dtype_is_not_converted() -> None:
         ([0, 1], PAGE + 8, 0, "24 tokens are not whole pages"),
         ([0], 2 * PAGE, 0, "within 1 slots"),
         ([0], -PAGE, 0, "-16 tokens"),
-        ([0], PAGE, None, "no state slot for 16 tokens .* 3 recurrent layers"),
+        ([0], PAGE, None, "no state slot for 16 tokens .* 3 layers that keep states"),
         ([0], 0, 2, "state slot 2 for 0 tokens"),
         ([9], PAGE, 0, "kv slots 9"),
         ([0], PAGE, 9, "mamba slots 9"),

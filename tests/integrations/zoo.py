@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
 from asynchicache.integrations.transformers.demo_model import randomize_weights
 from asynchicache.integrations.transformers.layers import PoolMap
@@ -25,7 +26,7 @@ PAGE = 16
 ALL = tuple(MODELS)
 MAIN = ALL[: ALL.index("qwen2")]
 """The models that every property is checked on; the others are checked for their shapes."""
-SLICE = ("qwen3_5", "bamba", "gemma3", "lfm3", "deepseek_v32", "qwen4_exp")
+SLICE = ("qwen3_5", "bamba", "gemma3", "lfm3", "deepseek_v32", "deepseek_v4", "qwen4_exp")
 """One model for each kind of layer; all others take part in what is slow only in `make soak`."""
 
 
@@ -45,7 +46,20 @@ def tiny_model(name: str, dtype: str = "float32") -> PreTrainedModel:
         torch.manual_seed(1)  # some classes draw their vectors (dt_bias) when they are built
         model = _model_class(MODELS[name][0] + "ForCausalLM")(config)
     randomize_weights(model, seed=1)
-    return model.to(getattr(torch, dtype)).eval()
+    return _cast(model, getattr(torch, dtype)).eval()
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As `from_pretrained` does: what a class keeps in float32 stays in float32."""
+    kept = {
+        name: weight.data
+        for name, weight in model.named_parameters()
+        if set(name.split(".")) & set(model._keep_in_fp32_modules_strict or ())
+    }
+    model.to(dtype)
+    for name, weight in kept.items():
+        model.get_parameter(name).data = weight
+    return model
 
 
 def _model_class(name: str) -> type[PreTrainedModel]:
@@ -68,10 +82,9 @@ def pool_map(spec: ModelSpec, slots: int) -> PoolMap:
     """Pool memory that holds NaN, or a negative number, until it is written."""
     pools = {}
     for pool in spec.pools:
-        unit = (spec.page_size,) if pool.per_token else ()
         pools[pool.name] = {
             tensor.name: torch.full(
-                (len(tensor.layers), slots, *unit, *tensor.shape),
+                (len(tensor.layers), slots, *pool.item_shape(tensor, spec.page_size)),
                 torch.nan if getattr(torch, tensor.dtype).is_floating_point else -1,
                 dtype=getattr(torch, tensor.dtype),
             )
@@ -97,9 +110,21 @@ def _rows(layer: DynamicLayer) -> dict[str, torch.Tensor]:
         seen = layer.sliding_window - 1  # what was there before is kept until it is written
         found = {name: tensor[:, :, -seen:] for name, tensor in found.items()}
         found["length"] = torch.tensor(layer.cumulative_length)
+    if isinstance(layer, DeepseekV4HCACache):
+        found |= _entries(layer)
     if isinstance(layer, DynamicIndexedLayer):
         found |= {"index_keys": layer.indexer_keys, "index_positions": layer.indexer_position_ids}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _entries(layer: DeepseekV4HCACache) -> dict[str, torch.Tensor]:
+    """What is left of runs of tokens; a run that is not open has an empty buffer, or none."""
+    found = {f"{name}_count": torch.tensor(count) for name, count in layer.entry_count.items()}
+    for field in ("compressed_kv", "buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate"):
+        for name, tensor in getattr(layer, field, {}).items():
+            if tensor is not None and tensor.shape[1]:
+                found[f"{field}.{name}"] = tensor
+    return found
 
 
 def _states(layer: LinearAttentionLayer) -> dict[str, torch.Tensor]:

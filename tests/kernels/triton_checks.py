@@ -28,6 +28,13 @@ NAN = 0x7FC1  # a bfloat16 NaN with a payload that arithmetic would lose
 MHA = PoolSpec("kv", tuple(TensorSpec(name, (0, 1, 3), (2, 8), "bfloat16") for name in ("keys", "values")))
 MLA = PoolSpec("kv", (TensorSpec("latent", (0, 1, 2), (9,), "bfloat16"),))
 DSA = PoolSpec("dsa", (TensorSpec("index", (1, 2), (5,), "uint8"), TensorSpec("scale", (2,), (), "float32")))
+ENTRIES = PoolSpec(
+    "kv",
+    (
+        TensorSpec("three", (0, 2), (9,), "bfloat16", tokens_per_entry=3),
+        TensorSpec("one", (1,), (5,), "uint8"),
+    ),
+)
 SWA = PoolSpec("swa", (TensorSpec("keys", (1,), (4,), "float32"),), coverage=trailing_pages(2))
 MAMBA = PoolSpec(
     "mamba",
@@ -36,7 +43,7 @@ MAMBA = PoolSpec(
     per_token=False,
 )
 LARGE = PoolSpec("kv", (TensorSpec("keys", (0,), (BLOCK_BYTES // 8 + 1,), "int64"),))  # of several blocks
-POOLS = {"mha": MHA, "mla": MLA, "dsa": DSA, "swa": SWA, "mamba": MAMBA, "large": LARGE}
+POOLS = {"mha": MHA, "mla": MLA, "dsa": DSA, "entries": ENTRIES, "swa": SWA, "mamba": MAMBA, "large": LARGE}
 PAGE_SIZES = {"large": 2}
 PAGES = {"large": 2}
 

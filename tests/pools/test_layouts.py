@@ -7,6 +7,7 @@ import torch
 
 from asynchicache.errors import ConfigError, UsageError
 from asynchicache.layouts import ALIGNMENT, HostLayout, SlotLayout
+from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
@@ -17,11 +18,18 @@ KV = PoolSpec(
 STATES = PoolSpec(
     "mamba", (TensorSpec("conv", (1, 3), (7, 3), "bfloat16"),), coverage=trailing_pages(1), per_token=False
 )
+ENTRIES = PoolSpec(
+    "entries",
+    (
+        TensorSpec("hca", (1, 3), (5,), "bfloat16", tokens_per_entry=4),
+        TensorSpec("csa", (0,), (3,), "uint8", tokens_per_entry=2),
+    ),
+)
 PAGE_SIZE, SLOTS = 4, 3
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
-@pytest.mark.parametrize("spec", [KV, STATES], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [KV, STATES, ENTRIES], ids=lambda spec: spec.name)
 def test_every_byte_of_every_item_has_a_place_of_its_own(spec: PoolSpec, layout: HostLayout) -> None:
     place = SlotLayout.of(spec, PAGE_SIZE, layout)
     used = torch.zeros(place.nbytes(SLOTS), dtype=torch.uint8)
@@ -64,6 +72,21 @@ def test_a_layout_is_part_of_what_two_processes_must_agree_on() -> None:
     assert SlotLayout.of(KV, PAGE_SIZE).signature() == (
         "page_first_direct:136;keys:bfloat16:5:40@0[0,2,3];scales:float32::16@120[2]"
     )
+
+
+def test_tokens_that_share_an_entry_are_one_unit() -> None:
+    place = SlotLayout.of(ENTRIES, PAGE_SIZE, HostLayout.PAGE_FIRST)
+
+    strides = place.strides("csa", SLOTS)
+    assert (strides.offset, strides.units, strides.unit_bytes) == (20, 2, 3)
+    assert place.signature() == "page_first:26;hca:bfloat16:5/4:10@0[1,3];csa:uint8:3/2:6@20[0]"
+    device = DevicePool(ENTRIES, PAGE_SIZE, SLOTS)
+    assert [tuple(device.tensor(name).shape) for name in ("hca", "csa")] == [(2, 3, 1, 5), (1, 3, 2, 3)]
+
+
+def test_a_page_that_ends_within_an_entry_has_no_layout() -> None:
+    with pytest.raises(ConfigError, match="4 tokens share an entry of hca, which do not divide page_size 6"):
+        SlotLayout.of(ENTRIES, 6)
 
 
 def test_pages_of_no_tokens_are_refused() -> None:

@@ -48,6 +48,53 @@ def test_a_latent_cache_is_the_same_on_every_rank() -> None:
     assert kv.slot_bytes(1) == 61 * 1152
 
 
+def test_compressed_entries_and_what_the_end_of_a_prefix_needs() -> None:
+    """DeepSeek-V4 Flash: 21 layers of an entry for 4 tokens, 20 of one for 128, two of windows alone."""
+    ratios = [0, 0, *[4, 128] * 20, 4]
+    config = transformers.DeepseekV4Config(compress_ratios=ratios, dtype=torch.bfloat16)
+    spec = ModelSpec.from_config(config, page_size=256)
+    kv, tail = spec.pools
+    assert (kv.name, kv.coverage, kv.per_token, kv.replicated) == ("kv", ALL_PAGES, True, True)
+    assert [(t.name, t.shape, t.dtype, len(t.layers), t.tokens_per_entry) for t in kv.tensors] == [
+        ("csa", (512,), "bfloat16", 21, 4),
+        ("csa_index", (128,), "bfloat16", 21, 4),
+        ("hca", (512,), "bfloat16", 20, 128),
+    ]
+    assert kv.slot_bytes(256) == 21 * 64 * (512 + 128) * 2 + 20 * 2 * 512 * 2
+    assert (tail.name, tail.coverage, tail.per_token, tail.replicated) == (
+        "tail",
+        trailing_pages(1),
+        False,
+        True,
+    )
+    assert [(t.name, t.shape, t.dtype, len(t.layers)) for t in tail.tensors] == [
+        ("window", (127, 512), "bfloat16", 43),
+        ("overlap_kv", (4, 512), "bfloat16", 21),
+        ("overlap_gate", (4, 512), "float32", 21),
+        ("overlap_index_kv", (4, 128), "bfloat16", 21),
+        ("overlap_index_gate", (4, 128), "float32", 21),
+    ]
+    assert spec.owners == (kv, tail)
+
+
+def test_pages_within_a_compressed_entry_are_refused_with_those_that_fit() -> None:
+    with pytest.raises(
+        ConfigError, match=r"128 tokens .* hca, .* page_size 64; multiples of 128 fit: 128, 256"
+    ):
+        ModelSpec.from_config(transformers.DeepseekV4Config())
+
+
+@pytest.mark.parametrize(
+    "rates", [None, {}, {"heavily_compressed_attention": 0}, {"heavily_compressed_attention": True}]
+)
+def test_compression_without_a_rate(rates: object) -> None:
+    config = Changed(transformers.DeepseekV4Config(), {"compress_rates": rates})
+    with pytest.raises(
+        ConfigError, match="layer 0 is 'heavily_compressed_attention', but its compress_rates"
+    ):
+        ModelSpec.from_config(config)
+
+
 def test_a_composite_configuration_is_read_for_its_text() -> None:
     text = tiny_config("qwen3_5")
     composite = transformers.Qwen3_5Config(text_config=text.to_dict())
@@ -148,6 +195,7 @@ def test_windows_and_states_in_one_model() -> None:
     ]
 
 
+COMPRESSED = {"num_hidden_layers": 2, "layer_types": ["full_attention", "heavily_compressed_attention"]}
 SPARSE = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 
 
@@ -156,7 +204,12 @@ SPARSE = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_
     [
         ("LlamaConfig", SPARSE, "llama layer 1 is 'minimax_m3_sparse': only full_attention, sliding"),
         ("ZayaConfig", {}, "zaya layer 0 is 'hybrid"),
-        ("DeepseekV4Config", {}, "deepseek_v4 layer 0 is"),
+        ("LlamaConfig", COMPRESSED, "llama layer 1 is 'heavily_compressed_attention': no recipe"),
+        (
+            "DeepseekV4Config",
+            {"layer_types": ["sliding_attention"] * 43},
+            "deepseek_v4 has 0 attention layers",
+        ),
         ("AXK2Config", {}, "axk2 layer 0 is 'indexed_attention': whether"),
         ("MistralLarge4Config", {}, "mistral_large4"),
         ("EmbeddingGemma2Config", {"text_config": {"use_bidirectional_attention": "all"}}, "tokens after it"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from integrations.zoo import ALL, MODELS, tiny_spec
 
 _PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
-_POOLS = ("kv", "swa", "dsa", "mamba")
+_POOLS = ("kv", "swa", "dsa", "mamba", "tail")
 _ROW = re.compile(r"^\| `(\w+ForCausalLM)` \|" + r"(.*)\|" * len(_POOLS) + "$", re.MULTILINE)
 
 

@@ -31,6 +31,41 @@ def test_tensors_of_broken_numbers(
         TensorSpec("keys", layers, shape, "uint8", sections)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words"), [(0, "0 tokens_per_entry; 1 at least"), (1.5, "in tokens_per_entry 1.5 must be")]
+)
+def test_entries_of_broken_numbers(tokens: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor 'keys': {words}"):
+        TensorSpec("keys", (0,), (2,), "uint8", tokens_per_entry=tokens)
+
+
+def test_pages_hold_whole_entries() -> None:
+    pool = PoolSpec(
+        "kv",
+        (
+            TensorSpec("four", (0,), (2,), "uint8", tokens_per_entry=4),
+            TensorSpec("six", (0,), (2,), "uint8", tokens_per_entry=6),
+        ),
+    )
+    assert ModelSpec("m", 24, 1, (pool,)).pools[0].slot_bytes(24) == 2 * 6 + 2 * 4
+    with pytest.raises(
+        ConfigError, match=r"'kv': 6 tokens share .* page_size 16; multiples of 12 fit: 12, 24"
+    ):
+        ModelSpec("m", 16, 1, (pool,))
+    with pytest.raises(ConfigError, match=r"holds states; tokens_per_entry of \['four', 'six'\] must be 1"):
+        PoolSpec("mamba", pool.tensors, coverage=trailing_pages(1), per_token=False)
+
+
+def test_scales_are_shared_like_the_entries_that_they_belong_to() -> None:
+    entries = TensorSpec("hca", (0,), (2,), "bfloat16", tokens_per_entry=4)
+    quantised = ModelSpec("m", 8, 1, (PoolSpec("kv", (entries,)),)).with_quantised_kv().pools[0]
+    assert [(t.name, t.tokens_per_entry, t.shape) for t in quantised.tensors] == [
+        ("hca", 4, (2,)),
+        ("hca_scale", 4, ()),
+    ]
+    assert quantised.slot_bytes(8) == 2 * 2 + 2 * 4
+
+
 def states(**widths: int) -> PoolSpec:
     tensors = tuple(TensorSpec(name, (1,), (width,), "uint8") for name, width in widths.items())
     return PoolSpec("mamba", tensors, coverage=trailing_pages(1), per_token=False)

@@ -22,7 +22,7 @@ from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction, merge
 from asynchicache.types import PoolTransfer, trailing_pages
 
-PAGE_SIZE, SLOTS, LAYERS = 5, 24, 4
+PAGE_SIZE, SLOTS, LAYERS = 6, 24, 4
 
 
 def _tensors(*tensors: tuple[str, tuple[int, ...], tuple[int, ...], str]) -> tuple[TensorSpec, ...]:
@@ -35,6 +35,14 @@ POOLS = [
     ),
     PoolSpec("mla", _tensors(("latent", (0, 1, 2), (9,), "bfloat16"))),
     PoolSpec("dsa", _tensors(("index", (1, 2), (5,), "uint8"), ("scale", (2,), (), "float32"))),
+    PoolSpec(
+        "entries",
+        (
+            TensorSpec("six", (0, 2), (9,), "bfloat16", tokens_per_entry=6),
+            TensorSpec("two", (1, 2, 3), (5,), "uint8", tokens_per_entry=2),
+            TensorSpec("one", (3,), (2, 4), "float16"),
+        ),
+    ),
     PoolSpec("swa", _tensors(("keys", (1, 3), (3, 4), "float16")), coverage=trailing_pages(2)),
     PoolSpec("fp8", _tensors(("keys", (0, 2), (2, 4), "float8_e4m3fn"), ("scales", (0, 2), (2,), "float32"))),
     PoolSpec(

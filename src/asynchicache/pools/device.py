@@ -107,7 +107,9 @@ class DevicePool:
         return {tensor.name: (tensor.name, slice(None)) for tensor in self.spec.tensors}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """`[layers, slots, page_size, *shape]` for pages, `[layers, slots, *shape]` for states.
+        """`[layers, slots, entries, *shape]` for pages, `[layers, slots, *shape]` for states.
+
+        A page has one entry per token, or one per `tokens_per_entry` of them.
 
         Layers are local: index `i` is layer `spec.layers[i]` of the model.
         """
@@ -144,8 +146,7 @@ class DevicePool:
     def _typed(self, name: str) -> torch.Tensor:
         tensor = next(tensor for tensor in self.spec.tensors if tensor.name == name)
         items = self._items[name].view(TORCH_DTYPES[tensor.dtype])
-        unit = (self.page_size, *tensor.shape) if self.spec.per_token else tensor.shape
-        return items.view(len(tensor.layers), self.slots, *unit)
+        return items.view(len(tensor.layers), self.slots, *self.spec.item_shape(tensor, self.page_size))
 
     def __repr__(self) -> str:
         return f"<DevicePool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes on {self.device}>"

@@ -16,6 +16,8 @@ from asynchicache.specs.attention import (
     indexed_attention,
     sliding_attention,
 )
+from asynchicache.specs.compressed import MODEL as COMPRESSING_MODEL
+from asynchicache.specs.compressed import compressed_sparse, heavily_compressed, window_only
 from asynchicache.specs.identity import HuggingFaceConfig, identity
 from asynchicache.specs.parts import KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
 from asynchicache.specs.pools import PoolSpec, TensorSpec
@@ -64,6 +66,11 @@ def _hybrid(layer: Layer) -> tuple[LayerTensor, ...]:
     return full_attention(layer) + linear_attention(layer)
 
 
+def _window(layer: Layer) -> tuple[LayerTensor, ...]:
+    """A window, whose rows DeepSeek-V4 shares between keys and values and stores at the end of a prefix."""
+    return window_only(layer) if layer.model_type == COMPRESSING_MODEL else sliding_attention(layer)
+
+
 def _nothing(layer: Layer) -> tuple[LayerTensor, ...]:
     return ()
 
@@ -73,9 +80,11 @@ _REUSED = "dummy"
 
 _RECIPES: Mapping[str, Recipe] = {
     "full_attention": full_attention,
-    "sliding_attention": sliding_attention,
+    "sliding_attention": _window,
     "chunked_attention": chunked_attention,
     "indexed_attention": indexed_attention,
+    "compressed_sparse_attention": compressed_sparse,
+    "heavily_compressed_attention": heavily_compressed,
     "linear_attention": linear_attention,
     "conv": short_convolution,
     "hybrid": _hybrid,
@@ -200,11 +209,15 @@ def _pools(model_type: str, parts: Iterable[_Placed], page_size: int) -> tuple[P
 def _check_same(model_type: str, placed: _Placed, others: Sequence[_Placed]) -> None:
     for index, part in others[:1]:
         last, new = placed
-        if (part.shape, part.dtype, part.sections) != (new.shape, new.dtype, new.sections):
+        if _form(part) != _form(new):
             raise UnsupportedModelError(
                 f"{model_type}: {part.tensor} of layer {last} is {new.dtype} {list(new.shape)}, "
                 f"of layer {index} {part.dtype} {list(part.shape)}; a pool has one shape"
             )
+
+
+def _form(part: LayerTensor) -> tuple[object, ...]:
+    return part.shape, part.dtype, part.sections, part.tokens_per_entry
 
 
 def _pool_spec(kind: PoolKind, tensors: Sequence[Sequence[_Placed]], page_size: int) -> PoolSpec:
@@ -221,7 +234,10 @@ def _pool_spec(kind: PoolKind, tensors: Sequence[Sequence[_Placed]], page_size: 
 
 def _tensor_spec(placed: Sequence[_Placed]) -> TensorSpec:
     part = placed[0][1]
-    return TensorSpec(part.tensor, tuple(index for index, _ in placed), part.shape, part.dtype, part.sections)
+    layers = tuple(index for index, _ in placed)
+    return TensorSpec(
+        part.tensor, layers, part.shape, part.dtype, part.sections, tokens_per_entry=part.tokens_per_entry
+    )
 
 
 def _coverage(kind: PoolKind, parts: Sequence[LayerTensor], page_size: int) -> Coverage:

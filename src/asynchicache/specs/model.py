@@ -45,6 +45,7 @@ class ModelSpec:
         object.__setattr__(self, "_by_name", by_name)
         for pool in self.pools:
             self._check_layers(pool)
+            pool.slot_bytes(self.page_size)  # refuses a page that ends within an entry
             self._check_sharing(pool)
 
     @classmethod
@@ -67,7 +68,8 @@ class ModelSpec:
 
         Raises:
             UnsupportedModelError: no pool describes the cache content of a layer; names layer and model.
-            ConfigError: the configuration contradicts itself, or `page_size` is below 1.
+            ConfigError: the configuration contradicts itself, or `page_size` is below 1 or ends a page within
+                a compressed entry (DeepSeek-V4).
         """
         _check_page_size(page_size)
         found = describe(config, page_size, dtype=dtype)

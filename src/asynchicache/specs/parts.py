@@ -21,6 +21,8 @@ KV = PoolKind("kv")
 WINDOW = PoolKind("swa")
 INDEX = PoolKind("dsa", slots_of="kv")
 STATE = PoolKind("mamba", per_token=False)
+TAIL = PoolKind("tail", per_token=False)
+"""What a prefix of a compressing model needs at its end only, so it is stored like a state."""
 
 
 class LayerTensor(NamedTuple):
@@ -34,6 +36,7 @@ class LayerTensor(NamedTuple):
         sections: widths along the last dimension that model code keeps separate; empty: a single section.
         replicated: whether every tensor-parallel rank holds the same bytes.
         window: tokens that the layer attends to, including the current one; None: all.
+        tokens_per_entry: as in `TensorSpec`.
     """
 
     pool: PoolKind
@@ -43,6 +46,7 @@ class LayerTensor(NamedTuple):
     sections: tuple[int, ...] = ()
     replicated: bool = False
     window: int | None = None
+    tokens_per_entry: int = 1
 
 
 @dataclass(frozen=True, slots=True)

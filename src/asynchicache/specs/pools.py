@@ -35,10 +35,13 @@ class TensorSpec:
     Attributes:
         name: unique within the pool, e.g. `keys`, `values`, `conv`, `recurrent`.
         layers: global numbers of the layers that have this tensor, ascending.
-        shape: shape for one token (`[kv_heads, head_dim]`), or for one whole state (`[heads, k, v]`).
+        shape: shape for one entry, e.g. of a token (`[kv_heads, head_dim]`), or for one whole state
+            (`[heads, k, v]`).
         dtype: a key of `DTYPE_BYTES`.
         sections: widths along the last dimension that model code keeps separate, such as latent and RoPE key
             of MLA; they sum up to that dimension, and one may be 0. Empty: a single section.
+        tokens_per_entry: tokens that share one entry of `shape`, for models that compress runs of tokens
+            (DeepSeek-V4); it must divide the page size. A state has no entries: 1.
     """
 
     name: str
@@ -46,11 +49,18 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     sections: tuple[int, ...] = ()
+    tokens_per_entry: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
-        for name, numbers in (("layers", self.layers), ("shape", self.shape), ("sections", self.sections)):
+        numbered = {
+            "layers": self.layers,
+            "shape": self.shape,
+            "sections": self.sections,
+            "tokens_per_entry": (self.tokens_per_entry,),
+        }
+        for name, numbers in numbered.items():
             for number in numbers:
                 check_number(f"tensor {self.name!r}: in {name}", number)
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -59,10 +69,12 @@ class TensorSpec:
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has a negative dimension")
         if self.sections and (min(self.sections) < 0 or self.shape[-1:] != (sum(self.sections),)):
             raise ConfigError(f"tensor {self.name!r}: sections {self.sections} must add up to {self.shape}")
+        if self.tokens_per_entry < 1:
+            raise ConfigError(f"tensor {self.name!r}: {self.tokens_per_entry} tokens_per_entry; 1 at least")
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes per layer of one token, or of one state."""
+        """Bytes per layer of one entry (of one token, unless tokens share it), or of one state."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -101,10 +113,33 @@ class PoolSpec:
             raise ConfigError(f"pool {self.name!r}: {self.coverage.pages} trailing pages; 1 at least")
         if not self.per_token and self.coverage.pages != 1:
             raise ConfigError(f"pool {self.name!r}: a state covers the end of a prefix only")
+        shared = [tensor.name for tensor in self.tensors if tensor.tokens_per_entry != 1]
+        if not self.per_token and shared:
+            raise ConfigError(f"pool {self.name!r} holds states; tokens_per_entry of {shared} must be 1")
+
+    def entries(self, tensor: TensorSpec, page_size: int) -> int:
+        """Return the entries of `tensor` in one slot: one per token, one per run of tokens, or one state.
+
+        Raises:
+            ConfigError: a page would end within an entry.
+        """
+        if not self.per_token:
+            return 1
+        if page_size % tensor.tokens_per_entry:
+            step = math.lcm(*(tensor.tokens_per_entry for tensor in self.tensors))
+            raise ConfigError(
+                f"pool {self.name!r}: {tensor.tokens_per_entry} tokens share an entry of {tensor.name}, "
+                f"which do not divide page_size {page_size}; multiples of {step} fit: {step}, {2 * step}, ..."
+            )
+        return page_size // tensor.tokens_per_entry
+
+    def item_shape(self, tensor: TensorSpec, page_size: int) -> tuple[int, ...]:
+        """Return the shape of one layer in one slot: `[entries, *shape]`, or `shape` of a state."""
+        return (self.entries(tensor, page_size), *tensor.shape) if self.per_token else tensor.shape
 
     def item_bytes(self, tensor: TensorSpec, page_size: int) -> int:
         """Return the bytes of one layer of `tensor` in one slot."""
-        return tensor.unit_bytes * (page_size if self.per_token else 1)
+        return tensor.unit_bytes * self.entries(tensor, page_size)
 
     def slot_bytes(self, page_size: int) -> int:
         """Return the bytes of one slot, for all tensors and layers, without padding."""

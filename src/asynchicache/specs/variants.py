@@ -50,10 +50,12 @@ def _quantised(pool: PoolSpec, dtype: str, scale_dtype: str) -> PoolSpec:
 
 
 def _scale(tensor: TensorSpec, dtype: str) -> TensorSpec:
-    """Return the scales of a tensor: one per token and head, and per section because ranges differ."""
+    """Return the scales of a tensor: one per entry and head, and per section because ranges differ."""
     sections = sum(width > 0 for width in tensor.sections)
     shape = (*tensor.shape[:-1], sections) if sections > 1 else tensor.shape[:-1]
-    return TensorSpec(f"{tensor.name}_scale", tensor.layers, shape, dtype)
+    return TensorSpec(
+        f"{tensor.name}_scale", tensor.layers, shape, dtype, tokens_per_entry=tensor.tokens_per_entry
+    )
 
 
 # Draft models

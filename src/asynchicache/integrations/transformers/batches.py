@@ -6,6 +6,7 @@ Sequences of a batch end at the same position; shorter ones have padding on the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import pad
@@ -16,6 +17,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
 from asynchicache.errors import UsageError
 from asynchicache.integrations.transformers.rows import CacheLayer
@@ -74,6 +76,9 @@ def _join(layers: Sequence[CacheLayer]) -> CacheLayer:
 
 
 def _empty_like(layer: CacheLayer) -> CacheLayer:
+    if isinstance(layer, DeepseekV4HCACache):
+        rates = dict.fromkeys(_COMPRESSING, layer.compress_rate)
+        return type(layer)(SimpleNamespace(sliding_window=layer.sliding_window, compress_rates=rates))
     if isinstance(layer, DynamicSlidingWindowLayer):
         empty = type(layer)(sliding_window=layer.sliding_window)
         empty.record_past = layer.record_past
@@ -93,11 +98,29 @@ def _join_rows(joined: DynamicLayer, layers: Sequence[DynamicLayer]) -> None:
     )
     if isinstance(joined, DynamicSlidingWindowLayer):
         joined.cumulative_length = max(layer.cumulative_length for layer in layers)
+    if isinstance(joined, DeepseekV4HCACache):
+        if not same:
+            raise UsageError(f"sequences of {type(joined).__name__} layers must have equal lengths")
+        _join_entries(joined, layers)
     if isinstance(joined, DynamicIndexedLayer) and layers[0].is_indexer_initialized:
         joined.update_indexer(torch.cat([_wide(layer.indexer_keys, held, -2) for layer in layers]))
     if isinstance(joined, DynamicIndexedLayer) and layers[0].indexer_position_ids is not None:
         positions = [_wide(layer.indexer_position_ids, held, -1) for layer in layers]
         joined.indexer_position_ids = torch.cat(positions, dim=1)
+
+
+_COMPRESSING = ("heavily_compressed_attention", "compressed_sparse_attention")
+_ENTRY_FIELDS = ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate")
+
+
+def _join_entries(joined: DeepseekV4HCACache, layers: Sequence[DeepseekV4HCACache]) -> None:
+    """Join what compressing layers keep beside their window; of sequences of equal length."""
+    joined.entry_count = dict(layers[0].entry_count)
+    for field in _ENTRY_FIELDS:
+        for name in getattr(joined, field, {}):
+            held = [tensor for layer in layers if (tensor := getattr(layer, field)[name]) is not None]
+            # A restored row has no buffer where others have an empty one.
+            getattr(joined, field)[name] = torch.cat(held) if len(held) == len(layers) else None
 
 
 def _wide(rows: torch.Tensor, held: int, dim: int) -> torch.Tensor:
@@ -133,6 +156,11 @@ def _select_rows(chosen: DynamicLayer, layer: DynamicLayer, rows: list[int], dro
     chosen.update(layer.keys[rows, :, -kept:], layer.values[rows, :, -kept:])
     if isinstance(chosen, DynamicSlidingWindowLayer):
         chosen.cumulative_length = layer.cumulative_length - drop
+    if isinstance(chosen, DeepseekV4HCACache):
+        chosen.entry_count = dict(layer.entry_count)
+        for field in _ENTRY_FIELDS:
+            for name, held in getattr(layer, field, {}).items():
+                getattr(chosen, field)[name] = None if held is None else held[rows]
     if isinstance(chosen, DynamicIndexedLayer) and layer.is_indexer_initialized:
         chosen.update_indexer(layer.indexer_keys[rows, -kept:])
     if isinstance(chosen, DynamicIndexedLayer) and layer.indexer_position_ids is not None:

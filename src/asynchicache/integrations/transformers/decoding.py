@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.forward import decode
+from asynchicache.integrations.transformers.forward import decode, pads
 from asynchicache.integrations.transformers.generation import GenerationJob
 from asynchicache.integrations.transformers.prefix import PrefixContext
 from asynchicache.integrations.transformers.snapshot import SavedStates, save_states
@@ -48,6 +48,7 @@ class DecodeBatch:
     """Rows that are decoded together.
 
     Shorter rows are padded, so lengths must be similar: a batch takes at most twice the memory of its rows.
+    Rows of a model without padding must be of equal length.
 
     Attributes:
         rows: current rows; changed by `step`, on the model's thread.
@@ -63,6 +64,8 @@ class DecodeBatch:
 
     def fits(self, row: Row) -> bool:
         lengths = [other.length for other in (row, *self.rows, *self.joining)]
+        if not pads(self._model):
+            return min(lengths) == max(lengths)
         return max(lengths) <= max(2 * min(lengths), _SHORT)
 
     def step(self, leaving: Sequence[Row], joining: Sequence[Row]) -> list[int | RuntimeError]:

@@ -12,6 +12,9 @@ from asynchicache.errors import UsageError
 _FED_ONE_BY_ONE = frozenset({"jamba"})
 """Mamba-1: its scan of several tokens starts from a zero state and ignores the cached one."""
 
+_UNPADDED = frozenset({"deepseek_v4"})
+"""Padding would take part in compressed entries, and shift the runs of tokens that they are made of."""
+
 
 def prefill(
     model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int, stop: int
@@ -45,6 +48,11 @@ def prefill(
 def feeds_one_by_one(model: PreTrainedModel) -> bool:
     """Return whether the model must compute one token at a time after a prefix."""
     return model.config.get_text_config(decoder=True).model_type in _FED_ONE_BY_ONE
+
+
+def pads(model: PreTrainedModel) -> bool:
+    """Return whether sequences of different lengths can be one batch, padded on the left."""
+    return model.config.get_text_config(decoder=True).model_type not in _UNPADDED
 
 
 def decode(

@@ -15,8 +15,8 @@ from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
 PageMemory = dict[str, torch.Tensor]
-"""One layer of a pool of pages: memory `[slots, page_size, *shape]` by the field name of transformers' cache
-layer (`keys`, `values`, `indexer_keys`, `indexer_position_ids`)."""
+"""One layer of a pool of pages: memory `[slots, entries, *shape]` by the field name of transformers' cache
+layer (`keys`, `values`, `indexer_keys`, `indexer_position_ids`; `compressed_kv.NAME` in a dict)."""
 
 _PAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "keys": ("keys",),
@@ -24,28 +24,39 @@ _PAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "latent": ("keys", "values"),
     "index_keys": ("indexer_keys",),
     "index_positions": ("indexer_position_ids",),
+    "csa": ("compressed_kv.compressor",),
+    "csa_index": ("compressed_kv.indexer",),
+    "hca": ("compressed_kv.compressor",),
 }
 """Fields of a cache layer by tensor of the pool; the latent's two sections are two fields."""
 
-_STATE_FIELDS: Mapping[str, tuple[str, int]] = {
+_STATE_FIELDS: Mapping[str, tuple[str, int | str]] = {
     "conv": ("conv", 0),
     "recurrent": ("recurrent", 0),
     "ngram_conv": ("conv", 1),
     "ngram_tokens": ("conv", 2),
+    "window": ("tail", "window"),
+    "overlap_kv": ("tail", "overlap_kv.compressor"),
+    "overlap_gate": ("tail", "overlap_gate.compressor"),
+    "overlap_index_kv": ("tail", "overlap_kv.indexer"),
+    "overlap_index_gate": ("tail", "overlap_gate.indexer"),
 }
-"""Kind of state and its number in the cache layer, by tensor of the pool."""
+"""Kind of state and its number or field in the cache layer, by tensor of the pool."""
 
 
 class StateMemory(NamedTuple):
-    """One layer of a pool of states, by transformers' number of the state in its layer.
+    """One layer of a pool of states, by transformers' number of the state in its layer, or its field.
 
     Attributes:
         conv: `[slots, channels, kernel]`, or `[slots, kernel]` of token ids.
         recurrent: `[slots, heads, ...]`; empty if the layer has convolution states only.
+        tail: last rows of a compressing layer: its `window`, and the `overlap_kv` and `overlap_gate` of each
+            kind of entry, `[slots, rows, width]`; empty for other layers.
     """
 
     conv: dict[int, torch.Tensor]
     recurrent: dict[int, torch.Tensor]
+    tail: dict[str, torch.Tensor]
 
 
 class PoolMap:
@@ -53,13 +64,13 @@ class PoolMap:
 
     Args:
         spec: the model's pools.
-        pools: pool name -> tensor name -> memory, `[layers, slots, page_size, *shape]` for pages,
+        pools: pool name -> tensor name -> memory, `[layers, slots, entries, *shape]` for pages,
             `[layers, slots, *shape]` for states; `layers` counts the layers that have the tensor.
 
     Attributes:
         spec: as given.
         pages: pool that owns slots -> layer -> memory of its pages, including pools that share the slots.
-        states: layer -> memory of its states; empty for a model without recurrence.
+        states: layer -> memory of its states; empty for a model without recurrent or compressing layers.
         slots: pool that owns slots -> number of slots.
 
     Raises:
@@ -116,7 +127,7 @@ def _checked_pool(
 
 
 def _check_tensor(pool: PoolSpec, spec: TensorSpec, page_size: int, memory: torch.Tensor) -> None:
-    item = (page_size, *spec.shape) if pool.per_token else spec.shape
+    item = pool.item_shape(spec, page_size)
     shape, dtype = tuple(memory.shape), str(memory.dtype).removeprefix("torch.")
     if shape[:1] != (len(spec.layers),) or shape[2:] != item or dtype != spec.dtype:
         raise ConfigError(
@@ -143,7 +154,7 @@ def _add_states(states: dict[int, StateMemory], pool: PoolSpec, memory: Mapping[
     for spec in pool.tensors:
         if spec.name not in _STATE_FIELDS:
             raise UnsupportedModelError(f"pool {pool.name!r}: transformers' cache layers keep no {spec.name}")
-        kind, number = _STATE_FIELDS[spec.name]
+        kind, field = _STATE_FIELDS[spec.name]
         for index, layer in enumerate(spec.layers):
-            held = states.setdefault(layer, StateMemory({}, {}))
-            (held.conv if kind == "conv" else held.recurrent)[number] = memory[spec.name][index]
+            held = states.setdefault(layer, StateMemory({}, {}, {}))
+            getattr(held, kind)[field] = memory[spec.name][index]

@@ -21,6 +21,7 @@ from asynchicache.integrations.transformers.rows import (
     fill_rows,
     fill_states,
     first_held,
+    has_tails,
     held_fields,
     rows_of,
     states_of,
@@ -31,14 +32,15 @@ def new_cache(config: PreTrainedConfig) -> DynamicCache:
     """Return an empty cache with the layers of `config`.
 
     Window layers keep rows that left the window until `trim_windows`: otherwise a forward of many tokens
-    would drop rows before their pages are copied. The model's results do not change.
+    would drop rows before their pages are copied. The model's results do not change. Windows without pages
+    (DeepSeek-V4) keep no such rows.
 
     Raises:
         UnsupportedModelError: a layer is of an unsupported kind.
     """
     cache = DynamicCache(config=config)
     check_kinds(cache)
-    for layer in _windows(cache):
+    for layer in _paged_windows(cache):
         layer.activate_past_recording()
     return cache
 
@@ -65,14 +67,16 @@ def trim_windows(cache: DynamicCache, page_size: int, *, pages: int = 0) -> None
         page_size: tokens per page.
         pages: complete pages to keep, because they are written later.
     """
-    for layer in _windows(cache):
+    for layer in _paged_windows(cache):
         if layer.is_initialized:
             tail = layer.cumulative_length % page_size
             keep = max(layer.sliding_window - 1, tail + pages * page_size)
             layer.keys, layer.values = (held[:, :, -keep:].clone() for held in (layer.keys, layer.values))
 
 
-def _windows(cache: DynamicCache) -> list[DynamicSlidingWindowLayer]:
+def _paged_windows(cache: DynamicCache) -> list[DynamicSlidingWindowLayer]:
+    if has_tails(cache):
+        return []
     return [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
 
 
@@ -112,11 +116,17 @@ def write_pages(
         raise UsageError(f"tokens {start} to {stop} are not all among the cache's {cache.get_seq_length()}")
     with torch.no_grad():
         for index, memory in pools.pages[name].items():
-            _write_layer(cache.layers[index], index, memory, slots, start, row)
+            _write_layer(cache.layers[index], index, memory, slots, start, row, size)
 
 
 def _write_layer(
-    layer: DynamicLayer, index: int, memory: PageMemory, slots: Sequence[int], start: int, row: int
+    layer: DynamicLayer,
+    index: int,
+    memory: PageMemory,
+    slots: Sequence[int],
+    start: int,
+    row: int,
+    page_size: int,
 ) -> None:
     fields, first = held_fields(layer), first_held(layer)
     if fields != set(memory):
@@ -130,13 +140,15 @@ def _write_layer(
             "make the cache with new_cache or restore, and write pages before trim_windows"
         )
     for name, target in memory.items():
-        _scatter(target, slots, rows_of(layer, name, row)[start - first :])
+        entry = page_size // target.shape[1]  # tokens per entry
+        _scatter(target, slots, rows_of(layer, name, row)[(start - first) // entry :])
 
 
 def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0) -> None:
     """Copy the states of one sequence, which represent all tokens now in `cache`.
 
-    Recurrent layers keep no history: to get the state at the end of a page, end a forward there.
+    Recurrent layers keep no history, and compressing layers only a window: to get the state at the end of a
+    page, end a forward there.
 
     Args:
         cache: a cache of one or more sequences.
@@ -162,10 +174,11 @@ class SavedStates:
 
 def save_states(cache: DynamicCache, tokens: int, *, row: int = 0) -> SavedStates:
     """Copy the current states of a sequence of `tokens` tokens; for decode loops of unknown length."""
+    kinds = DynamicSlidingWindowLayer if has_tails(cache) else LinearAttentionLayer
     layers = {
         index: StateMemory(*({n: held.clone() for n, held in kind.items()} for kind in states_of(layer, row)))
         for index, layer in enumerate(cache.layers)
-        if isinstance(layer, LinearAttentionLayer)
+        if isinstance(layer, kinds)
     }
     return SavedStates(tokens, layers)
 
@@ -177,9 +190,9 @@ def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
         for index, memory in pools.states.items():
             found = saved.layers[index]
             check_states(found, index, memory)
-            for held, target in ((found.conv, memory.conv), (found.recurrent, memory.recurrent)):
-                for number, states in held.items():
-                    target[number][slot].copy_(_fitting(states[0], target[number]))
+            for held, target in zip(found, memory, strict=True):
+                for field, states in held.items():
+                    target[field][slot].copy_(_fitting(states[0], target[field]))
 
 
 def _check_row(cache: DynamicCache, row: int) -> None:
@@ -229,14 +242,16 @@ def restore(
             _restore_pages(cache, pools, slots, tokens)
         if state_slot is not None:
             for layer, memory in pools.states.items():
-                fill_states(cache.layers[layer], memory, state_slot)
+                fill_states(cache.layers[layer], memory, state_slot, tokens)
     return cache
 
 
 def _check_state_slot(pools: PoolMap, tokens: int, state_slot: int | None) -> None:
     if (state_slot is not None) != bool(pools.states and tokens):
         given = "no state slot" if state_slot is None else f"state slot {state_slot}"
-        raise UsageError(f"{given} for {tokens} tokens of a model with {len(pools.states)} recurrent layers")
+        raise UsageError(
+            f"{given} for {tokens} tokens of a model with {len(pools.states)} layers that keep states"
+        )
     if state_slot is not None:
         pools.check_state(state_slot)
 
@@ -271,14 +286,14 @@ def _restore_pages(
 
 
 def _scatter(memory: torch.Tensor, slots: Sequence[int], rows: torch.Tensor) -> None:
-    """Copy the first rows of `[tokens, *shape]` to `slots` of `memory` `[slots, page_size, *shape]`."""
+    """Copy the first rows of `[entries, *shape]` to `slots` of `memory` `[slots, entries, *shape]`."""
     rows = _fitting(rows[: len(slots) * memory.shape[1]], memory[:, 0])
     pages = rows.reshape(len(slots), *memory.shape[1:])
     memory.index_copy_(0, _index(memory, slots), pages.to(memory.device))
 
 
 def _gather(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """Return the rows of some pages, `[tokens, *shape]`."""
+    """Return the rows of some pages, `[entries, *shape]`."""
     return memory.index_select(0, _index(memory, slots)).flatten(0, 1)
 
 
