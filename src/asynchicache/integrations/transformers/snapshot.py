@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
@@ -26,6 +27,8 @@ from asynchicache.integrations.transformers.rows import (
     rows_of,
     states_of,
 )
+
+_Field = TypeVar("_Field", int, str)
 
 
 def new_cache(config: PreTrainedConfig) -> DynamicCache:
@@ -176,11 +179,19 @@ def save_states(cache: DynamicCache, tokens: int, *, row: int = 0) -> SavedState
     """Copy the current states of a sequence of `tokens` tokens; for decode loops of unknown length."""
     kinds = DynamicSlidingWindowLayer if has_tails(cache) else LinearAttentionLayer
     layers = {
-        index: StateMemory(*({n: held.clone() for n, held in kind.items()} for kind in states_of(layer, row)))
+        index: _copied(states_of(layer, row))
         for index, layer in enumerate(cache.layers)
         if isinstance(layer, kinds)
     }
     return SavedStates(tokens, layers)
+
+
+def _copied(states: StateMemory) -> StateMemory:
+    return StateMemory(_clones(states.conv), _clones(states.recurrent), _clones(states.tail))
+
+
+def _clones(held: Mapping[_Field, torch.Tensor]) -> dict[_Field, torch.Tensor]:
+    return {field: tensor.clone() for field, tensor in held.items()}
 
 
 def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
@@ -190,9 +201,16 @@ def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
         for index, memory in pools.states.items():
             found = saved.layers[index]
             check_states(found, index, memory)
-            for held, target in zip(found, memory, strict=True):
-                for field, states in held.items():
-                    target[field][slot].copy_(_fitting(states[0], target[field]))
+            _write_states(found.conv, memory.conv, slot)
+            _write_states(found.recurrent, memory.recurrent, slot)
+            _write_states(found.tail, memory.tail, slot)
+
+
+def _write_states(
+    held: Mapping[_Field, torch.Tensor], memory: Mapping[_Field, torch.Tensor], slot: int
+) -> None:
+    for field, states in held.items():
+        memory[field][slot].copy_(_fitting(states[0], memory[field]))
 
 
 def _check_row(cache: DynamicCache, row: int) -> None:
