@@ -20,6 +20,7 @@ import msgspec
 
 TIERING = "vllm.v1.kv_offload.tiering"
 HICACHE = "sglang.srt.mem_cache.hicache_storage"
+LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 TRANSFORMERS_CACHE = "transformers.cache_utils"
 
 SEAMS: dict[str, tuple[str, ...]] = {
@@ -69,6 +70,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
         f"{HICACHE}:PoolHitPolicy",
         f"{HICACHE}:PoolName",
         "sglang.srt.mem_cache.storage.backend_factory:StorageBackendFactory",
+        f"{LINKER}:UnifiedCacheLinker",
+        f"{LINKER}:LayerWiseLoadCounter",
+        f"{LINKER}:UnifiedCacheLinkerWrapper._tail_hashes",
+        f"{LINKER}:UnifiedCacheLinkerWrapper._offload_node",
         "sglang.srt.disaggregation.kv_events:KVEventBatch",
         "sglang.srt.disaggregation.kv_events:BlockStored",
         "sglang.srt.disaggregation.kv_events:BlockRemoved",

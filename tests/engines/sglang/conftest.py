@@ -24,6 +24,10 @@ WITH_STATES = frozenset({"qwen3_5_alternating", "qwen3_next_alternating"})
 Start = Callable[..., Server]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--measure", action="store_true", help="run what measures hit rates, and print them")
+
+
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     server = ForkServer(tmp_path_factory.mktemp("forks"))

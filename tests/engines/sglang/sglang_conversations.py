@@ -11,7 +11,6 @@ from typing import NamedTuple
 from sglang_servers import PAGE, Answer, Server
 
 LEAST_TOKEN, MOST_TOKEN = 3, 500
-IN_PARALLEL = 4
 
 
 class Turn(NamedTuple):
@@ -44,12 +43,14 @@ class Conversations:
         clients: how many.
         heard: tokens that a client adds at each turn.
         said: tokens that are generated at each turn.
+        at_once: clients that ask at the same time.
         turns: what was asked so far.
     """
 
     clients: int = 10
     heard: int = PAGE * 3 // 4
     said: int = PAGE // 4
+    at_once: int = 4
     turns: list[Turn] = field(default_factory=list)
     _words: list[list[int]] = field(default_factory=list)
     _chances: list[random.Random] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Conversations:
         for turn in turns:
             for words, chance in zip(self._words, self._chances, strict=True):
                 words += [chance.randrange(LEAST_TOKEN, MOST_TOKEN) for _ in range(self.heard)]
-            with ThreadPoolExecutor(IN_PARALLEL) as pool:
+            with ThreadPoolExecutor(self.at_once) as pool:
                 answers = list(pool.map(lambda words: server.ask(words, new=self.said), self._words))
             for client, answer in enumerate(answers):
                 self._words[client] += answer.tokens

@@ -6,6 +6,7 @@ number of the server's process, which leads a group of its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -16,9 +17,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
+
 
 def serve(path: str) -> None:
-    """Answer until the process is ended."""
+    """Answer until the process is ended, or its parent has."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from sglang import launch_server
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers import detokenizer_manager, scheduler

@@ -253,6 +253,26 @@ def storage(folder: Path, **more: Any) -> list[str]:
     ]
 
 
+def linker(folder: Path, **more: Any) -> list[str]:
+    """Return arguments for our linker, with 64 MiB of host memory over a file store in `folder`."""
+    config = {
+        "linker": "AsynchicacheLinker",
+        "linker_module_path": "asynchicache.integrations.sglang.linker",
+        "linker_extra_config": {
+            "host_bytes": "64MiB",
+            "weight_version": "1",
+            "storage": "file",
+            "storage_options": {"path": str(folder)},
+            **more,
+        },
+    }
+    return [
+        "--enable-unified-cache-external-linker",
+        "--unified-cache-external-linker-backend=dynamic",
+        f"--unified-cache-external-linker-config={json.dumps(config)}",
+    ]
+
+
 def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     """
     Raises:

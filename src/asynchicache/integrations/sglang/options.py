@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageStoreConfig
 from asynchicache.options import Positive
@@ -78,11 +80,15 @@ class SGLangOptions(PageStoreConfig, frozen=True, kw_only=True):
                 f"storage {self.storage!r} is one process's own, but with MLA rank 0 writes the pages of "
                 f"all {rank.tp_size} ranks; use hf3fs, redis, mooncake or object"
             )
-        changes: dict[str, Any] = {}
-        if "path" in self.storage_options:
-            path = Path(str(self.storage_options["path"]), f"rank-{rank.folder}")
-            changes["storage_options"] = self.storage_options | {"path": str(path)}
-        return type(self)(**({name: getattr(self, name) for name in self.__struct_fields__} | changes))
+        options = path_of_rank(self.storage, self.storage_options, rank)
+        return msgspec.structs.replace(self, storage_options=options)
+
+
+def path_of_rank(storage: str, options: Mapping[str, Any], rank: RankIdentity) -> dict[str, Any]:
+    """Return storage options with a folder of this rank, if the storage is one process's own."""
+    if storage not in _OF_ONE_PROCESS or "path" not in options:
+        return dict(options)
+    return dict(options) | {"path": str(Path(str(options["path"]), f"rank-{rank.folder}"))}
 
 
 class RankIdentity:
@@ -92,7 +98,7 @@ class RankIdentity:
         model: the model's name.
         replicated: every tensor-parallel rank holds the same KV (MLA), and one rank writes it.
         writer: whether this rank writes replicated pages.
-        tp_size: number of tensor-parallel ranks.
+        tp_rank, tp_size: this tensor-parallel rank, and their number.
         folder: folder name of this process's own storage.
     """
 
@@ -110,6 +116,7 @@ class RankIdentity:
         self.model: str = config.model_name
         self.replicated = bool(config.is_mla_model)
         self.writer = not self.replicated or config.tp_rank == 0
+        self.tp_rank: int = config.tp_rank
         self.tp_size: int = config.tp_size
         self._tp = (config.tp_rank, config.tp_size)
         self._others = {

@@ -1,0 +1,221 @@
+"""A cache below SGLang's tree and device pool, which names pages by hashes.
+
+Storage is only read in the background. A lookup answers from host memory, pins what it promises, and starts a
+read of what storage may have beyond; a later lookup finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from asynchicache.cache import HybridCache
+from asynchicache.controller.request import Request
+from asynchicache.errors import CacheError, TransferError
+from asynchicache.transfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+NamedPages = Mapping[str, Sequence[int]]
+"""By pool, the engine's pages for the last pages of a prefix, in order."""
+
+
+class SynchronizableEvent(Protocol):
+    """An event of the engine's device."""
+
+    def synchronize(self) -> None:
+        """Block until it is reached."""
+
+
+STEPS_KEPT = 2
+"""Scheduler steps that a promise lasts. SGLang loads in the step in which it looked."""
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    """What a waiting request was told.
+
+    Attributes:
+        request: pins the pages.
+        keys: of all pages that were asked about, from the first page of the prompt on.
+        step: of the last lookup.
+        sought: storage was asked for more.
+    """
+
+    request: Request
+    keys: list[bytes]
+    step: int
+    sought: bool
+
+
+class LinkedCache:
+    """Confined to the loop of its cache.
+
+    Args:
+        cache: over the engine's memory, with page keys.
+        every_length: lookups name all lengths that can be restored, as several ranks need it, and not only
+            the longest.
+    """
+
+    def __init__(self, cache: HybridCache, *, every_length: bool = False) -> None:
+        self.cache = cache
+        self._size = cache.spec.page_size
+        self._every_length = every_length
+        self._promises: dict[str, _Promise] = {}
+        self._claimed: dict[str, _Promise] = {}
+        self._reads: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._step = 0
+
+    @property
+    def reads(self) -> int:
+        """Number of reads from storage that run in the background."""
+        return len(self._reads)
+
+    @property
+    def promises(self) -> int:
+        """Number of requests for which pages are pinned."""
+        return len(self._promises) + len(self._claimed)
+
+    def step(self, number: int) -> None:
+        """Forget promises that the last steps of the scheduler did not renew.
+
+        Args:
+            number: of the current step.
+        """
+        self._step = number
+        for rid in [rid for rid, one in self._promises.items() if one.step < self._step - STEPS_KEPT]:
+            self._promises.pop(rid).request.close()
+
+    async def look(self, rid: str, keys: Sequence[bytes], known: int) -> list[int]:
+        """Return the lengths, in pages behind the first `known`, that host memory can restore, ascending.
+
+        The pages stay in host memory until `claim`, or for `STEPS_KEPT` steps.
+
+        Args:
+            rid: the request, whose earlier promise this one replaces.
+            keys: of the whole pages of its prompt.
+            known: pages that the engine has on its device.
+        """
+        before = self._promises.pop(rid, None)
+        request = await self.cache.request_keys(keys).__aenter__()
+        whole = request.hit.tokens // self._size
+        promise = _Promise(request, list(keys), self._step, before is not None and before.sought)
+        self._promises[rid] = promise
+        if before is not None:
+            before.request.close()
+        if whole < len(keys) and not promise.sought:
+            promise.sought = True
+            self._seek(promise.keys)
+        lengths = await self._lengths(promise.keys, whole, known) if self._every_length else [whole]
+        return [length - known for length in lengths if length > known]
+
+    async def _lengths(self, keys: list[bytes], whole: int, known: int) -> list[int]:
+        """Every restorable length above `known`; a state or window may be there for few of them."""
+        lengths: list[int] = []
+        while whole > known:
+            lengths.append(whole)
+            async with self.cache.request_keys(keys[: whole - 1]) as shorter:
+                whole = shorter.hit.tokens // self._size
+        return lengths[::-1]
+
+    def _seek(self, keys: list[bytes]) -> None:
+        """Read what storage has of a prefix into host memory, in the background."""
+        if self.cache.config.storage is None:
+            return
+        read = asyncio.ensure_future(self._read(keys))
+        self._reads.add(read)
+        read.add_done_callback(self._reads.discard)
+
+    async def _read(self, keys: list[bytes]) -> None:
+        try:
+            async with self.cache.request_keys(keys) as request:
+                await request.prefetch()
+        except CacheError as error:
+            logger.warning("a read of %d pages ahead failed: %s", len(keys), error)
+
+    def claim(self, rid: str) -> bool:
+        """Keep what was promised to a request until `load` or `drop`; False if there is no promise."""
+        promise = self._promises.pop(rid, None)
+        if promise is None:
+            return False
+        self._claimed[rid] = promise
+        return True
+
+    def drop(self, rid: str) -> None:
+        """Release what `claim` kept; a no-op if it kept nothing."""
+        promise = self._claimed.pop(rid, None)
+        if promise is not None:
+            promise.request.close()
+
+    async def load(self, rid: str, pages: int, into: NamedPages) -> Ticket:
+        """Copy the last pages of a claimed prefix to the engine's pages.
+
+        Args:
+            rid: the request.
+            pages: length of the prefix, one of those that `look` returned plus the engine's own pages.
+            into: the engine's pages.
+
+        Raises:
+            TransferError: the promise could not be kept.
+        """
+        keys = self._claimed[rid].keys
+        try:
+            async with self.cache.request_keys(keys[:pages]) as request:
+                found = request.hit.tokens // self._size
+                if found != pages:
+                    raise TransferError(f"{pages} pages were promised, and {found} are there")
+                return request.load(into=into)
+        finally:
+            self.drop(rid)
+
+    async def back_up(
+        self, keys: Sequence[bytes], named: Callable[[], NamedPages], ready: Sequence[SynchronizableEvent]
+    ) -> bool:
+        """Copy what host memory lacks of a prefix from the engine's pages; storage follows.
+
+        Args:
+            keys: of its pages.
+            named: returns the engine's pages, which must not change until this returns; runs in a thread.
+            ready: events to wait for first: objects with a blocking `synchronize`.
+
+        Returns:
+            Whether host memory has all of its attention pages now.
+        """
+        async with self._turn:  # a prefix is copied before what follows it
+            pages = await asyncio.to_thread(_named_after, ready, named)
+            async with self.cache.request_keys(keys) as request:
+                ticket = request.checkpoint(len(keys) * self._size, pages=pages)
+        try:
+            await ticket
+        except TransferError as error:
+            logger.warning("%d pages were not copied to host memory: %s", len(keys), error)
+            return False
+        async with self.cache.request_keys(keys) as request:
+            return request.hit.full_tokens == len(keys) * self._size
+
+    async def settled(self) -> None:
+        """Wait until no read from storage runs in the background."""
+        while self._reads:
+            await asyncio.wait(self._reads)
+
+    async def aclose(self) -> None:
+        """Release promises, end reads, and close the cache."""
+        for promise in (*self._promises.values(), *self._claimed.values()):
+            promise.request.close()
+        self._promises.clear()
+        self._claimed.clear()
+        for read in list(self._reads):
+            read.cancel()
+        if self._reads:
+            await asyncio.wait(self._reads)
+        await self.cache.aclose()
+
+
+def _named_after(events: Sequence[SynchronizableEvent], named: Callable[[], NamedPages]) -> NamedPages:
+    for event in events:
+        event.synchronize()
+    return named()

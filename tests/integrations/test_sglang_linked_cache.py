@@ -1,0 +1,170 @@
+"""The cache below SGLang's tree: what it promises is in host memory, verified and pinned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asynchicache import CacheConfig, HybridCache, PrefetchOptions, PrefetchPolicy
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.errors import TransferError
+from asynchicache.integrations.sglang.linked_cache import STEPS_KEPT, LinkedCache
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.testing.faults import FaultRates, Faulty
+from asynchicache.testing.paged import PagedMemory
+from asynchicache.testing.specs import synthetic_spec
+
+PAGE = 4
+SPEC = synthetic_spec(PAGE)
+KEYS = [bytes([number]) * 32 for number in range(12)]
+HOST = {"kv": 16, "mamba": 8}
+
+
+def paged() -> PagedMemory:
+    return PagedMemory(SPEC, {"kv": 64, "mamba": 16})
+
+
+@asynccontextmanager
+async def linked(
+    memory: PagedMemory, storage: StorageBackend | None = None, *, every_length: bool = False
+) -> AsyncIterator[LinkedCache]:
+    config = CacheConfig(
+        host_slots=HOST,
+        inline=True,
+        page_keys=True,
+        weight_version="1",
+        storage="memory" if storage is not None else None,
+        prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+    )
+    cache = await HybridCache.open(SPEC, config, engine=memory.memory, storage=storage)
+    tier = LinkedCache(cache, every_length=every_length)
+    try:
+        yield tier
+        await cache.drain()
+        assert cache.verify() == []
+    finally:
+        await tier.aclose()
+
+
+async def back_up(tier: LinkedCache, memory: PagedMemory, keys: Sequence[bytes]) -> bool:
+    """Compute a prefix with its state on the device, and hand both down."""
+    pages, state = memory.take("kv", len(keys)), memory.take("mamba", 1)
+    memory.compute("kv", pages, keys)
+    memory.compute("mamba", state, keys[-1:])
+    done = await tier.back_up(keys, lambda: {"kv": pages, "mamba": state}, [])
+    memory.give("kv", pages)
+    memory.give("mamba", state)
+    return done
+
+
+async def restored(
+    tier: LinkedCache, memory: PagedMemory, rid: str, keys: Sequence[bytes], known: int
+) -> bool:
+    """Load what was promised; whether the device then has the right bytes."""
+    pages, state = memory.take("kv", len(keys) - known), memory.take("mamba", 1)
+    assert tier.claim(rid)
+    await (await tier.load(rid, len(keys), {"kv": pages, "mamba": state}))
+    wrong = memory.count_wrong("kv", pages, keys[known:]) + memory.count_wrong("mamba", state, keys[-1:])
+    memory.give("kv", pages)
+    memory.give("mamba", state)
+    return not wrong
+
+
+@pytest.mark.asyncio
+async def test_what_was_handed_down_is_promised_and_comes_back() -> None:
+    memory = paged()
+    async with linked(memory) as tier:
+        assert await tier.look("cold", KEYS[:4], 0) == []
+        assert await back_up(tier, memory, KEYS[:4])
+        assert await tier.look("whole", KEYS[:6], 0) == [4]
+        assert await tier.look("end", KEYS[:6], 3) == [1]
+        assert await tier.look("known", KEYS[:6], 4) == []
+        assert await restored(tier, memory, "whole", KEYS[:4], 0)
+        assert await restored(tier, memory, "end", KEYS[:4], 3)
+        assert not tier.claim("another")
+
+
+@pytest.mark.asyncio
+async def test_storage_is_read_in_the_background_and_found_by_a_later_lookup() -> None:
+    memory, store = paged(), MemoryStore()
+    async with linked(memory, MemoryBackend(store)) as tier:
+        assert await back_up(tier, memory, KEYS[:4])
+    async with linked(memory, MemoryBackend(store)) as tier:
+        assert await tier.look("first", KEYS[:5], 0) == []
+        assert tier.reads == 1
+        assert await tier.look("first", KEYS[:5], 0) == []
+        assert tier.reads == 1  # a request that waits asks storage once
+        await tier.settled()
+        assert await tier.look("first", KEYS[:5], 0) == [4]
+        assert await restored(tier, memory, "first", KEYS[:4], 0)
+
+
+@pytest.mark.asyncio
+async def test_pages_that_storage_damages_are_never_promised() -> None:
+    memory, store = paged(), MemoryStore()
+    async with linked(memory, MemoryBackend(store)) as tier:
+        assert await back_up(tier, memory, KEYS[:4])
+    damaging = Faulty(MemoryBackend(store), FaultRates(swap=1.0), random.Random(1))
+    async with linked(memory, damaging) as tier:
+        assert await tier.look("first", KEYS[:4], 0) == []
+        await tier.settled()
+        assert await tier.look("first", KEYS[:4], 0) == []
+
+
+@pytest.mark.asyncio
+async def test_ranks_are_told_every_length_that_has_a_state() -> None:
+    memory = paged()
+    async with linked(memory, every_length=True) as tier:
+        for end in (2, 5, 6):
+            assert await back_up(tier, memory, KEYS[:end])
+        assert await tier.look("all", KEYS, 0) == [2, 5, 6]
+        assert await tier.look("rest", KEYS, 3) == [2, 3]
+        assert await restored(tier, memory, "all", KEYS[:5], 0)  # what both ranks had
+
+
+@pytest.mark.asyncio
+async def test_a_promise_holds_while_others_want_the_memory_and_ends_with_its_steps() -> None:
+    memory = paged()
+    others = [bytes([100 + number]) * 32 for number in range(16)]
+    async with linked(memory) as tier:
+        assert await back_up(tier, memory, KEYS[:4])
+        assert await tier.look("waits", KEYS[:4], 0) == [4]
+        tier.step(STEPS_KEPT)
+        assert not await back_up(tier, memory, others)  # no room for all
+        assert await tier.look("waits", KEYS[:4], 0) == [4]
+        assert await restored(tier, memory, "waits", KEYS[:4], 0)
+
+        assert await tier.look("leaves", KEYS[:4], 0) == [4]
+        tier.step(2 * STEPS_KEPT + 1)
+        assert tier.promises == 0
+        assert not tier.claim("leaves")
+
+
+@pytest.mark.asyncio
+async def test_a_claim_is_dropped_or_used_once() -> None:
+    memory = paged()
+    async with linked(memory) as tier:
+        assert await back_up(tier, memory, KEYS[:2])
+        await tier.look("cancelled", KEYS[:2], 0)
+        assert tier.claim("cancelled")
+        tier.drop("cancelled")
+        tier.drop("cancelled")
+        assert tier.promises == 0
+
+        await tier.look("too much", KEYS[:3], 0)
+        assert tier.claim("too much")
+        with pytest.raises(TransferError, match="3 pages were promised, and 2 are there"):
+            await tier.load("too much", 3, {})
+        assert tier.promises == 0
+
+
+@pytest.mark.asyncio
+async def test_a_prefix_without_its_beginning_is_not_kept() -> None:
+    memory = paged()
+    async with linked(memory) as tier:
+        pages = memory.take("kv", 2)
+        assert not await tier.back_up(KEYS[:4], lambda: {"kv": pages}, [])
+        assert await tier.look("any", KEYS[:4], 0) == []

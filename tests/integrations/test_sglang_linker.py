@@ -1,0 +1,329 @@
+"""The linker as SGLang's scheduler calls it, over recorded signatures; `make engines-e2e` runs it all."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asynchicache import CacheConfig
+from asynchicache.errors import ConfigError
+from asynchicache.integrations.sglang.device_pools import DevicePools, device_pools
+from asynchicache.integrations.sglang.linker import AsynchicacheLinker, linker_options
+from asynchicache.integrations.sglang.linker_seam import StandInLoadCounter, follow_paths
+from asynchicache.integrations.sglang.options import RankIdentity
+from integrations.sglang_pools import storage_config
+
+SEAM = json.loads((Path(__file__).parents[1] / "data" / "seams" / "sglang-0.5.23.json").read_text())
+LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+PAGE = 4
+HASHES = [f"{number:064x}" for number in range(1, 9)]
+
+
+class NoEvent:
+    """An event of a device whose work is done when it is asked for."""
+
+    def record(self) -> None:
+        """There is nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """It was reached."""
+
+
+class BareLinker(AsynchicacheLinker):
+    """The linker over memory that is described here, and not by SGLang."""
+
+    def __init__(self, described: DevicePools, config: CacheConfig) -> None:
+        self._begin(described, config, SimpleNamespace(Event=NoEvent))
+
+
+def params(**more: Any) -> SimpleNamespace:
+    """`CacheInitParams` of a model with keys and values, windows or states."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(layers: int) -> list[torch.Tensor]:
+        return [torch.rand(17 * PAGE, 2, 8, generator=generator) for _ in range(layers)]
+
+    def pool(layers: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            k_buffer=tokens(layers), v_buffer=tokens(layers), layer_num=layers, start_layer=0
+        )
+
+    kvcache = pool(2)
+    if more.get("windows"):
+        kvcache = SimpleNamespace(
+            full_kv_pool=pool(1), swa_kv_pool=pool(1), layers_mapping={0: (0, True), 1: (0, False)}
+        )
+    if more.get("states"):
+        kvcache = SimpleNamespace(full_kv_pool=pool(1), full_attention_layer_id_mapping={1: 0}, start_layer=0)
+    states = SimpleNamespace(conv=[torch.rand(1, 9, 6, 3)], temporal=torch.rand(1, 9, 2, 4, 4))
+    return SimpleNamespace(
+        page_size=PAGE,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kvcache),
+        req_to_token_pool=SimpleNamespace(mamba_map={0: 0}, mamba_pool=SimpleNamespace(mamba_cache=states)),
+        swa_retain_window=2 * PAGE,
+        sliding_window_size=2 * PAGE,
+        sidecar_draft_device_pools=(),
+        mtp_draft_device_pools=(),
+    )
+
+
+def described(given: SimpleNamespace, *components: str) -> DevicePools:
+    return device_pools(given, ["FULL", *components], model="toy", identity="test")
+
+
+def transfer(name: str, keys: Sequence[str], indices: torch.Tensor | None = None) -> SimpleNamespace:
+    return SimpleNamespace(name=name, keys=list(keys), device_indices=indices)
+
+
+def slots(*pages: int) -> torch.Tensor:
+    """SGLang's indices of the tokens of some pages."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def config(**more: Any) -> CacheConfig:
+    return linker_options({"host_bytes": "1MiB", **more}, RankIdentity(storage_config({})))
+
+
+@pytest.fixture
+def hybrid() -> Iterator[tuple[BareLinker, SimpleNamespace]]:
+    """A linker of a model with states, and SGLang's memory."""
+    given = params(states=True)
+    linker = BareLinker(described(given, "MAMBA"), config())
+    yield linker, given
+    linker.close()
+
+
+def offload(linker: BareLinker, hashes: Sequence[str], pages: Sequence[int], state: int) -> bool:
+    linker.path_of(hashes, slots(*pages))
+    last = transfer("mamba", hashes[-1:], torch.tensor([state]))
+    if not linker.offload([transfer("kv", hashes[-1:], slots(pages[-1])), last]):
+        return False
+    linker._bridge.drain()
+    assert linker.num_completed_offloads() == 1
+    return linker.pop_completed_offload()
+
+
+@pytest.mark.parametrize("name", SEAM[f"{LINKER}:UnifiedCacheLinker"]["abstract"])
+def test_every_method_takes_what_sglang_gives(name: str) -> None:
+    recorded = SEAM[f"{LINKER}:UnifiedCacheLinker"]["methods"][name]
+    parameters = inspect.signature(getattr(AsynchicacheLinker, name)).parameters.values()
+    assert [each.name + ("" if each.default is each.empty else "=") for each in parameters] == recorded
+
+
+@pytest.mark.parametrize("name", ["update_producer", "complete", "fail", "finish", "reset"])
+def test_loads_are_counted_as_sglang_counts_them(name: str) -> None:
+    recorded = SEAM[f"{LINKER}:LayerWiseLoadCounter"]["methods"][name]
+    assert list(inspect.signature(getattr(StandInLoadCounter, name)).parameters) == recorded
+
+
+def test_pages_and_states_come_back_layer_by_layer(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+    linker, given = hybrid
+    kv = given.token_to_kv_pool_allocator.get_kvcache().full_kv_pool.k_buffer[0]
+    temporal = given.req_to_token_pool.mamba_pool.mamba_cache.temporal
+    keys, state = kv[slots(1, 2)].clone(), temporal[:, 3].clone()
+    assert offload(linker, HASHES[:2], (1, 2), 3)
+    kv.zero_()
+    temporal.zero_()
+
+    linker.path_before([])
+    assert linker.lookup("r", [transfer("kv", HASHES[:4]), transfer("mamba", HASHES[3:4])]) == [2]
+    assert linker.load(
+        "r", [transfer("kv", HASHES[:2], slots(7, 5)), transfer("mamba", HASHES[1:2], torch.tensor([8]))]
+    )
+    index = linker.start_layer_wise_loading()
+    assert linker.finish_layer_wise_loading(index)
+    assert torch.equal(kv[slots(7, 5)], keys)
+    assert torch.equal(temporal[:, 8], state)
+    assert linker.start_layer_wise_loading() == -1
+
+
+def test_only_the_end_is_loaded_of_what_the_device_has(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+    linker, given = hybrid
+    kv = given.token_to_kv_pool_allocator.get_kvcache().full_kv_pool.v_buffer[0]
+    last = kv[slots(3)].clone()
+    assert offload(linker, HASHES[:3], (1, 2, 3), 1)
+
+    linker.path_before(HASHES[:2])
+    assert linker.lookup("r", [transfer("kv", HASHES[2:4])]) == [1]
+    assert linker.load("r", [transfer("kv", HASHES[2:3], slots(9))])
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert torch.equal(kv[slots(9)], last)
+
+
+def test_nothing_is_loaded_without_a_promise(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+    linker, _ = hybrid
+    assert linker.lookup("cold", [transfer("kv", HASHES[:2])]) == []
+    assert linker.load("never seen", [transfer("kv", HASHES[:2], slots(1, 2))]) is False
+    assert linker.cancel_queued_load("never seen") is False
+    assert linker.start_layer_wise_loading() == -1
+
+
+def test_a_queued_load_is_cancelled(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+    linker, _ = hybrid
+    assert offload(linker, HASHES[:1], (1,), 1)
+    assert linker.lookup("r", [transfer("kv", HASHES[:1])]) == [1]
+    assert linker.load("r", [transfer("kv", HASHES[:1], slots(4))])
+    assert linker.cancel_queued_load("r")
+    assert linker.start_layer_wise_loading() == -1
+    assert linker._linked.promises == 0
+
+
+def test_a_load_that_fails_is_reported_after_the_forward(
+    hybrid: tuple[BareLinker, SimpleNamespace],
+) -> None:
+    linker, _ = hybrid
+    assert offload(linker, HASHES[:1], (1,), 1)
+    assert linker.lookup("r", [transfer("kv", HASHES[:1])]) == [1]
+    assert linker.load("r", [transfer("kv", HASHES[:1], slots(400))])  # there is no such page
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading()) is False
+    assert linker._linked.promises == 0
+
+
+def test_an_offload_without_a_path_or_pages_is_refused(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+    linker, _ = hybrid
+    assert linker.offload([transfer("kv", HASHES[:1], slots(1))]) is False
+    linker.path_of(HASHES[:1], slots(1))
+    assert linker.offload([transfer("mamba", HASHES[:1], torch.tensor([1]))]) is False
+    linker.path_of(HASHES[:1], slots(500))
+    assert linker.offload([transfer("kv", HASHES[:1], slots(500))])
+    linker._bridge.drain()
+    assert linker.num_completed_offloads() == 1
+    assert linker.pop_completed_offload() is False
+
+
+def test_reset_keeps_what_host_memory_has(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+    linker, _ = hybrid
+    assert offload(linker, HASHES[:2], (1, 2), 1)
+    linker.reset()
+    assert linker.num_completed_offloads() == 0
+    assert linker.lookup("r", [transfer("kv", HASHES[:2])]) == [2]
+
+
+# Device memory.
+
+
+def test_pools_of_windows_and_states_are_described() -> None:
+    windows = described(params(windows=True), "SWA")
+    assert [(pool.name, pool.coverage.pages) for pool in windows.spec.pools] == [("kv", None), ("swa", 2)]
+    assert [pool.tensors[0].layers for pool in windows.spec.pools] == [(1,), (0,)]
+    assert windows.tokens_per_page == {"kv": PAGE, "swa": PAGE}
+
+    states = described(params(states=True), "MAMBA")
+    assert [tensor.name for tensor in states.spec.pools[1].tensors] == ["conv0", "temporal"]
+    assert states.tokens_per_page == {"kv": PAGE, "mamba": 1}
+    assert states.spec.layers == 2
+
+
+@pytest.mark.parametrize("kind", ["component", "draft", "scales", "side", "shape"])
+def test_memory_that_is_not_supported_is_refused_by_name(kind: str) -> None:
+    given, components = params(states=kind == "side"), ["FULL"]
+    pool = given.token_to_kv_pool_allocator.get_kvcache()
+    if kind == "component":
+        components.append("C128")
+    elif kind == "draft":
+        given.sidecar_draft_device_pools = (pool,)
+    elif kind == "scales":
+        pool.k_scale_buffer = pool.k_buffer
+    elif kind == "side":
+        components.append("MAMBA")
+        given.req_to_token_pool.ngram_pool = SimpleNamespace(enabled=True)
+    else:
+        pool.k_buffer = [torch.rand(4, 2, 2, 4, 8)]
+    with pytest.raises(ConfigError, match="use the HiCacheStorage backend"):
+        device_pools(given, components, model="toy", identity="test")
+
+
+# Options.
+
+
+def test_each_rank_has_a_folder_and_keys_of_its_own() -> None:
+    rank = RankIdentity(storage_config({}, tp_rank=1, tp_size=2))
+    options = linker_options(
+        {"weight_version": "1", "storage": "file", "storage_options": {"path": "/pages"}}, rank
+    )
+    assert options.storage_options == {"path": "/pages/rank-dp0-tp1-pp0-cp0"}
+    assert (options.rank, options.ranks, options.page_keys) == (1, 2, True)
+    assert options.prefetch.policy.value == "wait_complete"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"host_byte": 1}, "host_byte"),
+        ({"device": "cuda"}, "device cannot be set here"),
+        ({"storage": "file", "storage_options": {"path": "/pages"}}, "weight_version"),
+    ],
+)
+def test_wrong_options_name_the_flag(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--unified-cache-external-linker-config.*{message}"):
+        linker_options(given, RankIdentity(storage_config({})))
+
+
+# What SGLang's wrapper does not pass on.
+
+
+class Wrapper:
+    """`UnifiedCacheLinkerWrapper`, as far as it is followed."""
+
+    def __init__(self, cache: Any, cache_linker: Any) -> None:
+        self.cache, self.cache_linker = cache, cache_linker
+
+    def _tail_hashes(self, key: Any, result: Any, device_hit_len: int) -> list[str]:
+        return list(key)
+
+    def _offload_node(self, node_id: int, transfers: list[Any]) -> None:
+        self.cache_linker.offload(transfers)
+
+
+@pytest.mark.parametrize("name", ["_tail_hashes", "_offload_node"])
+def test_the_wrapper_that_is_followed_is_sglangs(name: str) -> None:
+    recorded = SEAM[f"{LINKER}:UnifiedCacheLinkerWrapper.{name}"]["signature"]
+    assert list(inspect.signature(getattr(Wrapper, name)).parameters) == recorded
+
+
+def test_linkers_are_told_the_path_before_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("sglang.srt.mem_cache.unified_radix_cache")
+    module.UnifiedCacheLinkerWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    follow_paths()
+    follow_paths()
+    core = SimpleNamespace(
+        get_prefix_hash_values=lambda node: ["a"],
+        get_hash_values=lambda node: ["b"],
+        collect_full_device_indices=lambda node, root: torch.arange(8),
+    )
+    cache = SimpleNamespace(tree_core=core, root_node_handle=lambda: 0)
+    told: list[Any] = []
+    linker = SimpleNamespace(
+        path_before=told.append,
+        path_of=lambda hashes, table: told.append((hashes, len(table))),
+        offload=told.append,
+    )
+    wrapper = module.UnifiedCacheLinkerWrapper(cache, linker)
+    assert wrapper._tail_hashes(["c"], SimpleNamespace(last_device_node=5), 8) == ["c"]
+    assert wrapper._tail_hashes(["c"], SimpleNamespace(last_device_node=0), 0) == ["c"]
+    wrapper._offload_node(5, ["transfers"])
+    assert told == [["a", "b"], [], (["a", "b"], 8), ["transfers"]]
+
+    other = module.UnifiedCacheLinkerWrapper(cache, SimpleNamespace(offload=told.append))
+    assert other._tail_hashes(["c"], SimpleNamespace(last_device_node=5), 8) == ["c"]
+    other._offload_node(5, ["of another linker"])
+    assert told[-1] == ["of another linker"]
+
+
+def test_a_wrapper_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("sglang.srt.mem_cache.unified_radix_cache")
+    module.UnifiedCacheLinkerWrapper = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    with pytest.raises(ConfigError, match=r"sglang==0\.5\.23"):
+        follow_paths()
