@@ -26,6 +26,7 @@ Start = Callable[..., Server]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--measure", action="store_true", help="run what measures hit rates, and print them")
+    parser.addoption("--record", action="store_true", help="write the calls of servers to tests/data/calls")
 
 
 @pytest.fixture(scope="session")

@@ -253,11 +253,17 @@ def storage(folder: Path, **more: Any) -> list[str]:
     ]
 
 
-def linker(folder: Path, **more: Any) -> list[str]:
-    """Return arguments for our linker, with 64 MiB of host memory over a file store in `folder`."""
+def linker(
+    folder: Path,
+    *,
+    linker: str = "AsynchicacheLinker",
+    linker_module_path: str = "asynchicache.integrations.sglang.linker",
+    **more: Any,
+) -> list[str]:
+    """Return arguments for a linker, with 64 MiB of host memory over a file store in `folder`."""
     config = {
-        "linker": "AsynchicacheLinker",
-        "linker_module_path": "asynchicache.integrations.sglang.linker",
+        "linker": linker,
+        "linker_module_path": linker_module_path,
         "linker_extra_config": {
             "host_bytes": "64MiB",
             "weight_version": "1",

@@ -1,0 +1,43 @@
+"""What SGLang calls in three turns of a conversation, as `make test` plays it again.
+
+`make engines-e2e ARGS="sglang --record -k calls"` writes the record.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sglang_checks import HYBRID, Start, reachable
+from sglang_conversations import Conversations, cached
+from sglang_recording import RECORD
+from sglang_servers import linker, storage
+
+CALLS = Path(__file__).parents[2] / "data" / "calls"
+ADAPTERS = {
+    "storage": lambda folder: storage(folder, module_path="sglang_recording", class_name="RecordingStorage"),
+    "linker": lambda folder: linker(folder, linker="RecordingLinker", linker_module_path="sglang_recording"),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_the_calls_are_those_that_were_recorded(
+    adapter: str, start: Start, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The device is emptied between turns, so that each of them loads; the names of calls are compared."""
+    record, target = tmp_path / "calls", CALLS / f"sglang-0.5.23-{adapter}.json"
+    talk = Conversations(clients=1)
+    with start(HYBRID, ADAPTERS[adapter](tmp_path / "store"), **{RECORD: str(record)}) as server:
+        for turn in range(1, 4):
+            assert cached(talk.run(server, [turn])) == max(0, reachable(talk, turn - 1))
+            server.flush()
+
+    calls = [json.loads(line) for line in record.read_text().splitlines()]
+    if request.config.getoption("--record"):
+        target.write_text(json.dumps(calls, indent=1) + "\n")
+    known = json.loads(target.read_text())
+    assert {call["call"] for call in calls} == {call["call"] for call in known}
+    assert [call["answer"] for call in calls if call["call"] == "lookup"] == [
+        call["answer"] for call in known if call["call"] == "lookup"
+    ]
