@@ -25,7 +25,13 @@ Start = Callable[..., Server]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--measure", action="store_true", help="run what measures hit rates, and print them")
+    parser.addoption(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="ROWS",
+        help="measure hit rates, of rows with this in their name",
+    )
     parser.addoption("--record", action="store_true", help="write the calls of servers to tests/data/calls")
 
 
