@@ -33,7 +33,9 @@ from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import advise_split, find_undersized_pools
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
+from asynchicache.pools.host import HostPool
 from asynchicache.pools.memory import memory_budget
+from asynchicache.pools.shared import share
 from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
@@ -46,14 +48,16 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.tracing import Tracer
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.opening import (
     CopyOptions,
+    allocate_hosts,
     allocate_memories,
     close_transfers,
     growing_pools,
     open_engine,
 )
+from asynchicache.transfer.remote import RemoteCopies
+from asynchicache.transfer.transfers import Transfers
 from asynchicache.types import WritePolicy, key_array, token_array
 
 _log = logging.getLogger(__name__)
@@ -105,7 +109,7 @@ class HybridCache:
         storage: StorageBackend | None = None,
         port: Port | None = None,
         device: Device | None = None,
-        engine: EngineMemory | None = None,
+        engine: EngineMemory | RemoteCopies | None = None,
     ) -> Opening[Self]:
         """Open a cache: `async with` closes it at the end; after `await`, call `aclose`.
 
@@ -115,8 +119,9 @@ class HybridCache:
             storage: an open backend to use instead of the configured one; the caller closes it.
             port: clock and threads; the real ones if None.
             device: an open device to use instead of the configured one; the caller closes it.
-            engine: device memory that an engine owns. The cache then has no device tier: requests name the
-                engine's pages. Default: the cache allocates device memory.
+            engine: device memory that an engine owns, or, if the copies run elsewhere, what hands them out.
+                The cache then has no device tier: requests name the engine's pages. Default: the cache
+                allocates device memory.
 
         Raises:
             ConfigError: options contradict each other or the model.
@@ -134,7 +139,7 @@ class HybridCache:
         storage: StorageBackend | None,
         port: Port | None,
         device: Device | None,
-        engine: EngineMemory | None,
+        engine: EngineMemory | RemoteCopies | None,
         *,
         opened_at: str,
     ) -> Self:
@@ -167,6 +172,7 @@ class HybridCache:
 
     async def _close(self) -> None:
         self._controller.executor.close()
+        self._parts.engine.end_unstarted()
         try:
             async with asyncio.timeout(self.config.close_seconds):
                 await self._controller.executor.idle()
@@ -304,7 +310,7 @@ class HybridCache:
             UsageError: an engine owns the device memory.
         """
         try:
-            memory = self._parts.memories[pool].device
+            memory = self._parts.memories[pool].device if self._parts.memories else None
             if isinstance(memory, DevicePool):
                 return memory.tensor(tensor)
             raise UsageError("device_tensor(): an engine owns the device memory here")
@@ -366,7 +372,7 @@ class HybridCache:
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
         rooms = self._parts
         with self._controller.executor.busy():  # closing the cache waits for this
-            attachment = await _attachment(self.spec, config, rooms.memories, given, rooms.port)
+            attachment = await _attachment(self.spec, config, rooms.hosts, given, rooms.port)
             try:
                 self._controller.executor.check_open()
                 self._controller.storage_writer.attach(attachment)
@@ -446,7 +452,8 @@ class CacheParts:
 
     device: Device
     memories: Mapping[str, PoolMemory]
-    engine: TransferEngine
+    hosts: Mapping[str, HostPool]
+    engine: Transfers
     stored: StoragePools
     port: Port
     controller: HybridCacheController
@@ -459,7 +466,7 @@ async def _open_parts(
     storage: StorageBackend | None,
     port: Port | None,
     device: Device | None,
-    engine: EngineMemory | None,
+    engine: EngineMemory | RemoteCopies | None,
 ) -> CacheParts:
     """Open from the bottom up; the stack closes in the opposite order."""
     pages = None if engine is None else engine.pages(spec)
@@ -476,22 +483,25 @@ async def _open_parts(
         device = open_device(config)
         kept.callback(device.close)
     slots = _slots(spec, config, _memory(device), pages)
-    owned_pages = None if engine is None else engine.pools
-    allocate = partial(allocate_memories, spec, slots, device.name, config.host_layout, kept, owned_pages)
-    # Shielded from cancellation: memory that a thread still pins could not be unpinned.
-    memories = await shielded(port.run_blocking(allocate))
+    memories, hosts = await _allocate(spec, slots, device, config, port, kept, engine)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
     planner = _planner(spec, slots, config, pages)
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
-    copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
-    transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    stack.push_async_callback(close_transfers, transfers, reactor, kept, memories, config.close_seconds)
+    transfers: Transfers
+    if isinstance(engine, RemoteCopies):
+        engine.start(spec, share(hosts), port)
+        transfers = engine
+    else:
+        copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
+        transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
+    leaked = memories or hosts
+    stack.push_async_callback(close_transfers, transfers, reactor, kept, leaked, config.close_seconds)
     stored = StoragePools(planner.state)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
-        stored.attach(await _attachment(spec, config, memories, storage, port))
+        stored.attach(await _attachment(spec, config, hosts, storage, port))
     tasks = OwnedTasks()
     stack.push_async_callback(tasks.aclose)
     await tasks.ready()
@@ -505,12 +515,33 @@ async def _open_parts(
     )
     if transfers.audit is not None:
         planner.state.watch_host(transfers.audit.forget)
-    for growth in growing_pools(spec, memories, port, planner.state.open_host):
+    for growth in growing_pools(spec, hosts, port, planner.state.open_host):
         tasks.spawn(growth)
-    return CacheParts(device, memories, transfers, stored, port, controller)
+    return CacheParts(device, memories, hosts, transfers, stored, port, controller)
 
 
-def _for_engine(config: CacheConfig, engine: EngineMemory) -> CacheConfig:
+async def _allocate(
+    spec: ModelSpec,
+    slots: Mapping[str, tuple[int, int]],
+    device: Device,
+    config: CacheConfig,
+    port: Port,
+    kept: ExitStack,
+    engine: EngineMemory | RemoteCopies | None,
+) -> tuple[dict[str, PoolMemory], dict[str, HostPool]]:
+    """Allocate the memory of both tiers, or of the host alone if the copies run elsewhere."""
+    # Shielded from cancellation: memory that a thread still pins could not be unpinned.
+    if isinstance(engine, RemoteCopies):
+        counts = {name: host for name, (_, host) in slots.items()}
+        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, shared=True)
+        return {}, await shielded(port.run_blocking(hosting))
+    owned = None if engine is None else engine.pools
+    allocate = partial(allocate_memories, spec, slots, device.name, config.host_layout, kept, owned)
+    memories = await shielded(port.run_blocking(allocate))
+    return memories, {name: memory.host for name, memory in memories.items()}
+
+
+def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies) -> CacheConfig:
     """
     Raises:
         ConfigError: an option does not fit device memory that an engine owns.
@@ -520,6 +551,8 @@ def _for_engine(config: CacheConfig, engine: EngineMemory) -> CacheConfig:
             "write_policy 'write_back' keeps pages on the device until they are evicted there, but an engine "
             "owns that memory: use write_through or write_through_selective"
         )
+    if isinstance(engine, RemoteCopies):
+        return msgspec.structs.replace(config, device="cpu", inline=True)  # no work runs on it
     return msgspec.structs.replace(config, device=engine.device)
 
 
@@ -581,7 +614,7 @@ def _memory(device: Device) -> FreeMemory:
 async def _attachment(
     spec: ModelSpec,
     config: CacheConfig,
-    memories: Mapping[str, PoolMemory],
+    hosts: Mapping[str, HostPool],
     storage: StorageBackend | None,
     port: Port,
 ) -> AttachedStorage:
@@ -589,9 +622,9 @@ async def _attachment(
     host slots."""
     config.check_storage()
     bindings = [
-        SlotBinding(memory.host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
-        for name, memory in memories.items()
-        if memory.host.slots
+        SlotBinding(host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
+        for name, host in hosts.items()
+        if host.slots
     ]
     others = [pool.name for pool in spec.pools if pool.replicated and config.rank]
     owned = storage is None

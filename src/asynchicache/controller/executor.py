@@ -19,10 +19,10 @@ from asynchicache.planner.planner import Planner
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.tracing import Tracer
-from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.transfers import Transfers
 from asynchicache.tree.node import Node
 
 
@@ -45,7 +45,7 @@ class Executor:
         planner: Planner,
         device: Device,
         reactor: CompletionReactor,
-        engine: TransferEngine,
+        engine: Transfers,
         tasks: OwnedTasks,
     ) -> None:
         self.progress = asyncio.Event()

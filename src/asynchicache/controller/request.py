@@ -109,6 +109,8 @@ class Request:
         It becomes the default of `after`. Leaving the request frees its slots only after the work enqueued
         on this stream.
         """
+        if not self._executor.copies_here:
+            raise UsageError("run_on(): the copies of this cache run elsewhere, where no stream is known")
         self._stream = stream
         return self
 

@@ -12,8 +12,8 @@ from asynchicache.controller.storage_writer import WriteCounters
 from asynchicache.histograms import Distribution
 from asynchicache.planner.state import CacheState, PlannerCounters
 from asynchicache.storage.statistics import PoolStatistics
-from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.statistics import TransferStatistics
+from asynchicache.transfer.transfers import Transfers
 from asynchicache.tree.node import place_of
 from asynchicache.types import Tier
 
@@ -61,7 +61,7 @@ class CacheStatistics:
 
 
 def collect_statistics(
-    controller: HybridCacheController, engine: TransferEngine, stored: StoragePools
+    controller: HybridCacheController, engine: Transfers, stored: StoragePools
 ) -> CacheStatistics:
     """Copy all counters as they are now."""
     state = controller.planner.state

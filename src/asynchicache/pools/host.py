@@ -10,7 +10,7 @@ from math import lcm
 
 import torch
 
-from asynchicache.errors import CapacityError, UsageError
+from asynchicache.errors import CapacityError, ConfigError, UsageError
 from asynchicache.layouts import HEADER_BYTES, HostLayout, SlotLayout
 from asynchicache.pools.device import check_size
 from asynchicache.pools.slabs import Pinner, PinningWarning, Slab, warn_unpinned
@@ -45,6 +45,7 @@ class HostPool:
         *,
         pin: bool | Pinner,
         layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT,
+        memory: Slab | None = None,
     ) -> None:
         """
         Args:
@@ -53,9 +54,10 @@ class HostPool:
             slots: the number of slots; 0 for a pool that stays on the device.
             pin: whether to pin for a GPU, or the pinner to use.
             layout: the order of layers, pages and tokens.
+            memory: the slab of the slots, which the pool closes. Default: a new one.
 
         Raises:
-            ConfigError: fewer than 0 slots, or a page size below 1.
+            ConfigError: fewer than 0 slots, a page size below 1, or a slab of another size.
             CapacityError: the system has no room.
         """
         check_size(spec, page_size, slots, least=0)
@@ -63,7 +65,7 @@ class HostPool:
         self.page_size = page_size
         self.slots = slots
         self.layout = SlotLayout.of(spec, page_size, layout)
-        self._pages = Slab(self.layout.nbytes(max(slots, 1)))
+        self._pages = self._slab(memory, self.layout.nbytes(max(slots, 1)))
         self._headers = Slab(max(slots, 1) * HEADER_BYTES)
         self._lock = threading.Lock()
         self._pinner = (Pinner.of() if pin else None) if isinstance(pin, bool) else pin
@@ -77,6 +79,19 @@ class HostPool:
             except BaseException:  # else nothing could unpin what was pinned so far
                 self.close()
                 raise
+
+    def _slab(self, memory: Slab | None, nbytes: int) -> Slab:
+        if memory is not None and memory.nbytes != nbytes:
+            raise ConfigError(
+                f"host memory of pool {self.spec.name!r} has {memory.nbytes} bytes; {self.slots} slots take "
+                f"{nbytes}"
+            )
+        return Slab(nbytes) if memory is None else memory
+
+    @property
+    def memory(self) -> Slab:
+        """The slab of the slots."""
+        return self._pages
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, SupportsInt
 
 import torch
@@ -48,16 +49,23 @@ class Slab:
     a remaining view never points at freed memory.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, fd: int = -1) -> None:
         """
+        Args:
+            nbytes: the size.
+            fd: a file of that size to map, which may have content; the slab keeps a duplicate. Default: fresh
+                memory of this process.
+
         Raises:
             ConfigError: `nbytes` is not above 0.
             CapacityError: the system has no room.
         """
         if nbytes < 1:
             raise ConfigError(f"a slab of {nbytes} bytes; it must have 1 at least")
+        self._fresh = fd < 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self._fresh else mmap.MAP_SHARED
         try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(fd, nbytes, flags=flags)
         except (OSError, OverflowError) as error:
             raise CapacityError(f"no room for a slab of {nbytes} bytes: {error}") from error
         # Huge pages (2 MiB): O_DIRECT pins them in half the time, and a checksum reads a third faster.
@@ -106,7 +114,7 @@ class Slab:
             ClosedError: the slab is closed.
         """
         memory = self.tensor[offset : offset + nbytes]
-        pinner.touch(memory)
+        pinner.touch(memory, fresh=self._fresh)
         registration = self._registration or HostRegistration(pinner.runtime, pinner.index)
         registration.add(self.tensor.data_ptr() + offset, nbytes)
         self._registration = registration
@@ -223,8 +231,12 @@ class Pinner:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return cls(runtime, index=index, node=device_node(pci_address(index)))
 
-    def touch(self, memory: torch.Tensor) -> None:
-        """Make the system allocate pages for fresh memory, on the node, in several threads.
+    def touch(self, memory: torch.Tensor, *, fresh: bool = True) -> None:
+        """Make the system allocate pages for memory, on the node, in several threads.
+
+        Args:
+            memory: the bytes.
+            fresh: they have no content, so that they may be written.
 
         Raises:
             CapacityError: the system has no pages left.
@@ -235,7 +247,7 @@ class Pinner:
         step = max(ALIGNMENT, -(-nbytes // self._threads // ALIGNMENT) * ALIGNMENT)
         parts = [memory[offset : offset + step] for offset in range(0, nbytes, step)]
         with ThreadPoolExecutor(self._threads, "asynchicache-touch") as threads:
-            list(threads.map(_populate, parts))
+            list(threads.map(partial(_populate, fresh=fresh), parts))
 
     def steps(self, nbytes: int, unit: int) -> Iterator[tuple[int, int]]:
         """(offset, size) of steps, each with as many whole units as fit into `step_bytes`, at least one."""
@@ -244,7 +256,7 @@ class Pinner:
             yield offset, min(step, nbytes - offset)
 
 
-def _populate(memory: torch.Tensor) -> None:
+def _populate(memory: torch.Tensor, *, fresh: bool) -> None:
     """Touch memory without holding the GIL, because it takes long."""
     if _libc.madvise(memory.data_ptr(), memory.numel(), _POPULATE_WRITE) == 0:
         return
@@ -252,7 +264,10 @@ def _populate(memory: torch.Tensor) -> None:
     if code not in _UNKNOWN_ADVICE:
         name = errno.errorcode.get(code, str(code))
         raise CapacityError(f"no pages for {memory.numel()} bytes of host memory: {name}")
-    memory[::ALIGNMENT].zero_()  # the memory is fresh, so no data is lost
+    if fresh:
+        memory[::ALIGNMENT].zero_()
+    else:
+        memory[::ALIGNMENT].clone()  # reading allocates pages of a file
 
 
 def _advise_forks(address: int, nbytes: int, advice: int) -> None:

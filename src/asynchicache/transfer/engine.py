@@ -189,6 +189,9 @@ class TransferEngine:
         self._in_flight.register(self._tick)
         return [submission.operation for submission in self._in_flight.submissions()]
 
+    def end_unstarted(self) -> None:
+        """Nothing: all that was submitted is started by itself."""
+
     async def aclose(self, deadline_seconds: float) -> int:
         """Refuse new operations and wait for those in flight, for `deadline_seconds` at most.
 

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from asynchicache.layouts import HostLayout
+from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.pools.device import DevicePages, DevicePool
 from asynchicache.pools.host import HostPool, grow_pool
+from asynchicache.pools.shared import SharedSlab
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
@@ -22,6 +23,7 @@ from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.paths import CopyPath
+from asynchicache.transfer.transfers import Transfers
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,40 @@ class CopyOptions(NamedTuple):
     audit: float
     inline: bool
     measure: bool
+
+
+def allocate_hosts(
+    spec: ModelSpec,
+    slots: Mapping[str, int],
+    layout: HostLayout,
+    kept: ExitStack,
+    *,
+    pinner: Pinner | None = None,
+    shared: bool = False,
+) -> dict[str, HostPool]:
+    """Every pool's host slots; pinned for a GPU, a first step of it. Blocking.
+
+    Args:
+        spec: the model.
+        slots: by pool that owns slots.
+        layout: of host memory.
+        kept: closes the memory, including what was pinned before an error.
+        pinner: pins it. Default: it is not pinned.
+        shared: other processes can map it.
+
+    Raises:
+        CapacityError: the system has no room.
+    """
+    hosts = {}
+    for pool in spec.pools:
+        count = slots[pool.slots_of or pool.name]
+        slab = (
+            SharedSlab(SlotLayout.of(pool, spec.page_size, layout).nbytes(max(count, 1))) if shared else None
+        )
+        host = HostPool(pool, spec.page_size, count, pin=pinner or False, layout=layout, memory=slab)
+        kept.callback(host.close)
+        hosts[pool.name] = host
+    return hosts
 
 
 def allocate_memories(
@@ -63,20 +99,18 @@ def allocate_memories(
     Raises:
         CapacityError: the device or the system has no room.
     """
-    pinner = Pinner.of(device)
-    memories = {}
-    for pool in spec.pools:
-        on_device, on_host = slots[pool.slots_of or pool.name]
-        host = HostPool(pool, spec.page_size, on_host, pin=pinner or False, layout=layout)
-        kept.callback(host.close)
-        own = DevicePool(pool, spec.page_size, on_device, device) if pages is None else pages[pool.name]
-        memories[pool.name] = PoolMemory(own, host)
-    return memories
+    on_host = {name: host for name, (_, host) in slots.items()}
+    hosts = allocate_hosts(spec, on_host, layout, kept, pinner=Pinner.of(device))
+    own = pages or {
+        pool.name: DevicePool(pool, spec.page_size, slots[pool.slots_of or pool.name][0], device)
+        for pool in spec.pools
+    }
+    return {name: PoolMemory(own[name], host) for name, host in hosts.items()}
 
 
 def growing_pools(
     spec: ModelSpec,
-    memories: Mapping[str, PoolMemory],
+    hosts: Mapping[str, HostPool],
     port: Port,
     opened: Callable[[str, int], object],
 ) -> Iterator[Coroutine[object, object, None]]:
@@ -84,15 +118,13 @@ def growing_pools(
 
     Args:
         spec: the model.
-        memories: by pool.
+        hosts: by pool.
         port: runs blocking calls.
         opened: called now and after each step with the name of a pool that owns slots, and how many of its
             host slots are ready in all pools that share them.
     """
     for owner in spec.owners:
-        sharing = [
-            memories[pool.name].host for pool in spec.pools if owner.name in (pool.name, pool.slots_of)
-        ]
+        sharing = [hosts[pool.name] for pool in spec.pools if owner.name in (pool.name, pool.slots_of)]
 
         def tell(_: int, name: str = owner.name, hosts: list[HostPool] = sharing) -> None:
             opened(name, min(host.ready for host in hosts))
@@ -134,15 +166,15 @@ async def open_engine(
     )
 
 
-_leaked: dict[ExitStack, Mapping[str, PoolMemory]] = {}
+_leaked: dict[ExitStack, Mapping[str, HostPool] | Mapping[str, PoolMemory]] = {}
 """Memory that a copy may still write to, and what would close it; kept until the process ends."""
 
 
 async def close_transfers(
-    engine: TransferEngine,
+    engine: Transfers,
     reactor: CompletionReactor,
     kept: ExitStack,
-    memories: Mapping[str, PoolMemory],
+    memories: Mapping[str, HostPool] | Mapping[str, PoolMemory],
     seconds: float,
 ) -> None:
     """Close the engine, then the memory and the device, unless a copy is still in flight.

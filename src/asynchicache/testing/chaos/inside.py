@@ -14,6 +14,7 @@ from asynchicache.cache import HybridCache
 from asynchicache.layouts import POISON
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.state import CacheState
+from asynchicache.transfer.engine import TransferEngine
 from asynchicache.tree.node import Node, SlotPlace, component_of, place_of, tier_of
 from asynchicache.types import Tier
 
@@ -31,7 +32,7 @@ class CacheInternals:
         controller, rooms = cache._controller, cache._parts  # noqa: SLF001 - the kit looks inside
         self.state: CacheState = controller.planner.state
         self._controller = controller
-        self._scheduler = rooms.engine._scheduler  # noqa: SLF001
+        self._engine = rooms.engine
         self._poisons = True
         self._owners = {
             pool: component_id
@@ -56,7 +57,8 @@ class CacheInternals:
     def copy_in_groups(self, group_bytes: int) -> None:
         """Load layers in groups of at least `group_bytes`: the library's default would load such a small
         model in one group."""
-        self._scheduler._group_bytes = group_bytes  # noqa: SLF001
+        if isinstance(self._engine, TransferEngine):
+            self._engine._scheduler._group_bytes = group_bytes  # noqa: SLF001
 
     def poison_freed(self) -> None:
         """From now on, overwrite slots as soon as they are freed, which exposes reads after free."""

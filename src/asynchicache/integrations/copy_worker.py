@@ -1,0 +1,181 @@
+"""Carries out copies that a cache hands out (`RemoteCopies`), in a process that has the device memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+from typing import Self
+
+from asynchicache.cache import open_device
+from asynchicache.config import CacheConfig
+from asynchicache.controller.tasks import shielded
+from asynchicache.errors import CacheError, ConfigError
+from asynchicache.openings import Opening, caller
+from asynchicache.pools.engine import EngineMemory
+from asynchicache.pools.host import HostPool
+from asynchicache.pools.shared import HostHandle, attach_pool
+from asynchicache.pools.slabs import Pinner
+from asynchicache.ports import AsyncioPort, Port
+from asynchicache.specs import ModelSpec
+from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.opening import CopyOptions, close_transfers, open_engine
+from asynchicache.transfer.plan import CacheOperation
+from asynchicache.transfer.remote import CopyOrder, CopyResult
+from asynchicache.transfer.statistics import TransferStatistics
+
+
+class CopyWorker:
+    """Copies between the device memory of an engine and the host memory of a cache. Confined to its loop.
+
+    Attributes:
+        device: its streams carry the copies out; `CudaDevice.wrap` makes one of torch's.
+    """
+
+    def __init__(self, device: Device, engine: TransferEngine, stack: AsyncExitStack) -> None:
+        self.device = device
+        self._engine = engine
+        self._stack = stack
+        self._untold: list[CopyResult] = []
+
+    @classmethod
+    def open(
+        cls,
+        spec: ModelSpec,
+        memory: EngineMemory,
+        host: HostHandle,
+        config: CacheConfig | None = None,
+        *,
+        port: Port | None = None,
+        device: Device | None = None,
+    ) -> Opening[Self]:
+        """Map the cache's host memory, and pin it for a GPU: enter it, or await it and call `aclose`.
+
+        Args:
+            spec: the model, as the cache has it.
+            memory: the engine's device memory.
+            host: from `RemoteCopies.host`.
+            config: `inline`, `copy_path`, `close_seconds` and `io_threads` apply; the defaults if None.
+            port: clock and threads; the real ones if None.
+            device: an open device to use; the caller closes it. Default: the one that has the memory.
+
+        Raises:
+            ConfigError: `host` is of another model, or its owner cannot be reached.
+            CapacityError: no room.
+            DeviceError: the device does not exist.
+        """
+        config = CacheConfig() if config is None else config
+        begin = partial(cls._open, spec, memory, host, config, port, device)
+        return Opening(f"{cls.__name__}.open(...)", begin, caller())
+
+    @classmethod
+    async def _open(
+        cls,
+        spec: ModelSpec,
+        memory: EngineMemory,
+        host: HostHandle,
+        config: CacheConfig,
+        port: Port | None,
+        device: Device | None,
+    ) -> Self:
+        stack = AsyncExitStack()
+        try:
+            memory.pages(spec)  # checks that they fit each other
+            if port is None:
+                port = AsyncioPort(threads=config.io_threads)
+                stack.push_async_callback(port.aclose)
+            kept = stack.enter_context(ExitStack())
+            measure = not config.inline and device is None
+            if device is None:
+                device = open_device(_named(config, memory.device))
+                kept.callback(device.close)
+            hosts = await shielded(port.run_blocking(partial(_attach, spec, host, memory.device, kept)))
+            memories = {name: PoolMemory(memory.pools[name], pool) for name, pool in hosts.items()}
+            reactor = CompletionReactor(port)
+            options = CopyOptions(config.copy_path, 0.0, inline=config.inline, measure=measure)
+            engine = await open_engine(device, memories, spec.layers, port, reactor, options)
+            stack.push_async_callback(close_transfers, engine, reactor, kept, memories, config.close_seconds)
+        except BaseException:
+            await shielded(stack.aclose())
+            raise
+        return cls(device, engine, stack)
+
+    def mark(self, stream: Stream) -> Event:
+        """An event behind the work enqueued on a stream now, for `run`; from any thread."""
+        event = self.device.event()
+        stream.record(event)
+        return event
+
+    async def run(self, orders: Sequence[CopyOrder], *, after: Event | None = None) -> list[CopyResult]:
+        """Carry out orders, and wait until all have ended. A failed copy is a result, never an exception.
+
+        The copies are enqueued before this waits, so of two calls the first one's copies come first. If the
+        waiter is cancelled, they go on; the next call returns their results too.
+
+        Args:
+            orders: the copies, in the order that `take` gave.
+            after: an event that they wait for, see `mark`. Default: none.
+        """
+        waiting = [self._begin(order, () if after is None else (after,)) for order in orders]
+        try:
+            await asyncio.sleep(0)  # a cancellation point even if all have ended
+            results = list(await asyncio.gather(*waiting))
+        except asyncio.CancelledError:
+            self._untold += [ended.result() for ended in waiting if ended.done() and not ended.cancelled()]
+            for ended in waiting:
+                ended.cancel()
+            raise
+        untold, self._untold = self._untold, []
+        return untold + results
+
+    def _begin(self, order: CopyOrder, after: Sequence[Event]) -> asyncio.Future[CopyResult]:
+        ended: asyncio.Future[CopyResult] = asyncio.get_running_loop().create_future()
+        try:
+            operation = CacheOperation(order.direction, tuple(order.transfers))
+            self._engine.submit(operation, after=after, done=partial(self._ended, order.id, ended))
+        except CacheError as error:
+            ended.set_result(CopyResult(order.id, str(error)))
+        return ended
+
+    def _ended(self, number: int, ended: asyncio.Future[CopyResult], error: BaseException | None) -> None:
+        result = CopyResult(number, "" if error is None else str(error) or type(error).__name__)
+        if ended.done():  # cancelled
+            self._untold.append(result)
+        else:
+            ended.set_result(result)
+
+    def statistics(self) -> TransferStatistics:
+        return self._engine.statistics()
+
+    async def aclose(self) -> None:
+        """Wait for copies in flight, and unmap the host memory. Idempotent."""
+        await shielded(self._stack.aclose())
+
+
+def _named(config: CacheConfig, device: str) -> CacheConfig:
+    """The configuration of the device that has the memory."""
+    return CacheConfig(device=device, inline=config.inline)
+
+
+def _attach(spec: ModelSpec, host: HostHandle, device: str, kept: ExitStack) -> Mapping[str, HostPool]:
+    """Map and pin all of the host memory. Blocking.
+
+    Raises:
+        ConfigError, CapacityError: see `attach_pool`; or the GPU cannot pin all of it.
+    """
+    pinner, hosts = Pinner.of(device), {}
+    for pool in spec.pools:
+        hosts[pool.name] = attached = attach_pool(spec, pool.name, host, pinner)
+        kept.callback(attached.close)
+        while attached.growing:
+            attached.grow()
+        if attached.ready < attached.slots:
+            raise ConfigError(
+                f"pool {pool.name!r}: only {attached.ready} of {attached.slots} host slots can be pinned, "
+                "and the cache uses all: lower its host_slots or host_bytes"
+            )
+    return hosts
