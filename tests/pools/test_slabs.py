@@ -309,7 +309,7 @@ class _Threadless(Pinner):
 
     steps_left = 0
 
-    def touch(self, memory: torch.Tensor) -> None:
+    def touch(self, memory: torch.Tensor, *, fresh: bool = True) -> None:
         self.steps_left -= 1
         if self.steps_left < 0:
             raise RuntimeError("can't start new thread")
@@ -330,7 +330,7 @@ class _Pageless(Pinner):
 
     runs = 0
 
-    def touch(self, memory: torch.Tensor) -> None:
+    def touch(self, memory: torch.Tensor, *, fresh: bool = True) -> None:
         self.runs += 1
         if self.runs == 2:
             raise CapacityError("no pages")

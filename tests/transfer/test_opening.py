@@ -42,6 +42,10 @@ class _Runtime:
         return 0
 
 
+def hosts(memories: Mapping[str, PoolMemory]) -> dict[str, HostPool]:
+    return {name: memory.host for name, memory in memories.items()}
+
+
 def _memories() -> Mapping[str, PoolMemory]:
     """Six host slots in steps of 16 KiB: four of `kv`, two of `dsa`."""
     pinner = Pinner(_Runtime(), step_bytes=4 * PAGE)
@@ -58,7 +62,7 @@ async def test_slots_open_once_every_pool_that_shares_them_is_pinned() -> None:
         slots.open_only(count)
         told.append((pool, count))
 
-    growths = list(growing_pools(SPEC, memories, port, opened))
+    growths = list(growing_pools(SPEC, hosts(memories), port, opened))
     assert slots.allocate(2) == [0, 1]
     for growth in growths:
         await growth
@@ -76,7 +80,7 @@ async def test_a_cpu_pins_nothing() -> None:
     kept = ExitStack()
     memories = allocate_memories(SPEC, {"kv": (2, 6)}, "cpu", HostLayout.PAGE_FIRST, kept)
 
-    assert list(growing_pools(SPEC, memories, port, lambda pool, count: None)) == []
+    assert list(growing_pools(SPEC, hosts(memories), port, lambda pool, count: None)) == []
     assert {memory.host.layout.kind for memory in memories.values()} == {HostLayout.PAGE_FIRST}
     kept.close()
     await port.aclose()
