@@ -17,8 +17,7 @@ from asynchicache.testing.chaos.costs import KINDS as COSTS
 from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.run import run_script
 from asynchicache.testing.chaos.script import Script
-from asynchicache.testing.chaos.search import Finding, Findings, reduce, search
-from asynchicache.testing.chaos.workload import draw_script
+from asynchicache.testing.chaos.search import Finding, Findings, reduce, script_of, search
 
 _SHRUNK = 3
 """Findings that are cut down; of more, the seeds are enough to begin with."""
@@ -29,12 +28,14 @@ def run(options: ChaosOptions, output: Output) -> CommandResult:
     if options.script:
         findings = _replay(Script.load(Path(options.script)))
     elif options.seed is not None:
-        findings = _replay(draw_script(options.seed))
+        findings = _replay(script_of(options.seed, paged=options.engine_memory))
     else:
         with output.bar("seeds") as advance:
             seeds = range(options.first, options.first + options.seeds)
-            findings = search(seeds, options.jobs or os.cpu_count() or 1, advance)
-    paths = {} if options.script else _write_scripts(findings, Path(options.found), output)
+            findings = search(
+                seeds, options.jobs or os.cpu_count() or 1, advance, paged=options.engine_memory
+            )
+    paths = {} if options.script else _write_scripts(findings, options, output)
     return CommandResult(_as_json(findings, paths), _present(findings, paths), not findings.violations)
 
 
@@ -44,12 +45,13 @@ def _replay(script: Script) -> Findings:
     return findings
 
 
-def _write_scripts(findings: Findings, folder: Path, output: Output) -> dict[int, Path]:
+def _write_scripts(findings: Findings, options: ChaosOptions, output: Output) -> dict[int, Path]:
     """Cut down the first findings, and write their scripts; the files, by seed."""
+    folder = Path(options.found)
     paths: dict[int, Path] = {}
     for index, finding in enumerate(findings.violations[:_SHRUNK]):
         with output.console.status(f"cutting down seed {finding.seed}"):
-            findings.violations[index] = smaller = reduce(finding)
+            findings.violations[index] = smaller = reduce(finding, paged=options.engine_memory)
         if smaller.script is not None:
             folder.mkdir(parents=True, exist_ok=True)
             paths[finding.seed] = folder / f"{finding.seed}.json"

@@ -33,6 +33,7 @@ class ChaosOptions(CommandOptions, frozen=True):
     jobs: Annotated[Natural, about("processes; 0: one per processor")] = 0
     script: Annotated[str, about("replay this script instead of searching")] = ""
     found: Annotated[str, about("folder for the scripts of findings")] = "chaos-found"
+    engine_memory: Annotated[bool, about("an engine owns the device memory")] = False
     seed: int | None = None
 
     def check(self) -> None:

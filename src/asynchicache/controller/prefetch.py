@@ -96,7 +96,8 @@ class Prefetcher:
         If the request stops waiting, at its deadline or on cancellation, the read continues for later
         requests.
         """
-        if not self._storage or self._executor.failure is not None:
+        tokens, seed = sequence.tokens, sequence.seed
+        if self._executor.failure is not None or not (self._storage or self._fetches.saving(tokens, seed)):
             return
         lacks = self._fetches.missing_pages(sequence.tokens, sequence.seed)
         if not lacks:  # another request may have published it since the match
@@ -151,16 +152,23 @@ class Prefetcher:
         digests = await self._digests(tokens, seed)
         known, joins, best = _KnownPresence(self._planner.state.names), _JOINS, -1
         while True:
+            await self._saved(tokens, seed)
             reason = await self._present(known, tokens, seed, digests)
             query = self._fetches.ask(tokens, seed, digests)
             if query is None:
                 return MissReason.NONE
             gained, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
             if gained is None or gained.pages >= gained.read.target or not gained.read.joined:
+                await self._saved(tokens, seed)
                 return reason
             if gained.pages <= best:
                 joins -= 1
             best = max(best, gained.pages)
+
+    async def _saved(self, tokens: array[int], seed: bytes) -> None:
+        """Wait while pages of the prefix are being copied from an engine's pages to the host."""
+        while self._fetches.saving(tokens, seed) and not self._executor.stopped:
+            await self._executor.next_progress()
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""

@@ -203,7 +203,7 @@ class EnginePlanner:
                 batch += self._others(end, numbers, kept)
         finally:
             state.unpin(kept)
-        sequence.published.add(end.end)
+        sequence.published.add(pages)
         tree.published(end, sequence.lease.credit, fresh=end is not above)
         return self._copy(end, batch, numbers)
 
@@ -214,7 +214,7 @@ class EnginePlanner:
         state, tree = self._state, self._tree
         stop = next((page for page in range(above.end, pages) if page not in numbers), pages)
         if not state.make_room(FULL_HOST, stop - above.end):
-            room = state.free[FULL_HOST].available
+            room = min(state.free[FULL_HOST].available, stop - above.end - 1)
             state.counters.host_pressure += stop - above.end - room
             stop = above.end + room
         if stop == above.end:
@@ -234,9 +234,9 @@ class EnginePlanner:
     ) -> list[tuple[CopyRequest, list[int]]]:
         """The windows and states at `end` that the host lacks and the engine names, where there is room."""
         batch: list[tuple[CopyRequest, list[int]]] = []
+        for window in self._tree.windows:  # all of them first: a cut divides nodes that have slots by then
+            self._tree.cut_window(end, window.id)
         for component in self._tree.components:
-            if component.paged:
-                self._tree.cut_window(end, component.id)
             place, named = place_of(component.id, Tier.HOST), numbers.get(self._state.names[component.id], {})
             parts = list(component.needs(end))
             missing = [part for part in parts if part.residency[place] == ABSENT]
@@ -282,7 +282,7 @@ class EnginePlanner:
         """Pin what a request has published, so that a wait for its storage is not overtaken by eviction.
 
         Returns:
-            Whether all of it is still in memory.
+            Whether all that it was to publish is in memory: there was room, and it was not evicted since.
         """
         pages = max(sequence.published, default=0)
         node = self._tree.known_end(sequence.tokens, sequence.seed, pages)

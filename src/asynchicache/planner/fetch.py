@@ -23,7 +23,17 @@ from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
 from asynchicache.tree.components import Component, prefix_pins
 from asynchicache.tree.copies import missing_on_host
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, Node, Pins, SlotPlace, place_of
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    SAVING,
+    Node,
+    Pins,
+    SlotPlace,
+    place_of,
+)
 from asynchicache.tree.radix_tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
@@ -168,6 +178,20 @@ class FetchPlanner:
         """The most pages that storage could add to what is restorable from memory."""
         pages = self._max_restorable_pages(tokens)
         return pages - self._tree.match(tokens, seed, limit=pages).pages if self.can_read(FULL) else 0
+
+    def saving(self, tokens: array[int], seed: bytes) -> bool:
+        """Whether pages that a longer match needs are on their way from an engine's pages to the host."""
+        if not self._tree.host_only:
+            return False
+        pages = self._max_restorable_pages(tokens)
+        match = self._tree.match(tokens, seed, limit=pages)
+        if match.pages >= pages:
+            return False
+        tip = self._tip(tokens, match.node, match.full_pages)
+        ahead = self._tree.child(tip, tokens) if tip.end == match.full_pages < pages else None
+        return any(
+            SAVING in node.residency for node in (*_path(tip), *([ahead] if ahead is not None else []))
+        )
 
     def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> StorageQuery | None:
         """Make the query for what lies beyond memory; None if storage cannot add anything.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.openings import Opening
+from asynchicache.pools.engine import EngineMemory
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device
@@ -141,13 +142,14 @@ class SeededWorld:
         *,
         storage: StorageBackend | None = None,
         device: Device | None = None,
+        engine: EngineMemory | None = None,
     ) -> Opening[HybridCache]:
         """`HybridCache.open` in this world. Default device: `self.device()`.
 
         Set the pools' sizes explicitly: sizes derived from the machine's memory do not follow from the seed.
         """
         device = device or self.device()
-        return HybridCache.open(spec, config, storage=storage, port=self.port, device=device)
+        return HybridCache.open(spec, config, storage=storage, port=self.port, device=device, engine=engine)
 
 
 def run_seeded(

@@ -143,15 +143,7 @@ class ChaosEngine:
         self.did("open")
         request = self.cache.request(turn.prompt, namespace=turn.tenant)
         async with request:
-            case = self.hits.opened(request, turn.tenant)
-            if turn.patience != 0:
-                await self.prefetch(request, case, turn.patience)
-            if turn.rest is not None:
-                self.did("rest")
-                request.rest()
-                await asyncio.sleep(turn.rest)
-                request.rematch()
-                self.hits.matched(request, case)
+            case = await self._matched(request, turn)
             if turn.admit:
                 self.did("admit")
                 await request.admit()
@@ -160,15 +152,31 @@ class ChaosEngine:
                 ticket = request.load()
             await ticket.submitted()
             self._count(request)
-            forwards = Forwards(self, request, turn, ticket)
-            try:
-                await forwards.run()
-            except _Aborted:
-                self._draws.count("request.abort")
-            finally:
-                self.did("close")
-                if not turn.leaves:
-                    request.close(after=self.stream)
+            await self._run(Forwards(self, request, turn, ticket), turn, request)
+
+    async def _matched(self, request: Request, turn: ClientTurn) -> HitCase:
+        """What a request does before it loads."""
+        case = self.hits.opened(request, turn.tenant)
+        if turn.patience != 0:
+            await self.prefetch(request, case, turn.patience)
+        if turn.rest is not None:
+            self.did("rest")
+            request.rest()
+            await asyncio.sleep(turn.rest)
+            request.rematch()
+            self.hits.matched(request, case)
+        return case
+
+    async def _run(self, forwards: Forwards, turn: ClientTurn, request: Request) -> None:
+        """Run a request's forwards, and close it."""
+        try:
+            await forwards.run()
+        except _Aborted:
+            self._draws.count("request.abort")
+        finally:
+            self.did("close")
+            if not turn.leaves:
+                request.close(after=self.stream)
 
     def _count(self, request: Request) -> None:
         hit, served = request.hit, self.ledger.served
@@ -217,7 +225,7 @@ class Forwards:
             request.append([token])
             await self._forward(len(request.tokens))  # which are more than one if it was suspended
         engine.did("checkpoint")
-        await self._follow(request.checkpoint(self.done, after=engine.stream, final=turn.final))
+        await self._follow(self._publish(self.done, final=turn.final))
         if turn.durable:
             await engine.promised(request, turn.tenant, self.done)
 
@@ -233,9 +241,7 @@ class Forwards:
                 length = min(stop, self.done // size * size + size)
                 self._engine.did("reserve")
                 await self._request.reserve(max(length - self._request.reserved, 0))
-            if self._left == 0:
-                raise _Aborted
-            self._left = self._left and self._left - 1
+            self._count_down()
             self._compute(length)
             await self._afterwards(next(self._paces, Pace()))
             if self._turn.suspend is not None:
@@ -258,6 +264,18 @@ class Forwards:
             ticket = request.load()
         await ticket.submitted()
         self._tickets, self._restored, self.done = [ticket], True, request.hit.tokens
+
+    def _count_down(self) -> None:
+        """
+        Raises:
+            _Aborted: the client gives up before this forward.
+        """
+        if self._left == 0:
+            raise _Aborted
+        self._left = self._left and self._left - 1
+
+    def _publish(self, length: int, *, final: bool = False) -> Ticket:
+        return self._request.checkpoint(length, after=self._engine.stream, final=final)
 
     def _read(self) -> list[PoolSlots]:
         """The slots that the next forward reads: those of the tokens computed so far."""
@@ -323,12 +341,16 @@ class Forwards:
             await self._follow(request.snapshot(done, after=engine.stream))
         if pace.checkpoint:
             engine.did("checkpoint")
-            await self._follow(request.checkpoint(done, after=engine.stream))
+            await self._follow(self._publish(done))
         for share in pace.advance:
             engine.did("advance")
             request.advance(done * share // 100, after=engine.stream)
         if pace.again is not None and not engine.has_states:
             engine.did("checkpoint")
-            await self._follow(request.checkpoint(done * pace.again // 100, after=engine.stream))
+            await self._follow(self._publish(done * pace.again // 100))
+        await self._pause(pace)
+
+    @staticmethod
+    async def _pause(pace: Pace) -> None:
         if pace.pause:
             await asyncio.sleep(pace.pause)

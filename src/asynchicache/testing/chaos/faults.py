@@ -229,8 +229,10 @@ def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator
     """Refuse some slot allocations, as if all slots were in use."""
     make_room = books.make_room
 
-    def refuse(place: SlotPlace, count: int) -> bool:
-        return not (count and draws.strikes("allocation.refused", rate)) and make_room(place, count)
+    def refuse(place: SlotPlace, count: int, *, beside: int = 0) -> bool:
+        if count and draws.strikes("allocation.refused", rate):
+            return False
+        return make_room(place, count, beside=beside)
 
     with patch.object(books, "make_room", refuse) if rate else ExitStack():
         yield
@@ -242,11 +244,11 @@ def refusing_memory(draws: FaultDraws, piece: int) -> Iterator[None]:
     made = iter(range(piece + 1))
     init = Slab.__init__
 
-    def refuse(slab: Slab, nbytes: int) -> None:
+    def refuse(slab: Slab, nbytes: int, *, fd: int = -1) -> None:
         if next(made, None) == piece:
             draws.count("memory.refused")
             raise CapacityError(f"no room for a slab of {nbytes} bytes: made to fail")
-        init(slab, nbytes)
+        init(slab, nbytes, fd=fd)
 
     with patch.object(Slab, "__init__", refuse):
         yield

@@ -243,7 +243,8 @@ class HitOracle:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient) or MissReason.DEADLINE in case.allowed:
             return
-        self._check_wait(waited, case)
+        if not self._tree.host_only:  # else it may have waited for pages that were being saved
+            self._check_wait(waited, case)
         there = longest(self._coverages, list(map(_either, case.memory, case.stored)))
         got = request.hit.tokens // self._size
         # States or windows read for a long prefix may not serve a shorter one.
@@ -326,8 +327,8 @@ class HitOracle:
         """Number of refused allocations, including injected refusals."""
         return self._refused + self._draws.counted["allocation.refused"]
 
-    def _room(self, make_room: Callable[[SlotPlace, int], bool], place: SlotPlace, count: int) -> bool:
-        if make_room(place, count):
+    def _room(self, make_room: Callable[..., bool], place: SlotPlace, count: int, *, beside: int = 0) -> bool:
+        if make_room(place, count, beside=beside):
             return True
         self._refused += 1
         self.costs.forget()  # a planned read may be dropped and repeated by another request

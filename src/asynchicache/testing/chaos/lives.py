@@ -16,6 +16,7 @@ from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws, refusing_
 from asynchicache.testing.chaos.hits import HitOracle
 from asynchicache.testing.chaos.inside import CacheInternals
 from asynchicache.testing.chaos.ledger import Ledger, error_text
+from asynchicache.testing.chaos.paged import ChaosBlocks, PagedChaosEngine
 from asynchicache.testing.chaos.promises import DurabilityOracle
 from asynchicache.testing.chaos.recency import RecencyOracle
 from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Life, ModelShape, Script, ScriptEvent
@@ -23,6 +24,7 @@ from asynchicache.testing.chaos.steady import SteadyTraffic
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.oracle import ByteOracle, HostOracle
+from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld
 
 _CLOSE_SECONDS = 0.5
@@ -43,7 +45,7 @@ def life_prefetch(life: Life) -> PrefetchOptions:
 def life_config(life: Life) -> CacheConfig:
     """The options of a cache."""
     return CacheConfig(
-        device_slots={name: sizes.device for name, sizes in life.sizes.items()},
+        device_slots={} if life.paged else {name: sizes.device for name, sizes in life.sizes.items()},
         host_slots={name: sizes.host for name, sizes in life.sizes.items()},
         host_layout=life.layout,
         write_policy=life.write_policy,
@@ -116,6 +118,7 @@ class _LifeRun:
         host = HostOracle(self._spec, life.layout, self._identity)
         self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
         self._recency = recency
+        self._paged: PagedMemory | None = None
         self._restarts: set[asyncio.Task[None]] = set()
         # With dishonest storage, a page reported as present may be missing, which is not the cache's fault.
         self._promises = promises if not any(map(_dishonest, script.every_life)) else None
@@ -129,7 +132,10 @@ class _LifeRun:
                         self._ledger.violations.append("a cache was opened without its memory")
         async with self._open() as cache:
             inside = CacheInternals(cache)
-            oracle = ByteOracle(self._spec, cache.device_tensor, self._identity)
+            paged = self._paged
+            oracle = (
+                ByteOracle(self._spec, cache.device_tensor, self._identity) if paged is None else paged.oracle
+            )
             inside.poison_freed()
             inside.copy_in_groups(self._life.group_bytes)
             self._device.memory = inside.memory
@@ -155,7 +161,8 @@ class _LifeRun:
     def _engine(self, cache: HybridCache, oracle: ByteOracle) -> ChaosEngine:
         life = self._life
         identity = (life.weights, life.salt, life.rank, life.ranks, life.layout)
-        return ChaosEngine(
+        kind = ChaosEngine if self._paged is None else PagedChaosEngine
+        engine = kind(
             cache,
             self._device,
             oracle,
@@ -165,6 +172,9 @@ class _LifeRun:
             self._promises,
             identity,
         )
+        if isinstance(engine, PagedChaosEngine) and self._paged is not None:
+            engine.blocks = ChaosBlocks(self._spec, self._paged)
+        return engine
 
     def _hit_oracle(self, engine: ChaosEngine) -> HitOracle:
         options = life_prefetch(self._life)
@@ -183,7 +193,12 @@ class _LifeRun:
         config = life_config(self._life)
         if self._life.hashing:
             self._world.port.worker_seconds["asynchicache-audit"] = self._life.hashing
-        return self._world.open_cache(self._spec, config, storage=storage, device=self._device)
+        self._paged = None
+        if self._life.paged:
+            counts = ChaosBlocks.counts(self._spec, self._life)
+            self._paged = PagedMemory(self._spec, counts, self._identity, poison=False)
+        memory = None if self._paged is None else self._paged.memory
+        return self._world.open_cache(self._spec, config, storage=storage, device=self._device, engine=memory)
 
     async def _live(self, engine: ChaosEngine) -> list[asyncio.Task[None]]:
         """Run clients and events until the clients are done or it is time to close."""
@@ -270,7 +285,8 @@ class _LifeRun:
     def _last_turn(self) -> ClientTurn:
         """The largest possible request."""
         full = next(iter(self._life.sizes.values()))
-        return ClientTurn(prompt=tuple(range(full.device * self._spec.page_size)), patience=None, admit=True)
+        prompt = tuple(range(full.device * self._spec.page_size))
+        return ClientTurn(prompt=prompt, patience=None, admit=not self._life.paged)
 
     def _may_leak(self) -> bool:
         """Whether slots may be lost for good: a failed device may still write to them, or a storage engine

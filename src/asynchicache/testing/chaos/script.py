@@ -232,6 +232,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         patience: mean seconds that the policy `timeout` waits for storage.
         steady: traffic after the clients are done, and the calls concurrent with it.
         crash: no call that is in flight at the end reaches storage.
+        paged: an engine owns the device memory; see `chaos.paged`.
     """
 
     sizes: dict[str, CacheSizes]
@@ -258,6 +259,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     poor: int | None = None
     steady: Steady | None = None
     crash: bool = False
+    paged: bool = False
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import torch
 
+from asynchicache.testing.chaos.paged import with_engine_memory
 from asynchicache.testing.chaos.run import ScriptReport, run_script
 from asynchicache.testing.chaos.script import Script
 from asynchicache.testing.chaos.shrink import Shrinker
@@ -78,14 +80,20 @@ class Findings:
         self.cpu_seconds += other.cpu_seconds
 
 
-def run_seeds(seeds: Sequence[int]) -> Findings:
-    """Run some seeds, one after the other."""
+def run_seeds(seeds: Sequence[int], *, paged: bool = False) -> Findings:
+    """Run some seeds, one after the other. `paged`: an engine owns the device memory."""
     found = Findings()
     with quick_collection():
         for seed in seeds:
-            script = draw_script(seed)
+            script = script_of(seed, paged=paged)
             found.add(script, run_script(script))
     return found
+
+
+def script_of(seed: int, *, paged: bool) -> Script:
+    """The script of a seed. `paged`: for an engine that owns the device memory."""
+    script = draw_script(seed)
+    return with_engine_memory(script) if paged else script
 
 
 @contextmanager
@@ -99,32 +107,37 @@ def quick_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def search(seeds: Sequence[int], jobs: int, advance: Callable[[int, int], object]) -> Findings:
+def search(
+    seeds: Sequence[int], jobs: int, advance: Callable[[int, int], object], *, paged: bool = False
+) -> Findings:
     """Run many seeds.
 
     Args:
         seeds: the seeds to run.
         jobs: number of processes; 1 runs them in this process.
         advance: called with the number of finished seeds and the total.
+        paged: an engine owns the device memory.
     """
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
     found = Findings()
-    for some in _carry_out(batches, jobs):
+    for some in _carry_out(batches, jobs, partial(run_seeds, paged=paged)):
         found.merge(some)
         advance(found.seeds, len(seeds))
     return found
 
 
-def _carry_out(batches: Sequence[Sequence[int]], jobs: int) -> Iterator[Findings]:
+def _carry_out(
+    batches: Sequence[Sequence[int]], jobs: int, work: Callable[[Sequence[int]], Findings]
+) -> Iterator[Findings]:
     if jobs == 1 or len(batches) == 1:
-        yield from map(run_seeds, batches)
+        yield from map(work, batches)
         return
     # Spawn, because a process forked while torch has threads may hang.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
         with _interrupts_held():
-            futures = [pool.submit(run_seeds, batch) for batch in batches]
+            futures = [pool.submit(work, batch) for batch in batches]
         try:
             for done in as_completed(futures):
                 yield done.result()
@@ -150,9 +163,9 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def reduce(finding: Finding) -> Finding:
+def reduce(finding: Finding, *, paged: bool = False) -> Finding:
     """Return the finding with a shrunk script."""
-    script = draw_script(finding.seed)
+    script = script_of(finding.seed, paged=paged)
     report = run_script(script)
     if not report.violations:
         return finding

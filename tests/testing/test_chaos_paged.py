@@ -1,0 +1,88 @@
+"""The search with an engine that owns its device memory: clean, and not blind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asynchicache.planner.engine import EnginePlanner
+from asynchicache.testing.chaos.run import run_script
+from asynchicache.testing.chaos.search import quick_collection, run_seeds, script_of
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.tree import copies
+from asynchicache.tree.radix_tree import UnifiedRadixTree
+
+Patch = pytest.MonkeyPatch
+MOST_SEEDS = 100
+
+
+def test_nothing_is_violated_and_pages_come_from_both_tiers() -> None:
+    found = run_seeds(range(25), paged=True)
+    assert found.violations == []
+    assert min(found.served["host"], found.served["storage"]) > 500
+
+
+def visible_before_the_bytes(patch: Patch) -> None:
+    init = UnifiedRadixTree.__init__
+
+    def blind(tree: UnifiedRadixTree, *arguments: Any, host_only: bool = False, **options: Any) -> None:
+        init(tree, *arguments, host_only=False, **options)
+
+    patch.setattr(UnifiedRadixTree, "__init__", blind)
+
+
+def load_does_not_keep_its_host_pages(patch: Patch) -> None:
+    patch.setattr(copies, "keep", lambda tree, tier_copy, pins: None)
+
+
+def backup_reads_before_the_forward(patch: Patch) -> None:
+    submit = TransferEngine.submit
+    patch.setattr(
+        TransferEngine,
+        "submit",
+        lambda engine, operation, **rest: submit(engine, operation, **(rest | {"after": ()})),
+    )
+
+
+def pages_named_from_the_left(patch: Patch) -> None:
+    from_host = EnginePlanner._from_host
+
+    def shifted(planner: EnginePlanner, node: Any, into: Any) -> Any:
+        return from_host(planner, node, {pool: list(reversed(pages)) for pool, pages in into.items()})
+
+    patch.setattr(EnginePlanner, "_from_host", shifted)
+
+
+def failed_backup_stays(patch: Patch) -> None:
+    finish = copies.finish
+    patch.setattr(copies, "finish", lambda tree, tier_copy, *, arrived: finish(tree, tier_copy, arrived=True))
+
+
+def windows_are_saved_in_the_wrong_order(patch: Patch) -> None:
+    others = EnginePlanner._others
+
+    def reordered(planner: EnginePlanner, end: Any, numbers: Any, kept: Any) -> Any:
+        for pages in numbers.values():
+            pages.update(zip(list(pages), reversed(list(pages.values())), strict=True))
+        return others(planner, end, numbers, kept)
+
+    patch.setattr(EnginePlanner, "_others", reordered)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        visible_before_the_bytes,
+        load_does_not_keep_its_host_pages,
+        backup_reads_before_the_forward,
+        pages_named_from_the_left,
+        failed_backup_stays,
+        windows_are_saved_in_the_wrong_order,
+    ],
+)
+def test_a_planted_bug_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    with quick_collection():
+        assert any(run_script(script_of(seed, paged=True)).violations for seed in range(MOST_SEEDS))
