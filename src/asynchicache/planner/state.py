@@ -202,9 +202,13 @@ class CacheState:
         promised: Counter[Tier] = Counter()
         for place, count in counts.items():
             tier, free = tier_of(place), self.free[place]
-            if not self.make_room(place, count, beside=promised[tier]):
+            if free.memory is None:
+                if not self.make_room(place, count):
+                    return place
+                continue
+            promised[tier] += count * free.slot_bytes  # of one memory: each pool's slots beside the others'
+            if not self._make_shared_room(tier, free.memory, promised[tier]):
                 return place
-            promised[tier] += count * free.slot_bytes
         return None
 
     def watch_host(self, on_release: Callable[[str, Iterable[int]], object]) -> None:
@@ -214,14 +218,11 @@ class CacheState:
                 _tell_all, on_release, self.sharing(component_id)
             )
 
-    def make_room(self, place: SlotPlace, count: int, *, beside: int = 0) -> bool:
-        """Have `count` slots free at `place`, evicting if necessary; False if it stays short.
-
-        `beside`: bytes that are promised to other pools of the same memory.
-        """
+    def make_room(self, place: SlotPlace, count: int) -> bool:
+        """Have `count` slots free at `place`, evicting if necessary; False if it stays short."""
         free = self.free[place]
         if free.memory is not None:
-            return self._make_shared_room(tier_of(place), free.memory, count * free.slot_bytes + beside)
+            return self._make_shared_room(tier_of(place), free.memory, count * free.slot_bytes)
         if count > free.available:
             if self.write_policy is WritePolicy.WRITE_BACK:
                 self.evict(place, count - free.available, dirty=False)
