@@ -47,10 +47,11 @@ class Simulation:
         slots: dict[str, tuple[int, int]],
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         eviction: str = "lru",
+        memory: Mapping[Tier, int] | None = None,
     ) -> None:
         self.rng = rng
         self.spec = small_spec(states, windows=windows)
-        self.planner = Planner(self.spec, slots, write_policy=policy, eviction_policy=eviction)
+        self.planner = Planner(self.spec, slots, write_policy=policy, eviction_policy=eviction, memory=memory)
         self.memory = {
             (name, tier): [POISON] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
         }

@@ -92,6 +92,41 @@ def test_under_write_back_pages_with_a_copy_on_the_host_go_first(
     sim.verify()
 
 
+@pytest.mark.parametrize("policy", [BACK, WritePolicy.WRITE_THROUGH_SELECTIVE])
+def test_room_is_made_until_enough_is_usable_where_a_failed_copy_may_write_what_goes_first(
+    policy: WritePolicy,
+) -> None:
+    sim = simulation(policy, kv=(8, 8), mamba=(4, 4))
+    nodes = [published(sim, [first, 2]) for first in (1, 3, 5)]
+    books, place = sim.planner.state, place_of(1, Tier.DEVICE)
+    condemned = [slot for node in nodes[:2] for slot in node.slots_at(place)]
+    books.condemn(Tier.DEVICE, books.transfers(1, condemned, condemned))
+
+    assert books.make_room(place, 2)
+    assert (books.free[place].quarantined, books.counters.evicted[place]) == (2, 3)
+    assert not books.make_room(place, 3), "nothing is left to evict"
+    sim.verify()
+
+
+@pytest.mark.parametrize("policy", [BACK, WritePolicy.WRITE_THROUGH_SELECTIVE])
+def test_room_in_a_shared_memory_is_made_beside_what_a_failed_copy_may_write(policy: WritePolicy) -> None:
+    sizes = simulation(kv=(8, 0), mamba=(4, 0)).planner.state
+    page, state = (
+        free.slot_bytes for free in (sizes.free[FULL_DEVICE], sizes.free[place_of(1, Tier.DEVICE)])
+    )
+    memory = {Tier.DEVICE: 8 * page + 4 * state}
+    sim = Simulation(random.Random(0), slots={"kv": (8, 0), "mamba": (4, 0)}, policy=policy, memory=memory)
+    end = published(sim, [1, 2, 3, 4], 2, 4)
+    books, place = sim.planner.state, place_of(1, Tier.DEVICE)
+    assert end.parent is not None
+    superseded = end.parent.slots_at(place)  # of the least value, so it goes first
+    books.condemn(Tier.DEVICE, books.transfers(1, superseded, superseded))
+
+    assert books.make_room(place, books.memory[Tier.DEVICE].left // state + 1)
+    assert books.free[place].quarantined == 1
+    sim.verify()
+
+
 def test_what_is_evicted_is_counted_by_place() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
     for first in (1, 3):

@@ -654,7 +654,9 @@ def test_what_matched_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.STATE, MissReason.HOST_CAPACITY])
+@pytest.mark.parametrize(
+    "reason", [MissReason.DEADLINE, MissReason.STATE, MissReason.HOST_CAPACITY, MissReason.STORAGE_FAILED]
+)
 def test_a_reason_has_to_be_true(reason: MissReason, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "reason", lambda *_: reason)
     assert any(words.startswith(f"reason: {reason.value}, with ") for words in found())

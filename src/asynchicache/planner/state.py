@@ -223,24 +223,27 @@ class CacheState:
         free = self.free[place]
         if free.memory is not None:
             return self._make_shared_room(tier_of(place), free.memory, count * free.slot_bytes)
-        if count > free.available:
-            if self.write_policy is WritePolicy.WRITE_BACK:
-                self.evict(place, count - free.available, dirty=False)
-            self.evict(place, count - free.available, dirty=True)
+        for dirty in self._passes:
+            # Again where as many went as were wanted: some are quarantined now, as a failed copy may write them.
+            while (short := count - free.available) > 0:
+                if self.evict(place, short, dirty=dirty) < short:
+                    break
         return count <= free.available
+
+    @property
+    def _passes(self) -> tuple[bool, ...]:
+        """Whether dirty slots may go, for each round of an eviction: under write-back, clean ones go first."""
+        return (False, True) if self.write_policy is WritePolicy.WRITE_BACK else (True,)
 
     def _make_shared_room(self, tier: Tier, memory: SharedMemory, nbytes: int) -> bool:
         """Evict from whichever pool loses the fewest tokens a byte, until `nbytes` are left."""
-        passes = (False, True) if self.write_policy is WritePolicy.WRITE_BACK else (True,)
-        for dirty in passes:
+        for dirty in self._passes:
             while memory.left < nbytes:
                 place = self._least_valuable(tier)
                 if place is None:
                     break
                 wanted = -(-(nbytes - memory.left) // self.free[place].slot_bytes)
-                before = memory.left
-                self.evict(place, wanted, dirty=dirty, victims=1)
-                if memory.left == before:
+                if not self.evict(place, wanted, dirty=dirty, victims=1):
                     break
         return memory.left >= nbytes
 
@@ -257,9 +260,10 @@ class CacheState:
                     best, least = place, score
         return best
 
-    def evict(self, place: SlotPlace, count: int, *, dirty: bool, victims: int = MOST_VICTIMS) -> None:
+    def evict(self, place: SlotPlace, count: int, *, dirty: bool, victims: int = MOST_VICTIMS) -> int:
+        """Evict from `victims` nodes at most; returns the slots that left `place`, freed or quarantined."""
         if count <= 0:
-            return
+            return 0
         tracer = self.tracer
         span = tracer.evicting(*self._names_of(place), count) if tracer is not None else None
         freed = eviction.evict(self.tree, place, count, dirty=dirty, victims=victims)
@@ -270,6 +274,7 @@ class CacheState:
         self.counters.lost += freed.lost
         if span is not None:
             span.finish(freed=freed.count(place), demoted=freed.demoted, lost=freed.lost)
+        return freed.count(place)
 
     def _names_of(self, place: SlotPlace) -> tuple[str, str]:
         """Names of the pool and tier of a place."""

@@ -73,6 +73,7 @@ class HitCase:
         refused: an allocation was refused since the request began to wait.
         disturbed: a requested page was lost since then.
         held_back: at some time, full pages reached further than other pools allowed.
+        admitted: the storage breakers let every call through when it began to wait.
         began: time at which it began to wait.
     """
 
@@ -87,6 +88,7 @@ class HitCase:
     refused: bool = False
     disturbed: bool = False
     held_back: bool = False
+    admitted: bool = True
     began: float = 0.0
 
 
@@ -186,6 +188,7 @@ class HitOracle:
 
     def _begin(self, case: HitCase) -> None:
         case.began = self._clock()
+        case.admitted = self._storage.admits(self._controller)
         digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
         case.digests = {digest: page for page, digest in enumerate(digests)}
         case.memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
@@ -230,7 +233,9 @@ class HitOracle:
         return found
 
     def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
-        calm = self._storage.calm_since(case.began, self._controller)
+        # Until one trial call has succeeded, however long after the fault, a breaker refuses all others. The trial
+        # may be another request's, and have closed the breaker since.
+        calm = case.admitted and self._storage.calm_since(case.began, self._controller)
         waited = self._clock() - case.began
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
         self.matched(request, case, now=patient and calm)

@@ -118,8 +118,13 @@ class ChaosStorage:
         if not self._seen:
             return True
         settled = moment - 2 * self._limits.deadline - self._limits.cooldown
-        pools = stored.statistics().values()
-        return self._troubled < settled and all(pool.breaker is BreakerState.CLOSED for pool in pools)
+        return self._troubled < settled and self.admits(controller)
+
+    @staticmethod
+    def admits(controller: HybridCacheController) -> bool:
+        """Whether the breakers let every call through now."""
+        pools = controller.storage.statistics().values()
+        return all(pool.breaker is BreakerState.CLOSED for pool in pools)
 
     def never_troubled(self) -> bool:
         """Whether storage never had a fault."""
