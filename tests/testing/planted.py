@@ -18,7 +18,7 @@ from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.hashing import page_digests, pool_fingerprint
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
-from asynchicache.planner.fetch import FetchPlanner
+from asynchicache.planner.fetch import FetchPlanner, Outcomes, StorageRead
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
@@ -29,7 +29,7 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.streams.base import Stream
 from asynchicache.streams.reactor import CompletionReactor
-from asynchicache.transfer.audit import PageAudit
+from asynchicache.transfer.audit import AuditSample
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
 from asynchicache.tree import copies
@@ -259,7 +259,7 @@ def shards_share_a_key(patch: Patch) -> None:
     patch.setattr(
         SlotBinding,
         "__init__",
-        lambda self, memory, fingerprint, shard="": key(self, memory, fingerprint, ""),
+        lambda self, memory, fingerprint, shard="", **others: key(self, memory, fingerprint, "", **others),
     )
 
 
@@ -362,7 +362,7 @@ def committed_before_the_copy(patch: Patch) -> None:
 
 @bug
 def audit_sees_nothing(patch: Patch) -> None:
-    patch.setattr(PageAudit, "settle", nothing)
+    patch.setattr(AuditSample, "finish", lambda *_: [])
 
 
 @bug
@@ -388,11 +388,11 @@ def checksum_not_checked(patch: Patch) -> None:
 
 @bug
 def partial_read_counts_as_whole(patch: Patch) -> None:
-    patch.setattr(
-        FetchPlanner,
-        "_came",
-        staticmethod(lambda read, component_id, results: sum(1 << p for p in read.pages[component_id])),
-    )
+    def all_hits(read: StorageRead, component_id: int, outcomes: Outcomes) -> bytearray:
+        wanted = read.pages.get(component_id, [])
+        return bytearray(page in wanted for page in range(read.query.pages))
+
+    patch.setattr(FetchPlanner, "_hit_flags", staticmethod(all_hits))
 
 
 @bug
@@ -487,7 +487,7 @@ def beginnings_are_told_of_first(patch: Patch) -> None:
 
 @bug
 def durable_believes_its_marks(patch: Patch) -> None:
-    async def yes(self: StorageWriter, node: Any) -> bool:
+    async def yes(self: StorageWriter, node: Any, earlier: Any = ()) -> bool:
         return True
 
     patch.setattr(StorageWriter, "confirm", yes)
