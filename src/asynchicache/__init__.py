@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         InternalError,
         InvalidTokensError,
         LeaseWarning,
+        RankError,
+        RankLostError,
+        RankProtocolError,
         RequestStateError,
         StorageError,
         StorageFormatError,
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from asynchicache.integrations.transformers.sampling import Sampling as Sampling
     from asynchicache.layouts import HostLayout
     from asynchicache.pools.engine import EngineMemory, EnginePages
+    from asynchicache.ranks.joining import RankGroup
+    from asynchicache.ranks.options import RankLimits
+    from asynchicache.ranks.worker import RankWorker
     from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
     from asynchicache.storage.limits import PoolLimits
     from asynchicache.transfer.ticket import Ticket
@@ -65,6 +71,9 @@ _HOMES = {
         "InternalError",
         "InvalidTokensError",
         "LeaseWarning",
+        "RankError",
+        "RankLostError",
+        "RankProtocolError",
         "RequestStateError",
         "StorageError",
         "StorageFormatError",
@@ -76,6 +85,9 @@ _HOMES = {
     ),
     "asynchicache.layouts": ("HostLayout",),
     "asynchicache.pools.engine": ("EngineMemory", "EnginePages"),
+    "asynchicache.ranks.joining": ("RankGroup",),
+    "asynchicache.ranks.options": ("RankLimits",),
+    "asynchicache.ranks.worker": ("RankWorker",),
     "asynchicache.specs": ("ModelSpec", "PoolSpec", "TensorSpec"),
     "asynchicache.storage.limits": ("PoolLimits",),
     "asynchicache.transfer.ticket": ("Ticket",),
@@ -117,6 +129,12 @@ __all__ = [
     "PoolSpec",
     "PrefetchOptions",
     "PrefetchPolicy",
+    "RankError",
+    "RankGroup",
+    "RankLimits",
+    "RankLostError",
+    "RankProtocolError",
+    "RankWorker",
     "Request",
     "RequestStateError",
     "StorageError",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +66,32 @@ _TOLD = 5
 """Open requests that closing lists."""
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a sharded model; `ranks.RankGroup` is one."""
+
+    async def agree(
+        self,
+        spec: ModelSpec,
+        config: CacheConfig,
+        slots: Mapping[str, tuple[int, int]],
+        now: Callable[[], float],
+    ) -> Mapping[str, tuple[int, int]]:
+        """Wait for all ranks; returns the slots by pool that every rank has memory for."""
+        ...
+
+    def copies(self, here: Transfers) -> Transfers:
+        """Copies on all ranks, given those of this rank."""
+        ...
+
+    def storage(self, sharing: Callable[[int], Iterable[str]]) -> StoragePools:
+        """Storage of all ranks."""
+        ...
+
+    async def start(self, on_failure: Callable[[BaseException], object]) -> None:
+        """Wait until every rank is ready; `on_failure` is called when one is lost."""
+        ...
+
+
 class RequestTracer(Tracer, Protocol):
     """A tracer that also makes the requests, so that it can put their calls under a span."""
 
@@ -110,6 +136,7 @@ class HybridCache:
         port: Port | None = None,
         device: Device | None = None,
         engine: EngineMemory | RemoteCopies | None = None,
+        group: OtherRanks | None = None,
     ) -> Opening[Self]:
         """Open a cache: `async with` closes it at the end; after `await`, call `aclose`.
 
@@ -122,13 +149,14 @@ class HybridCache:
             engine: device memory that an engine owns, or, if the copies run elsewhere, what hands them out.
                 The cache then has no device tier: requests name the engine's pages. Default: the cache
                 allocates device memory.
+            group: the other ranks of a sharded model, which this cache leads. Default: there are none.
 
         Raises:
             ConfigError: options contradict each other or the model.
             CapacityError: the pools need more memory than is available.
             StorageError: the storage location cannot be used.
         """
-        begin = partial(cls._open, spec, config, storage, port, device, engine, opened_at=caller())
+        begin = partial(cls._open, spec, config, storage, port, device, engine, group, opened_at=caller())
         return Opening(f"{cls.__name__}.open(...)", begin, caller())
 
     @classmethod
@@ -140,6 +168,7 @@ class HybridCache:
         port: Port | None,
         device: Device | None,
         engine: EngineMemory | RemoteCopies | None,
+        group: OtherRanks | None,
         *,
         opened_at: str,
     ) -> Self:
@@ -149,7 +178,7 @@ class HybridCache:
             raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
         stack = AsyncExitStack()
         try:
-            rooms = await _open_parts(stack, spec, config, storage, port, device, engine)
+            rooms = await _open_parts(stack, spec, config, storage, port, device, engine, group)
         except BaseException:
             # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
@@ -372,7 +401,7 @@ class HybridCache:
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
         rooms = self._parts
         with self._controller.executor.busy():  # closing the cache waits for this
-            attachment = await _attachment(self.spec, config, rooms.hosts, given, rooms.port)
+            attachment = await attach_storage(self.spec, config, rooms.hosts, given, rooms.port)
             try:
                 self._controller.executor.check_open()
                 self._controller.storage_writer.attach(attachment)
@@ -467,6 +496,7 @@ async def _open_parts(
     port: Port | None,
     device: Device | None,
     engine: EngineMemory | RemoteCopies | None,
+    group: OtherRanks | None,
 ) -> CacheParts:
     """Open from the bottom up; the stack closes in the opposite order."""
     pages = None if engine is None else engine.pages(spec)
@@ -482,7 +512,9 @@ async def _open_parts(
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
-    slots = _slots(spec, config, _memory(device), pages)
+    slots = _slots(spec, config, free_memory(device), pages)
+    if group is not None:
+        slots = dict(await group.agree(spec, config, slots, port.now))
     memories, hosts = await _allocate(spec, slots, device, config, port, kept, engine)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
@@ -498,26 +530,37 @@ async def _open_parts(
         transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
     leaked = memories or hosts
     stack.push_async_callback(close_transfers, transfers, reactor, kept, leaked, config.close_seconds)
-    stored = StoragePools(planner.state)
+    sharing = planner.state.sharing
+    stored = StoragePools(sharing) if group is None else group.storage(sharing)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
-        stored.attach(await _attachment(spec, config, hosts, storage, port))
+        stored.attach(await attach_storage(spec, config, hosts, storage, port))
     tasks = OwnedTasks()
     stack.push_async_callback(tasks.aclose)
     await tasks.ready()
-    controller = HybridCacheController(
+    copies = transfers if group is None else group.copies(transfers)
+    executor = Executor(planner, device, reactor, copies, tasks)
+    controller = _controller(planner, executor, stored, config)
+    if transfers.audit is not None:
+        planner.state.watch_host(transfers.audit.forget)
+    for growth in growing_pools(spec, hosts, port, planner.state.open_host):
+        tasks.spawn(growth)
+    if group is not None:
+        await group.start(executor.fail)
+    return CacheParts(device, memories, hosts, transfers, stored, port, controller)
+
+
+def _controller(
+    planner: Planner, executor: Executor, stored: StoragePools, config: CacheConfig
+) -> HybridCacheController:
+    return HybridCacheController(
         planner,
-        Executor(planner, device, reactor, transfers, tasks),
+        executor,
         stored,
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
         count_namespaces=config.count_namespaces,
     )
-    if transfers.audit is not None:
-        planner.state.watch_host(transfers.audit.forget)
-    for growth in growing_pools(spec, hosts, port, planner.state.open_host):
-        tasks.spawn(growth)
-    return CacheParts(device, memories, hosts, transfers, stored, port, controller)
 
 
 async def _allocate(
@@ -604,14 +647,15 @@ def open_device(config: CacheConfig) -> Device:
     raise ConfigError(f"device {config.device!r} must be cpu, cuda or cuda:N")
 
 
-def _memory(device: Device) -> FreeMemory:
+def free_memory(device: Device) -> FreeMemory:
+    """Free memory of a device and of its host."""
     host = memory_budget().available
     if device.name == "cpu":
         return FreeMemory(host, host, shared=True)
     return FreeMemory(torch.cuda.mem_get_info(device.name)[0], host, shared=False)
 
 
-async def _attachment(
+async def attach_storage(
     spec: ModelSpec,
     config: CacheConfig,
     hosts: Mapping[str, HostPool],

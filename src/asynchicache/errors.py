@@ -17,6 +17,9 @@ __all__ = [
     "InternalError",
     "InvalidTokensError",
     "LeaseWarning",
+    "RankError",
+    "RankLostError",
+    "RankProtocolError",
     "RequestStateError",
     "StorageError",
     "StorageFormatError",
@@ -88,6 +91,18 @@ class DeadlockError(CacheError, RuntimeError):
 
 class AuditError(TransferError):
     """Reported for a transfer that brought other bytes to the device than had left it."""
+
+
+class RankError(CacheError):
+    """Raised when ranks cannot form a group, or cannot go on as one; names the rank and the rule."""
+
+
+class RankLostError(RankError):
+    """Raised when a rank does not answer in time, or its connection ends. The group goes on cold."""
+
+
+class RankProtocolError(RankError):
+    """Raised when a rank sends what does not fit the log: damaged, out of order, or not understood."""
 
 
 class WireFormatError(CacheError, ValueError):

@@ -103,9 +103,9 @@ SLICES = 4096
 async def in_slices(call: Any, digests: Any, slots: Any) -> BatchResult:
     """A read of one pool, whose guarded engine answers with `call`."""
     pool = StoredPool(SimpleNamespace(get=call), SimpleNamespace(key=lambda digest: digest))  # type: ignore[arg-type]
-    pools = StoragePools(SimpleNamespace())  # type: ignore[arg-type]
+    pools = StoragePools(lambda component_id: ())
     pools._attachment = SimpleNamespace(pools={"kv": pool})  # type: ignore[assignment]
-    return await pools._move("kv", digests, slots, put=False)
+    return await pools.move("kv", digests, slots, put=False)
 
 
 @pytest.mark.asyncio

@@ -37,6 +37,7 @@ TASK_BOUNDARIES = {
     "streams/emulated.py",
     "streams/reactor.py",
     "testing/chaos/run.py",
+    "testing/rank_chaos.py",
     "testing/seeded_loop.py",
     "transfer/engine.py",
     "transfer/record.py",

@@ -18,6 +18,7 @@ from asynchicache.testing.chaos.faults import KINDS
 from asynchicache.testing.chaos.run import run_script
 from asynchicache.testing.chaos.script import Script
 from asynchicache.testing.chaos.search import Finding, Findings, reduce, script_of, search
+from asynchicache.testing.rank_chaos import search_ranks
 
 _SHRUNK = 3
 """Findings that are cut down; of more, the seeds are enough to begin with."""
@@ -25,6 +26,8 @@ _SHRUNK = 3
 
 def run(options: ChaosOptions, output: Output) -> CommandResult:
     """Search, or replay; not ok if anything is violated."""
+    if options.ranks:
+        return _search_ranks(options, output)
     if options.script:
         findings = _replay(Script.load(Path(options.script)))
     elif options.seed is not None:
@@ -37,6 +40,30 @@ def run(options: ChaosOptions, output: Output) -> CommandResult:
             )
     paths = {} if options.script else _write_scripts(findings, options, output)
     return CommandResult(_as_json(findings, paths), _present(findings, paths), not findings.violations)
+
+
+def _search_ranks(options: ChaosOptions, output: Output) -> CommandResult:
+    seeds = (
+        [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
+    )
+    with output.bar("seeds") as advance:
+        found = search_ranks(seeds, options.jobs or os.cpu_count() or 1, advance)
+    figures = {
+        "seeds": found.seeds,
+        "requests": found.requests,
+        "tokens_by_tier": dict(sorted(found.tiers.items())),
+        "groups_lost_on_purpose": found.lost,
+        "cpu_seconds": round(found.cpu_seconds, 1),
+        "violations": [{"seed": seed, "violations": words} for seed, words in found.violations.items()],
+    }
+    lines = [f"{name.replace('_', ' ')}: {value}" for name, value in figures.items() if name != "violations"]
+    lines.append(
+        "violations: " + (f"[red]{len(found.violations)} seeds[/red]" if found.violations else "none")
+    )
+    for seed, words in found.violations.items():
+        lines.append(f"[red]seed {seed}[/red]: asynchicache chaos --ranks --seed {seed}")
+        lines += [f"    {escape(one)}" for one in words[:5]]
+    return CommandResult(figures, "\n".join(lines), not found.violations)
 
 
 def _replay(script: Script) -> Findings:

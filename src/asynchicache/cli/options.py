@@ -34,9 +34,12 @@ class ChaosOptions(CommandOptions, frozen=True):
     script: Annotated[str, about("replay this script instead of searching")] = ""
     found: Annotated[str, about("folder for the scripts of findings")] = "chaos-found"
     engine_memory: Annotated[bool, about("an engine owns the device memory")] = False
+    ranks: Annotated[bool, about("search groups of two to four ranks instead of single caches")] = False
     seed: int | None = None
 
     def check(self) -> None:
+        if self.ranks and self.script:
+            raise ConfigError("--script holds no groups of ranks: replay one with --ranks --seed N")
         if not self.script:
             check_folder("--found", Path(self.found), made=True)
 

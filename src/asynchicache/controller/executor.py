@@ -77,6 +77,11 @@ class Executor:
         """
         return self._failure or self._device.error
 
+    def fail(self, error: BaseException) -> None:
+        """Make every request a miss from now on, as after a failed device."""
+        self._failure = self._failure or error
+        self.notify()
+
     # Copies
 
     def run(

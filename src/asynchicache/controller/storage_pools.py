@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from operator import and_
 from typing import NamedTuple, Self
@@ -12,7 +12,6 @@ from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.fetch import Outcomes, StorageRead
-from asynchicache.planner.state import CacheState
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close
@@ -117,8 +116,9 @@ class AttachedStorage:
 class StoragePools:
     """The pools of a cache in storage; falsy without storage. Storage can be attached and detached."""
 
-    def __init__(self, state: CacheState) -> None:
-        self._state = state
+    def __init__(self, sharing: Callable[[int], Iterable[str]]) -> None:
+        """`sharing`: returns the pools that share the slots of a component."""
+        self._sharing = sharing
         self._attachment: AttachedStorage | None = None
         self._detached: AttachedStorage | None = None
 
@@ -181,14 +181,17 @@ class StoragePools:
         for start in range(0, len(digests), SLICE_PAGES):
             if start:
                 await asyncio.sleep(0)
-            part = await self._exists_in_all(component_id, digests[start : start + SLICE_PAGES], fresh)
+            part = await self.exists_in_all(
+                self._sharing(component_id), digests[start : start + SLICE_PAGES], fresh
+            )
             flags += part.flags
             reason = part.reason if reason is MissReason.NONE else reason
         return Presence(flags, reason)
 
-    async def _exists_in_all(self, component_id: int, digests: Sequence[bytes], fresh: bool) -> Presence:
+    async def exists_in_all(self, names: Iterable[str], digests: Sequence[bytes], fresh: bool) -> Presence:
+        """Which pages are present in every pool of `names`."""
         flags, reason = bytes([1]) * len(digests), MissReason.NONE
-        for name in self._state.sharing(component_id):
+        for name in names:
             pool = self._pools.get(name)
             answer = BatchResult([Outcome.FAILED] * len(digests))
             with suppress(ClosedError):  # it was detached meanwhile
@@ -206,13 +209,11 @@ class StoragePools:
     async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
         """Report pages used in memory to the engines, by component, the most recently used last."""
         calls = [
-            (name, digests)
-            for component_id, digests in uses.items()
-            for name in self._state.sharing(component_id)
+            (name, digests) for component_id, digests in uses.items() for name in self._sharing(component_id)
         ]
-        await asyncio.gather(*(self._touch(name, digests) for name, digests in calls))
+        await asyncio.gather(*(self.touch_pool(name, digests) for name, digests in calls))
 
-    async def _touch(self, name: str, digests: Sequence[bytes]) -> None:
+    async def touch_pool(self, name: str, digests: Sequence[bytes]) -> None:
         for start in range(0, len(digests), SLICE_PAGES):
             pool = self._pools.get(name)
             if pool is None or not pool.guard.touchable:
@@ -222,16 +223,14 @@ class StoragePools:
             await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def put(self, work: StorageWrite) -> list[BatchResult]:
-        calls = [self._move(name, *pages, put=True) for name, pages in work.pages.items()]
+        calls = [self.move(name, *pages, put=True) for name, pages in work.pages.items()]
         return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
     async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
         """Read pages; returns the outcome of each, and the batches that may still write to their slots."""
-        pools = [
-            (component_id, name) for component_id in read.slots for name in self._state.sharing(component_id)
-        ]
+        pools = [(component_id, name) for component_id in read.slots for name in self._sharing(component_id)]
         calls = [
-            self._move(name, read.digests(component_id), read.slots[component_id], put=False)
+            self.move(name, read.digests(component_id), read.slots[component_id], put=False)
             for component_id, name in pools
         ]
         batches = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
@@ -243,7 +242,7 @@ class StoragePools:
         }
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
-    async def _move(
+    async def move(
         self, name: str, digests: Sequence[bytes], slots: Sequence[int], *, put: bool
     ) -> BatchResult:
         """Put or get the pages of one pool, in slices with loop iterations in between.
@@ -278,11 +277,12 @@ def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
 def _as_one(batches: Sequence[BatchResult]) -> BatchResult:
     outcomes = [outcome for batch in batches for outcome in batch.outcomes]
     late = [batch.lingering for batch in batches if batch.lingering is not None]
-    return BatchResult(outcomes, asyncio.ensure_future(_all_ended(late)) if late else None)
+    return BatchResult(outcomes, asyncio.ensure_future(all_ended(late)) if late else None)
 
 
-async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
-    """
+async def all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for calls past their deadline.
+
     Raises:
         CancelledError: a call was cancelled, so its end will never be known.
     """

@@ -253,7 +253,8 @@ class StorageWriter:
         Pages that it has lost, or that were not written for lack of room, are written once more.
 
         Returns:
-            False if some pages cannot be stored, or a checkpoint could not be published.
+            False if some pages cannot be stored, a checkpoint could not be published, or its state or window
+            lost its place in memory before it was written.
         """
         *earlier, last = self._planner.published_ends(sequence)
         self._awaited[last] += 1
@@ -264,7 +265,8 @@ class StorageWriter:
                         return False
                 there = await self.confirm(last, earlier)
                 if there or there is None:
-                    return bool(there)
+                    # A state that lost its slot before it was written cannot be resumed after a restart.
+                    return bool(there) and (not sequence.resumable or self._backups.can_resume(last))
             return False
         finally:
             self._awaited[last] -= 1

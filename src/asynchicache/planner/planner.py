@@ -343,9 +343,13 @@ class Planner:
         for node in result.filled:
             node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
         sequence.finished = final
+        copy = None
         if final and sequence.snapshot_tokens != length:
             self._give_states(sequence, result.node, length)
-        elif (copy := self._publish_states(sequence, result.node, length)) is not None:
+        else:
+            copy = self._publish_states(sequence, result.node, length)
+        sequence.resumable = self._tree.restorable(result.node)
+        if copy is not None:
             return [copy]
         return self.backups.backup(result.node) if self.backups.due(result.node) else []
 

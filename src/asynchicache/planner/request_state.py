@@ -74,6 +74,7 @@ class RequestState:
         closed: the request is over; copies may still keep its slots.
         published: for models with windows, the page counts of its checkpoints.
         unpublished: a checkpoint was not published, because the device or the load had failed.
+        resumable: its last checkpoint was published with all that a later prompt needs to go on there.
         finished: the tree took its working states; it computes nothing more.
         streams: the known streams of its forwards, as a dictionary to keep their order.
         users: the request, its copies in flight, and streams waited for; own slots are freed at zero.
@@ -107,6 +108,7 @@ class RequestState:
     poisoned: bool = False
     published: set[int] = field(default_factory=set)
     unpublished: bool = False
+    resumable: bool = False
     finished: bool = False
     closed: bool = False
     streams: dict[Stream, None] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from asynchicache.testing.chaos.run import ScriptReport, run_script
 from asynchicache.testing.chaos.script import Script
 from asynchicache.testing.chaos.shrink import Shrinker
 from asynchicache.testing.chaos.workload import draw_script
+
+T = TypeVar("T")
 
 BATCH = 20
 """Seeds that a process is given at once."""
@@ -120,24 +122,23 @@ def search(
     """
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
     found = Findings()
-    for some in _carry_out(batches, jobs, partial(run_seeds, paged=paged)):
+    for some in carry_out(partial(run_seeds, paged=paged), batches, jobs):
         found.merge(some)
         advance(found.seeds, len(seeds))
     return found
 
 
-def _carry_out(
-    batches: Sequence[Sequence[int]], jobs: int, work: Callable[[Sequence[int]], Findings]
-) -> Iterator[Findings]:
+def carry_out(run: Callable[[Sequence[int]], T], batches: Sequence[Sequence[int]], jobs: int) -> Iterator[T]:
+    """What `run` returns for each batch of seeds, in `jobs` processes; one runs them in this process."""
     if jobs == 1 or len(batches) == 1:
-        yield from map(work, batches)
+        yield from map(run, batches)
         return
     # Spawn, because a process forked while torch has threads may hang.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
         with _interrupts_held():
-            futures = [pool.submit(work, batch) for batch in batches]
+            futures = [pool.submit(run, batch) for batch in batches]
         try:
             for done in as_completed(futures):
                 yield done.result()

@@ -1,0 +1,1 @@
+"""Several ranks, one cache: a leader decides, followers carry out its log."""

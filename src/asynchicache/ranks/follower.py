@@ -1,0 +1,315 @@
+"""A follower: carries out the leader's log with its own device, host memory and storage. Sans-IO.
+
+A follower decides nothing and has no tree. It runs slot numbers and digests.
+
+R1: it applies entries in order, and refuses a gap (`ranks.frames`).
+R2: a copy waits for this rank's compute stream as of its place in the log. So the leader may free device
+    slots when its own stream has passed: on every rank the new write stands behind the old reads.
+R5: two lanes. Storage calls touch host slots, which are free only after all ranks are done with them, so
+    they run on arrival. Copies run at the engine's step.
+R6: it answers each operation once, with its status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
+
+from asynchicache.controller.storage_pools import StoragePools
+from asynchicache.errors import CacheError, RankError, RankLostError, StorageError
+from asynchicache.ranks.frames import FrameReader, FrameWriter
+from asynchicache.ranks.messages import (
+    REASONS,
+    Answer,
+    ClearEntry,
+    CloseEntry,
+    CopyEntry,
+    EndAnswer,
+    Entry,
+    ExistsEntry,
+    FailureAnswer,
+    HeartbeatAnswer,
+    HeartbeatEntry,
+    LateAnswer,
+    MarkEntry,
+    OutcomesAnswer,
+    PoolPages,
+    PresenceAnswer,
+    ReadEntry,
+    TouchEntry,
+    WriteEntry,
+    pack_outcomes,
+    unpack_digests,
+    unpack_slots,
+)
+from asynchicache.storage.limits import BatchResult
+from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.types import Outcome, PoolTransfer
+
+logger = logging.getLogger(__name__)
+
+
+class AppliedStep:
+    """The copies that a forward of a follower depends on.
+
+    Attributes:
+        step: its number.
+    """
+
+    def __init__(self, step: int, loads: Sequence[Ticket]) -> None:
+        self.step = step
+        self._loads = tuple(loads)
+
+    async def submitted(self, layer: int | None = None) -> None:
+        """Wait until the loads are enqueued up to `layer`, so that `wait_on` means something.
+
+        Raises:
+            TransferError: a load failed.
+        """
+        for ticket in self._loads:
+            await ticket.submitted(layer)
+
+    def wait_on(self, stream: Stream, layer: int) -> None:
+        """Make `stream` wait for the bytes of `layer`; after `submitted(layer)`."""
+        for ticket in self._loads:
+            ticket.fence(layer).wait_on(stream)
+
+    async def landed(self) -> None:
+        """Wait until all bytes have landed, as the host sees it.
+
+        Raises:
+            TransferError: some will not.
+        """
+        for ticket in self._loads:
+            await ticket
+
+
+class RankFollower:
+    """Carries out the log. Confined to one event loop.
+
+    Attributes:
+        failure: why it stopped; None while it runs.
+        closed: whether the leader has closed the group.
+        wake: called when there are bytes to `take`.
+        spawn: runs a coroutine as a task.
+        on_failure: called once with `failure`.
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        device: Device,
+        copies: TransferEngine,
+        pools: Collection[str],
+        storage: StoragePools,
+        now: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            incarnation: the number of the group, as in `Welcome`.
+            device: of this rank.
+            copies: moves pages between this rank's memories.
+            pools: the pools that this rank has; entries may name others, of other pipeline stages.
+            storage: this rank's shards in storage.
+            now: a monotonic clock, in seconds.
+        """
+        self.failure: RankError | None = None
+        self.closed = False
+        self.wake: Callable[[], object] = lambda: None
+        self.spawn: Callable[[Coroutine[object, object, None]], object] = asyncio.ensure_future
+        self.on_failure: Callable[[RankError], object] = lambda error: None
+        self._device = device
+        self._copies = copies
+        self._pools = frozenset(pools)
+        self._storage = storage
+        self._now = now
+        self._heard = now()
+        self._reader: FrameReader[Entry] = FrameReader(incarnation, Entry)
+        self._answers: FrameWriter[Answer] = FrameWriter(incarnation)
+        self._held: deque[CopyEntry | MarkEntry] = deque()
+        self._segment = 0  # marks that were applied
+        self._allowed = 0  # copies behind this many marks may run
+        self._step = 0  # the last mark that was reached
+        self._applied = 0
+        self._stream: Stream | None = None
+        self._loads: list[Ticket] = []
+        self._moved = asyncio.Event()
+
+    # Bytes
+
+    def take(self) -> bytes:
+        """Answers since the last call, to be sent to the leader."""
+        return self._answers.take()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes of the log. What does not fit stops the follower; it does not raise."""
+        if self.failure is not None or self.closed:
+            return
+        self._heard = self._now()
+        try:
+            for entry in self._reader.feed(data):
+                self._take_entry(entry)
+        except CacheError as error:
+            self.fail(error if isinstance(error, RankError) else RankError(str(error)))
+
+    def check(self, silence: float) -> None:
+        """Stop if the leader was silent for too long."""
+        if self.failure is None and not self.closed and self._now() - self._heard > silence:
+            self.fail(RankLostError(f"rank 0 is lost: it was silent for more than {silence} s"))
+
+    def fail(self, error: RankError) -> None:
+        """Stop: tell the leader, and let waiters of steps raise."""
+        if self.failure is None:
+            self.failure = error
+            self._answer(FailureAnswer(str(error)))
+            self._moved.set()
+            self.on_failure(error)
+
+    def heartbeat(self) -> None:
+        if self.failure is None and not len(self._answers):
+            self._answer(HeartbeatAnswer())
+
+    def _answer(self, answer: Answer) -> None:
+        self._answers.add(answer)
+        self.wake()
+
+    def _take_entry(self, entry: Entry) -> None:
+        match entry:
+            case CopyEntry() | MarkEntry():
+                self._held.append(entry)
+                self._advance()
+            case HeartbeatEntry():
+                pass
+            case CloseEntry():
+                self.closed = True
+                self._moved.set()
+            case _:
+                self.spawn(self._storage_call(entry))
+
+    # The lane of copies
+
+    async def apply(self, step: int, after: Stream) -> AppliedStep:
+        """Enqueue all copies that forward `step` depends on.
+
+        Args:
+            step: the number that the leader marked.
+            after: this rank's compute stream, with every forward before `step` enqueued on it.
+
+        Returns:
+            What the forward must wait for.
+
+        Raises:
+            RankError: the step was applied before, or the group has failed or is closed.
+        """
+        if step <= self._applied:
+            raise RankError(
+                f"step {step} was applied before, or out of order: the last one was {self._applied}"
+            )
+        self._stream = after
+        while self._step < step:
+            self._check()
+            self._allowed = self._segment
+            self._advance()
+            if self._step < step:
+                self._moved.clear()
+                await self._moved.wait()
+        if self._step != step:
+            raise RankError(f"step {step} was skipped: the log has reached step {self._step}")
+        self._applied = step
+        self._loads = [ticket for ticket in self._loads if not ticket.done]
+        return AppliedStep(step, self._loads)
+
+    def launched(self, stream: Stream) -> None:
+        """The forward of the last applied step is enqueued on `stream`: what depends on it may be copied."""
+        self._stream = stream
+        self._allowed = self._segment
+        self._advance()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise RankError(f"the group has failed: {self.failure}") from self.failure
+        if self.closed:
+            raise RankError("the leader has closed the group")
+
+    def _advance(self) -> None:
+        """Run held entries as far as the compute stream of this rank allows."""
+        events = None
+        while self._held and self._segment <= self._allowed and self.failure is None:
+            entry = self._held.popleft()
+            if isinstance(entry, MarkEntry):
+                self._segment += 1
+                self._step = entry.step
+                self._moved.set()
+            else:
+                events = self._computed() if events is None else events
+                self._copy(entry, events)
+
+    def _computed(self) -> tuple[Event, ...]:
+        """The compute stream of this rank as of now (rule R2)."""
+        if self._stream is None:
+            return ()
+        event = self._device.event()
+        self._stream.record(event)
+        return (event,)
+
+    def _copy(self, entry: CopyEntry, after: Sequence[Event]) -> None:
+        transfers = tuple(
+            PoolTransfer(one.pool, unpack_slots(one.sources), unpack_slots(one.destinations))
+            for one in entry.transfers
+            if one.pool in self._pools
+        )
+        operation = CacheOperation(entry.direction, transfers)
+        done = partial(self._copied, entry.operation)
+        ticket = self._copies.submit(operation, after=after, done=done)
+        if entry.direction is not Direction.BACKUP:
+            self._loads.append(ticket)
+
+    def _copied(self, operation: int, error: BaseException | None) -> None:
+        self._answer(EndAnswer(operation, "" if error is None else f"{type(error).__name__}: {error}"))
+
+    # The lane of storage
+
+    async def _storage_call(self, entry: Entry) -> None:
+        match entry:
+            case ReadEntry():
+                await self._move(entry.operation, entry.pages, put=False)
+            case WriteEntry():
+                await self._move(entry.operation, entry.pages, put=True)
+            case ExistsEntry():
+                names = [name for name in entry.pools if name in self._pools]
+                digests = unpack_digests(entry.digests)
+                flags, reason = await self._storage.exists_in_all(names, digests, entry.fresh)
+                self._answer(PresenceAnswer(entry.operation, flags, REASONS.index(reason)))
+            case TouchEntry():
+                for page in entry.pages:
+                    await self._storage.touch_pool(page.pool, unpack_digests(page.digests))
+            case ClearEntry():
+                await self._clear(entry.operation)
+
+    async def _clear(self, operation: int) -> None:
+        try:
+            self._answer(EndAnswer(operation, count=await self._storage.clear()))
+        except StorageError as error:
+            self._answer(EndAnswer(operation, str(error) or type(error).__name__))
+
+    async def _move(self, operation: int, pages: Sequence[PoolPages], *, put: bool) -> None:
+        batches = await asyncio.gather(*(self._move_pool(one, put=put) for one in pages))
+        late = [batch.lingering for batch in batches if batch.lingering is not None]
+        self._answer(
+            OutcomesAnswer(operation, [pack_outcomes(batch.outcomes) for batch in batches], bool(late))
+        )
+        if late:
+            await asyncio.wait(late)
+            self._answer(LateAnswer(operation, not any(call.cancelled() for call in late)))
+
+    async def _move_pool(self, pages: PoolPages, *, put: bool) -> BatchResult:
+        digests = unpack_digests(pages.digests)
+        if pages.pool not in self._pools:  # of another pipeline stage: nothing to do is done
+            return BatchResult([Outcome.EXISTS if put else Outcome.HIT] * len(digests))
+        return await self._storage.move(pages.pool, digests, unpack_slots(pages.slots), put=put)

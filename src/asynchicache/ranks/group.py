@@ -1,0 +1,214 @@
+"""The leader's side of copies and storage calls: run here, sent to every follower, and ended when all ranks
+have ended. They stand where the cache of one rank has its transfer engine and its storage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import and_
+
+from asynchicache.controller.storage_pools import SLICE_PAGES, Presence, StoragePools, all_ended
+from asynchicache.errors import RankProtocolError, StorageError
+from asynchicache.planner.actions import StorageWrite
+from asynchicache.planner.fetch import Outcomes, StorageRead
+from asynchicache.ranks.leader import Answers, RankLeader
+from asynchicache.ranks.messages import (
+    REASONS,
+    Answer,
+    EndAnswer,
+    OutcomesAnswer,
+    PoolPages,
+    PresenceAnswer,
+    pack_slots,
+    unpack_outcomes,
+)
+from asynchicache.storage.limits import BatchResult
+from asynchicache.streams.base import Event
+from asynchicache.transfer.plan import CacheOperation
+from asynchicache.transfer.record import Done, OnWait, Reads
+from asynchicache.transfer.statistics import TransferStatistics
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.transfers import Transfers
+from asynchicache.types import MissReason, Outcome
+
+_WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
+"""Of the outcomes of one page on several ranks, the first of these counts (rule R4)."""
+
+
+class GroupTransfers:
+    """Copies on all ranks; see `TransferEngine`."""
+
+    in_process = True
+
+    def __init__(self, leader: RankLeader, here: Transfers, *, seconds: float) -> None:
+        """`seconds`: how long a follower may take for a copy."""
+        self.audit = here.audit
+        self._leader = leader
+        self._here = here
+        self._seconds = seconds
+        self._elsewhere: dict[_JointCopy, CacheOperation] = {}
+
+    def submit(
+        self,
+        operation: CacheOperation,
+        *,
+        after: Sequence[Event] = (),
+        reads: Reads = (),
+        done: Done,
+        on_wait: OnWait | None = None,
+    ) -> Ticket:
+        """Copy on all ranks. The ticket is about this rank; `done` is called when all ranks have ended."""
+        if operation.empty or self._leader.failure is not None:
+            return self._here.submit(operation, after=after, reads=reads, done=done, on_wait=on_wait)
+        joint = _JointCopy(done)
+        ticket = self._here.submit(operation, after=after, reads=reads, done=joint.ended, on_wait=on_wait)
+        self._elsewhere[joint] = operation
+
+        def ended_elsewhere(error: BaseException | None) -> None:
+            del self._elsewhere[joint]
+            joint.ended(error)
+
+        self._leader.copy(operation, self._seconds, ended_elsewhere)
+        return ticket
+
+    def in_flight(self) -> Collection[CacheOperation]:
+        """Operations whose `done` has not been called."""
+        here = list(self._here.in_flight())
+        known = set(map(id, here))
+        return here + [one for one in self._elsewhere.values() if id(one) not in known]
+
+    def statistics(self) -> TransferStatistics:
+        return self._here.statistics()
+
+    def end_unstarted(self) -> None:
+        self._here.end_unstarted()
+
+    async def aclose(self, deadline_seconds: float) -> int:
+        return await self._here.aclose(deadline_seconds)
+
+
+class _JointCopy:
+    """One copy, here and on the followers."""
+
+    def __init__(self, done: Done) -> None:
+        self._done = done
+        self._left = 2
+        self._error: BaseException | None = None
+
+    def ended(self, error: BaseException | None) -> None:
+        self._left -= 1
+        self._error = self._error or error
+        if not self._left:
+            self._done(self._error)
+
+
+class GroupStorage(StoragePools):
+    """Storage of all ranks: a page is there if every rank has its shard, and stored if every rank says so."""
+
+    def __init__(
+        self, sharing: Callable[[int], Iterable[str]], leader: RankLeader, *, seconds: float
+    ) -> None:
+        """
+        Args:
+            sharing: returns the pools that share the slots of a component.
+            leader: sends the log.
+            seconds: how long a follower may take for a call, its own deadlines included.
+        """
+        super().__init__(sharing)
+        self._leader = leader
+        self._seconds = seconds
+
+    async def exists_in_all(self, names: Iterable[str], digests: Sequence[bytes], fresh: bool) -> Presence:
+        names = list(names)
+        asking = self._leader.exists(names, b"".join(digests), self._seconds, fresh=fresh)
+        here, answers = await asyncio.gather(super().exists_in_all(names, digests, fresh), asking)
+        flags, reason = here
+        for rank in self._leader.ranks:
+            answer, _ = answers.get(rank, _NO_ANSWER)
+            if not isinstance(answer, PresenceAnswer) or len(answer.flags) != len(flags):
+                return Presence(bytes(len(digests)), MissReason.STORAGE_FAILED)
+            flags = bytes(map(and_, flags, answer.flags))
+            if answer.reason and reason is MissReason.NONE:
+                reason = REASONS[answer.reason]
+        return Presence(flags, reason)
+
+    async def put(self, work: StorageWrite) -> list[BatchResult]:
+        pages = [_pages(pool, digests, slots) for pool, (digests, slots) in work.pages.items()]
+        here, answers = await asyncio.gather(super().put(work), self._leader.write(pages, self._seconds))
+        return [self._merged(batch, index, answers) for index, batch in enumerate(here)]
+
+    async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
+        pools = [(component_id, name) for component_id in read.slots for name in self._sharing(component_id)]
+        pages = [_pages(name, read.digests(one), read.slots[one]) for one, name in pools]
+        (outcomes, late), answers = await asyncio.gather(
+            super().get(read), self._leader.read(pages, self._seconds)
+        )
+        merged: dict[int, list[Outcome]] = {}
+        for component_id in read.slots:
+            batch = BatchResult(list(outcomes[component_id]))
+            for index, (one, _) in enumerate(pools):
+                if one == component_id:
+                    batch = self._merged(batch, index, answers)
+            merged[component_id] = batch.outcomes
+            late += [batch] if batch.lingering is not None else []
+        return merged, late
+
+    def _merged(self, here: BatchResult, index: int, answers: Answers) -> BatchResult:
+        """The worst outcome per page of this rank and the followers', for the pool at `index` of an entry."""
+        pages = len(here.outcomes)
+        columns, late = [here.outcomes], [] if here.lingering is None else [here.lingering]
+        for rank in self._leader.ranks:
+            answer, lingering = answers.get(rank, _NO_ANSWER)
+            columns.append(self._outcomes(rank, answer, index, pages))
+            late += [] if lingering is None else [lingering]
+        worst = [next((bad for bad in _WORST if bad in page), page[0]) for page in zip(*columns, strict=True)]
+        return BatchResult(worst, asyncio.ensure_future(all_ended(late)) if late else None)
+
+    def _outcomes(self, rank: int, answer: Answer | None, index: int, pages: int) -> list[Outcome]:
+        failed = [Outcome.FAILED] * pages
+        if answer is None:  # the group has failed
+            return failed
+        if isinstance(answer, OutcomesAnswer) and len(answer.outcomes) > index:
+            try:
+                outcomes = unpack_outcomes(answer.outcomes[index])
+            except RankProtocolError as error:
+                self._leader.fail(RankProtocolError(f"rank {rank}: {error}"))
+                return failed
+            if len(outcomes) == pages:
+                return outcomes
+        self._leader.fail(RankProtocolError(f"rank {rank} answered {answer!r:.80} for {pages} pages"))
+        return failed
+
+    async def clear(self) -> int:
+        here, answers = await asyncio.gather(
+            super().clear(), self._leader.clear(self._seconds), return_exceptions=True
+        )
+        if isinstance(here, BaseException):
+            raise here
+        if isinstance(answers, BaseException):
+            raise answers
+        for rank in self._leader.ranks:
+            answer, _ = answers.get(rank, _NO_ANSWER)
+            if not isinstance(answer, EndAnswer) or answer.error:
+                why = answer.error if isinstance(answer, EndAnswer) else f"it answered {answer!r:.80}"
+                raise StorageError(f"rank {rank} could not clear its storage: {why}")
+            here += answer.count
+        return here
+
+    async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
+        self._leader.touch(
+            [
+                PoolPages(name, b"".join(digests[at : at + SLICE_PAGES]))
+                for component_id, digests in uses.items()
+                for name in self._sharing(component_id)
+                for at in range(0, len(digests), SLICE_PAGES)
+            ]
+        )
+        await super().touch(uses)
+
+
+_NO_ANSWER: tuple[Answer | None, asyncio.Future[None] | None] = (None, None)
+
+
+def _pages(pool: str, digests: Sequence[bytes], slots: Sequence[int]) -> PoolPages:
+    return PoolPages(pool, b"".join(digests), pack_slots(slots))

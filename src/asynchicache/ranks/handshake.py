@@ -1,0 +1,90 @@
+"""How a group forms: every rank says what it is, and the leader answers with the sizes of all. Sans-IO.
+
+Sizes are the least that any rank has memory for, so that a slot number means the same on every rank. What all
+ranks must agree on is compared by name, and an error names the rank and the field.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from importlib.metadata import version
+
+from asynchicache.config import CacheConfig
+from asynchicache.errors import RankError
+from asynchicache.ranks.messages import PROTOCOL, Hello
+from asynchicache.specs import ModelSpec
+
+Slots = Mapping[str, tuple[int, int]]
+"""By pool that owns slots, its (device, host) slots."""
+
+
+def build_of(spec: ModelSpec, config: CacheConfig) -> dict[str, str]:
+    """What every rank of a group must agree on, by name."""
+    return {
+        "library version": version("asynchicache"),
+        "model": spec.model,
+        "page_size": str(spec.page_size),
+        "pools that own slots": ", ".join(sorted(pool.name for pool in spec.owners)),
+        "weight_version": str(config.weight_version),
+        "salt": sha256(config.salt.encode()).hexdigest()[:16],  # a hash: an error names both values
+        "host_layout": str(config.host_layout),
+        "ranks": str(config.ranks),
+    }
+
+
+class Members:
+    """The ranks that have joined so far.
+
+    Args:
+        token: the group's secret.
+        build: of the leader.
+        slots: of the leader.
+        ranks: how many ranks the group has, the leader included.
+    """
+
+    def __init__(self, token: str, build: Mapping[str, str], slots: Slots, ranks: int) -> None:
+        self._token = token
+        self._build = build
+        self._slots = slots
+        self._ranks = ranks
+        self._joined: dict[int, Hello] = {}
+
+    def admits(self, hello: Hello) -> bool:
+        """Whether the sender knows the group's secret. Others are refused and change nothing."""
+        return hmac.compare_digest(hello.token.encode(), self._token.encode())
+
+    def join(self, hello: Hello) -> None:
+        """
+        Raises:
+            RankError: the rank does not fit the group; names it and the rule.
+        """
+        rank = hello.rank
+        if hello.protocol != PROTOCOL:
+            raise RankError(f"rank {rank} speaks protocol {hello.protocol}, this group {PROTOCOL}")
+        if not 0 < rank < self._ranks:
+            raise RankError(f"rank {rank} is none of the followers 1 to {self._ranks - 1} of this group")
+        if rank in self._joined:
+            raise RankError(f"rank {rank} joined twice")
+        for name in sorted(self._build.keys() | hello.build.keys()):
+            ours, theirs = self._build.get(name), hello.build.get(name)
+            if ours != theirs:
+                raise RankError(f"rank {rank} differs from rank 0 in {name}: {theirs!r}, not {ours!r}")
+        if hello.slots.keys() != self._slots.keys():
+            raise RankError(
+                f"rank {rank} has slots of {sorted(hello.slots)}, rank 0 of {sorted(self._slots)}"
+            )
+        self._joined[rank] = hello
+
+    @property
+    def missing(self) -> Sequence[int]:
+        return [rank for rank in range(1, self._ranks) if rank not in self._joined]
+
+    def agreed(self) -> dict[str, tuple[int, int]]:
+        """The least slots of all ranks, by pool and tier."""
+        every = [self._slots, *(hello.slots for hello in self._joined.values())]
+        return {
+            name: (min(one[name][0] for one in every), min(one[name][1] for one in every))
+            for name in self._slots
+        }

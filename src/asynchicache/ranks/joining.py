@@ -1,0 +1,297 @@
+"""The group as its leader opens it: accepts followers, forms the group, and keeps the connections going."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from asynchicache.config import CacheConfig
+from asynchicache.controller.storage_pools import StoragePools
+from asynchicache.controller.tasks import OwnedTasks
+from asynchicache.errors import RankError, RankLostError, RankProtocolError, UsageError
+from asynchicache.ranks.frames import FrameReader, FrameWriter
+from asynchicache.ranks.group import GroupStorage, GroupTransfers
+from asynchicache.ranks.handshake import Members, build_of
+from asynchicache.ranks.leader import RankLeader
+from asynchicache.ranks.links import Address, Link, listen
+from asynchicache.ranks.messages import Handshake, Hello, Ready, Refused, Welcome
+from asynchicache.ranks.options import RankLimits
+from asynchicache.specs import ModelSpec
+from asynchicache.transfer.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+_MOST_HANDSHAKE = 1 << 20  # bytes of a handshake message, from a sender that is not known yet
+
+
+class HandshakeLink:
+    """A link during the handshake: one message at a time."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._writer: FrameWriter[Handshake] = FrameWriter(0)
+        self._reader: FrameReader[Handshake] = FrameReader(0, Handshake, max_frame=_MOST_HANDSHAKE)
+        self._left = b""
+
+    def send(self, message: Handshake) -> None:
+        self._writer.add(message)
+        self.link.send(self._writer.take())
+
+    async def receive(self, seconds: float) -> Handshake:
+        """
+        Raises:
+            RankError: no message came in time, or none that is understood.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    data, self._left = self._left, b""
+                    data = data or await self.link.receive()
+                    if not data:
+                        raise RankLostError("the connection ended during the handshake")
+                    for message in self._reader.feed(data):
+                        return message
+        except TimeoutError as error:
+            raise RankLostError(f"no answer for {seconds} s during the handshake") from error
+
+    def rest(self) -> bytes:
+        """Bytes that came behind the last message."""
+        return self._reader.rest()
+
+
+class RankGroup:
+    """The ranks of a sharded model, as the leader sees them. Give it to `HybridCache.open(group=)`.
+
+    One cache at a time uses it. When a rank is lost, every request is a miss from then on, as after a failed
+    device; open a new group to go on.
+
+    Attributes:
+        limits: deadlines of the group.
+    """
+
+    def __init__(self, token: str, limits: RankLimits | None = None) -> None:
+        """
+        Args:
+            token: the group's secret, which every follower must know.
+            limits: deadlines of the group.
+        """
+        if not token:
+            raise UsageError("a rank group needs a token that its ranks know and others do not")
+        self.limits = RankLimits() if limits is None else limits
+        self._token = token
+        self._members: Members | None = None
+        self._opened = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._error: RankError | None = None
+        self._links: dict[int, HandshakeLink] = {}
+        self._leader: RankLeader | None = None
+        self._tasks = OwnedTasks()
+        self._flushing = False
+        self.transfers: GroupTransfers | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def listen(
+        cls, address: str, token: str, limits: RankLimits | None = None
+    ) -> AsyncIterator[RankGroup]:
+        """Accept followers at an address for the duration of an `async with`.
+
+        Args:
+            address: `unix:PATH`, or `HOST:PORT`. The bytes are not encrypted: use a network that you trust.
+            token: the group's secret.
+            limits: deadlines of the group.
+
+        Raises:
+            ConfigError: the address is in use, or cannot be used.
+        """
+        group = cls(token, limits)
+        server = await listen(Address.parse(address), group.admit)
+        try:
+            yield group
+        finally:
+            server.close()
+            await group.aclose()
+
+    # Forming
+
+    async def admit(self, link: Link) -> None:
+        """Take a connection: a follower that joins, or one to refuse."""
+        hand = HandshakeLink(link)
+        try:
+            hello = await hand.receive(self.limits.joining)
+            async with asyncio.timeout(self.limits.joining):
+                await self._opened.wait()
+            self._join(hand, hello)
+        except (RankError, TimeoutError) as error:
+            logger.warning("a connection to the rank group is refused: %s", error)
+            try:
+                hand.send(Refused(str(error) or "the group did not open in time"))
+            except RankLostError:
+                logger.debug("it has ended already")
+            await link.aclose()
+
+    def _join(self, hand: HandshakeLink, hello: Handshake) -> None:
+        if not isinstance(hello, Hello):
+            raise RankProtocolError(f"the first message is a {type(hello).__name__}, not a Hello")
+        if self._members is None or not self._members.admits(hello):
+            raise RankError("the token is wrong")
+        if self._leader is not None:
+            raise RankError(f"rank {hello.rank} is late: the group is complete")
+        try:
+            self._members.join(hello)
+        except RankError as error:
+            self._error = error
+            self._changed.set()
+            raise
+        self._links[hello.rank] = hand
+        self._changed.set()
+
+    async def agree(
+        self,
+        spec: ModelSpec,
+        config: CacheConfig,
+        slots: Mapping[str, tuple[int, int]],
+        now: Callable[[], float],
+    ) -> dict[str, tuple[int, int]]:
+        """Wait for every follower; returns the slots that all ranks have memory for.
+
+        Raises:
+            RankError: a rank does not fit the group, or is missing; names it.
+            UsageError: the group has a cache already, or this is not rank 0.
+        """
+        if self._members is not None:
+            raise UsageError("this rank group has a cache already; a new cache needs a new group")
+        if config.rank or config.ranks < 2:
+            raise UsageError(
+                f"a rank group is led by rank 0 of 2 or more, not by {config.rank} of {config.ranks}"
+            )
+        members = self._members = Members(self._token, build_of(spec, config), slots, config.ranks)
+        self._opened.set()
+        try:
+            async with asyncio.timeout(self.limits.joining):
+                while members.missing and self._error is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self._error = RankError(
+                f"ranks {list(members.missing)} did not join within {self.limits.joining} s"
+            )
+        if self._error is not None:
+            await self._refuse_all(self._error)
+            raise self._error
+        agreed = members.agreed()
+        incarnation = secrets.randbits(32)
+        self._leader = RankLeader(sorted(self._links), incarnation, now)
+        for hand in self._links.values():
+            hand.send(Welcome(incarnation, agreed, self.limits.heartbeat))
+        return agreed
+
+    async def _refuse_all(self, error: RankError) -> None:
+        for hand in self._links.values():
+            try:
+                hand.send(Refused(str(error)))
+            except RankLostError:
+                logger.debug("a rank left before the group formed")
+            await hand.link.aclose()
+        self._links.clear()
+
+    # What the cache uses instead of its own
+
+    @property
+    def leader(self) -> RankLeader:
+        """
+        Raises:
+            UsageError: the group has not formed: no cache was opened with it.
+        """
+        if self._leader is None:
+            raise UsageError("the rank group has not formed: open a cache with it first")
+        return self._leader
+
+    def copies(self, here: Transfers) -> GroupTransfers:
+        self.transfers = GroupTransfers(self.leader, here, seconds=self.limits.copy_seconds)
+        return self.transfers
+
+    def storage(self, sharing: Callable[[int], Iterable[str]]) -> StoragePools:
+        return GroupStorage(sharing, self.leader, seconds=self.limits.storage_seconds)
+
+    async def start(self, on_failure: Callable[[BaseException], object]) -> None:
+        """Wait until every follower has its memory, and begin.
+
+        Raises:
+            RankError: a follower could not allocate its memory or open its storage, or was too slow.
+        """
+        leader = self.leader
+        for rank, hand in sorted(self._links.items()):
+            try:
+                ready = await hand.receive(self.limits.joining)
+            except RankError as error:
+                raise RankError(f"rank {rank}: {error}") from error
+            if not isinstance(ready, Ready) or ready.error:
+                why = ready.error if isinstance(ready, Ready) else f"it sent a {type(ready).__name__}"
+                raise RankError(f"rank {rank} could not open: {why}")
+        leader.on_failure = partial(self._failed, on_failure)
+        leader.wake = self._wake
+        await self._tasks.ready()
+        for rank, hand in self._links.items():
+            leader.feed(rank, hand.rest())
+            self._tasks.spawn(self._listen_to(rank, hand.link))
+        self._tasks.spawn(self._beat())
+
+    # Running
+
+    def mark(self) -> int:
+        """End the copies of a step: what the next forward depends on has been asked for. Returns the step's
+        number; the engine sends it to the other ranks, which give it to `RankWorker.forward`."""
+        return self.leader.mark()
+
+    @property
+    def failure(self) -> RankError | None:
+        """Why the group goes on cold; None while it is whole."""
+        return None if self._leader is None else self._leader.failure
+
+    def lag_seconds(self) -> dict[int, float]:
+        """By rank, the longest time to an answer since the last call, in seconds."""
+        return self.leader.lag_seconds()
+
+    def _wake(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        data = self.leader.take()
+        for rank, hand in self._links.items():
+            try:
+                if data:
+                    hand.link.send(data)
+            except RankLostError as error:
+                self.leader.lost(rank, str(error))
+
+    async def _listen_to(self, rank: int, link: Link) -> None:
+        while data := await link.receive():
+            self.leader.feed(rank, data)
+        self.leader.lost(rank, "its connection ended")
+
+    async def _beat(self) -> None:
+        while self.leader.failure is None:
+            await asyncio.sleep(self.limits.heartbeat)
+            self.leader.heartbeat()
+            self.leader.check(self.limits.silence)
+
+    def _failed(self, on_failure: Callable[[BaseException], object], error: RankError) -> None:
+        logger.error("the rank group goes on cold: %s", error)
+        on_failure(error)
+
+    async def aclose(self) -> None:
+        """Tell the followers, and close the connections."""
+        if self._leader is not None:
+            self._leader.close()
+            self._flush()
+        await self._tasks.aclose()
+        for hand in self._links.values():
+            await hand.link.aclose()

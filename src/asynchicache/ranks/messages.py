@@ -1,0 +1,270 @@
+"""What the leader and its followers say to each other: tagged structs, encoded as msgpack.
+
+The leader's log is a sequence of entries. A follower answers each entry that has an operation number exactly
+once, and once more if an engine was late. Slots are sent as runs, digests as one string of 32 bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import msgspec
+
+from asynchicache.errors import RankProtocolError
+from asynchicache.hashing import DIGEST_BYTES
+from asynchicache.types import Direction, MissReason, Outcome
+
+PROTOCOL = 1
+"""Version of these messages. Both sides of a connection must have the same one."""
+
+OUTCOMES = tuple(Outcome)
+REASONS = tuple(MissReason)
+"""Outcomes and reasons travel as their index here."""
+
+
+def pack_slots(slots: Iterable[int]) -> list[int]:
+    """Slots as runs: first slot and length, alternating."""
+    runs: list[int] = []
+    for slot in slots:
+        if runs and slot == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += (int(slot), 1)
+    return runs
+
+
+def unpack_slots(runs: Sequence[int]) -> list[int]:
+    """
+    Raises:
+        RankProtocolError: the runs are not pairs of a slot and a positive length.
+    """
+    starts, lengths = runs[::2], runs[1::2]
+    if len(starts) != len(lengths) or any(start < 0 for start in starts) or any(n < 1 for n in lengths):
+        raise RankProtocolError(f"runs {list(runs)!r:.80} are not pairs of a slot and a positive length")
+    return list(
+        chain.from_iterable(range(start, start + n) for start, n in zip(starts, lengths, strict=True))
+    )
+
+
+def unpack_digests(joined: bytes) -> list[bytes]:
+    """
+    Raises:
+        RankProtocolError: the length is not a multiple of a digest's.
+    """
+    if len(joined) % DIGEST_BYTES:
+        raise RankProtocolError(f"{len(joined)} bytes are not digests of {DIGEST_BYTES} bytes each")
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+
+def pack_outcomes(outcomes: Iterable[Outcome]) -> bytes:
+    return bytes(map(OUTCOMES.index, outcomes))
+
+
+def unpack_outcomes(packed: bytes) -> list[Outcome]:
+    """
+    Raises:
+        RankProtocolError: a byte stands for no outcome.
+    """
+    if packed and max(packed) >= len(OUTCOMES):
+        raise RankProtocolError(f"byte {max(packed)} stands for no outcome")
+    return [OUTCOMES[code] for code in packed]
+
+
+class SlotCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A copy in one pool; slots as runs."""
+
+    pool: str
+    sources: list[int]
+    destinations: list[int]
+
+
+class PoolPages(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of one pool: digests and, for reads and writes, the host slots as runs."""
+
+    pool: str
+    digests: bytes
+    slots: list[int] = []
+
+
+# The log: from the leader to every follower, in one order.
+
+
+class CopyEntry(msgspec.Struct, frozen=True, tag="copy", array_like=True):
+    """Copy between slots. It runs at its place in the log, in the order of the follower's compute stream."""
+
+    operation: int
+    direction: Direction
+    transfers: list[SlotCopy]
+
+
+class MarkEntry(msgspec.Struct, frozen=True, tag="mark", array_like=True):
+    """All copies that forward `step` depends on come before this entry."""
+
+    step: int
+
+
+class ReadEntry(msgspec.Struct, frozen=True, tag="read", array_like=True):
+    """Read pages from storage into host slots, on arrival."""
+
+    operation: int
+    pages: list[PoolPages]
+
+
+class WriteEntry(msgspec.Struct, frozen=True, tag="write", array_like=True):
+    """Write pages from host slots to storage, on arrival."""
+
+    operation: int
+    pages: list[PoolPages]
+
+
+class ExistsEntry(msgspec.Struct, frozen=True, tag="exists", array_like=True):
+    """Ask storage which pages every one of `pools` has."""
+
+    operation: int
+    pools: list[str]
+    digests: bytes
+    fresh: bool = False
+
+
+class TouchEntry(msgspec.Struct, frozen=True, tag="touch", array_like=True):
+    """Report pages used in memory to the storage engines. Not answered."""
+
+    pages: list[PoolPages]
+
+
+class ClearEntry(msgspec.Struct, frozen=True, tag="clear", array_like=True):
+    """Remove every page of the model from storage."""
+
+    operation: int
+
+
+class CloseEntry(msgspec.Struct, frozen=True, tag="close", array_like=True):
+    """The leader closes; nothing follows."""
+
+
+class HeartbeatEntry(msgspec.Struct, frozen=True, tag="alive", array_like=True):
+    """The leader is alive. Sent when there is nothing else to send."""
+
+
+Entry: TypeAlias = (
+    CopyEntry
+    | MarkEntry
+    | ReadEntry
+    | WriteEntry
+    | ExistsEntry
+    | TouchEntry
+    | ClearEntry
+    | CloseEntry
+    | HeartbeatEntry
+)
+
+
+# Answers: from a follower to the leader.
+
+
+class EndAnswer(msgspec.Struct, frozen=True, tag="ended", array_like=True):
+    """An operation without outcomes has ended.
+
+    Attributes:
+        operation: which one.
+        error: why it failed; empty if it succeeded.
+        count: the number of pages that a clear removed.
+    """
+
+    operation: int
+    error: str = ""
+    count: int = 0
+
+
+class OutcomesAnswer(msgspec.Struct, frozen=True, tag="answered", array_like=True):
+    """Outcomes of a read or write.
+
+    Attributes:
+        operation: which one.
+        outcomes: of each pool of the entry, a byte per page.
+        late: whether an engine may still use the slots; `LateAnswer` follows then.
+    """
+
+    operation: int
+    outcomes: list[bytes]
+    late: bool = False
+
+
+class LateAnswer(msgspec.Struct, frozen=True, tag="late", array_like=True):
+    """No engine uses the slots of a late operation any more; not `safe`: that will never be known."""
+
+    operation: int
+    safe: bool
+
+
+class PresenceAnswer(msgspec.Struct, frozen=True, tag="present", array_like=True):
+    """Which pages storage has: a byte per page, and the index of the reason for an incomplete answer."""
+
+    operation: int
+    flags: bytes
+    reason: int
+
+
+class FailureAnswer(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """The follower cannot go on, for example because its device has failed."""
+
+    error: str
+
+
+class HeartbeatAnswer(msgspec.Struct, frozen=True, tag="alive", array_like=True):
+    """The follower is alive. Sent when there is nothing else to send."""
+
+
+Answer: TypeAlias = EndAnswer | OutcomesAnswer | LateAnswer | PresenceAnswer | FailureAnswer | HeartbeatAnswer
+
+
+# The handshake, once, before both.
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """What a follower is.
+
+    Attributes:
+        protocol: `PROTOCOL`.
+        token: the group's secret.
+        rank: its number, from 1; the leader is rank 0.
+        build: what every rank must agree on, by name: versions, page size, layouts, pools.
+        slots: by pool that owns slots, the (device, host) slots that this rank has memory for.
+    """
+
+    protocol: int
+    token: str
+    rank: int
+    build: dict[str, str]
+    slots: dict[str, tuple[int, int]]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The group is complete.
+
+    Attributes:
+        incarnation: the group's number, drawn when it forms. Frames of another group are refused.
+        slots: the agreed slots, by pool: the least that any rank has.
+        heartbeat: seconds between two signs of life.
+    """
+
+    incarnation: int
+    slots: dict[str, tuple[int, int]]
+    heartbeat: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The group does not form, or does not take this rank."""
+
+    error: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The follower has allocated its memory and opened its storage, or failed to."""
+
+    error: str = ""
+
+
+Handshake: TypeAlias = Hello | Welcome | Refused | Ready

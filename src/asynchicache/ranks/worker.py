@@ -1,0 +1,249 @@
+"""A follower's process: joins a group, opens its memory and storage, and carries out the leader's log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
+
+import torch
+
+from asynchicache.cache import attach_storage, free_memory, open_device
+from asynchicache.config import CacheConfig
+from asynchicache.controller.storage_pools import StoragePools
+from asynchicache.controller.tasks import OwnedTasks, shielded
+from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import grow_pool
+from asynchicache.pools.sizing import plan_slots
+from asynchicache.ports import AsyncioPort, Port
+from asynchicache.ranks.follower import AppliedStep, RankFollower
+from asynchicache.ranks.handshake import build_of
+from asynchicache.ranks.joining import HandshakeLink
+from asynchicache.ranks.links import Address, Link, connect
+from asynchicache.ranks.messages import PROTOCOL, Hello, Ready, Refused, Welcome
+from asynchicache.ranks.options import RankLimits
+from asynchicache.specs import ModelSpec
+from asynchicache.storage.protocol import StorageBackend
+from asynchicache.streams.base import Device, Stream
+from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.opening import CopyOptions, allocate_memories, close_transfers, open_engine
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.1
+
+
+class RankWorker:
+    """A rank that carries out what the leader decides: it has device memory, host memory and storage, and no
+    tree.
+
+    Its engine runs each forward inside `forward`, with the step number that the leader's engine sent along.
+    Confined to one event loop.
+    """
+
+    def __init__(self, spec: ModelSpec, memories: Mapping[str, PoolMemory], follower: RankFollower) -> None:
+        self.spec = spec
+        self._memories = memories
+        self._follower = follower
+        self._ended = asyncio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def join(
+        cls,
+        spec: ModelSpec,
+        config: CacheConfig,
+        address: str,
+        token: str,
+        *,
+        limits: RankLimits | None = None,
+        storage: StorageBackend | None = None,
+        port: Port | None = None,
+        device: Device | None = None,
+        link: Link | None = None,
+    ) -> AsyncIterator[RankWorker]:
+        """Join a group for the duration of an `async with`.
+
+        Args:
+            spec: this rank's pools.
+            config: as the leader's, with this `rank`.
+            address: where the leader listens. A leader that does not listen yet is waited for.
+            token: the group's secret.
+            limits: deadlines.
+            storage: an open backend to use instead of the configured one; the caller closes it.
+            port: clock and threads; the real ones if None.
+            device: an open device to use instead of the configured one; the caller closes it.
+            link: a connection to use instead of `address`.
+
+        Raises:
+            RankError: the leader refuses this rank, or does not answer; says why.
+            ConfigError: options contradict each other or the model.
+            StorageError: storage cannot be used.
+        """
+        limits = RankLimits() if limits is None else limits
+        async with AsyncExitStack() as stack:
+            if link is None:
+                link = await _connect(Address.parse(address), limits.joining)
+            stack.push_async_callback(link.aclose)
+            hand = HandshakeLink(link)
+            if port is None:
+                port = AsyncioPort(threads=config.io_threads, seed=config.seed)
+                stack.push_async_callback(port.aclose)
+            kept = stack.enter_context(ExitStack())
+            owned = device is None
+            if device is None:
+                device = open_device(config)
+                kept.callback(device.close)
+            welcome = await _greet(hand, spec, config, token, device, limits)
+            try:
+                worker = await _open(stack, kept, spec, config, welcome, port, device, storage, owned=owned)
+            except CacheError as error:
+                hand.send(Ready(f"{type(error).__name__}: {error}"))
+                raise
+            hand.send(Ready())
+            tasks = OwnedTasks()
+            stack.push_async_callback(tasks.aclose)
+            await tasks.ready()
+            worker.run(hand, tasks, welcome.heartbeat, limits.silence)
+            yield worker
+
+    def run(self, hand: HandshakeLink, tasks: OwnedTasks, heartbeat: float, silence: float) -> None:
+        """Carry out the log in tasks of `tasks`; `join` calls it."""
+        self._follower.spawn = tasks.spawn
+        self._follower.wake = partial(self._flush, hand.link)
+        tasks.spawn(self._listen(hand))
+        tasks.spawn(self._beat(heartbeat, silence))
+
+    def _flush(self, link: Link) -> None:
+        data = self._follower.take()
+        try:
+            if data:
+                link.send(data)
+        except RankLostError as error:
+            self._follower.fail(RankLostError(f"rank 0 is lost: {error}"))
+
+    async def _listen(self, hand: HandshakeLink) -> None:
+        self._follower.feed(hand.rest())
+        while data := await hand.link.receive():
+            self._follower.feed(data)
+        if not self._follower.closed:
+            self._follower.fail(RankLostError("rank 0 is lost: its connection ended"))
+        self._ended.set()
+
+    async def _beat(self, heartbeat: float, silence: float) -> None:
+        while self._follower.failure is None and not self._follower.closed:
+            await asyncio.sleep(heartbeat)
+            self._follower.heartbeat()
+            self._follower.check(silence)
+
+    # What the rank's engine uses
+
+    def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
+        """One tensor of one pool on the device, `[layers, slots, ...]`; the slot numbers are the leader's.
+
+        Raises:
+            KeyError: no such pool or tensor.
+        """
+        memory = self._memories[pool].device
+        if isinstance(memory, DevicePool):
+            return memory.tensor(tensor)
+        raise UsageError("device_tensor(): an engine owns the device memory here")
+
+    @asynccontextmanager
+    async def forward(self, step: int, stream: Stream) -> AsyncIterator[AppliedStep]:
+        """Run one forward: the body makes `stream` wait for what it reads, and enqueues it.
+
+        Before the body, all copies that the forward depends on are enqueued. After it, copies of what it
+        writes may begin, also if no step follows.
+
+        Args:
+            step: the number that the leader's engine sent along (`RankGroup.mark`).
+            stream: this rank's compute stream, with every earlier forward enqueued on it.
+
+        Raises:
+            RankError: the step was run before or is out of order, or the group has failed or is closed.
+        """
+        yield await self._follower.apply(step, stream)
+        self._follower.launched(stream)
+
+    @property
+    def failure(self) -> RankError | None:
+        """Why this rank stopped; None while it runs."""
+        return self._follower.failure
+
+    async def ended(self) -> None:
+        """Wait until the leader has closed the group, or is lost."""
+        await self._ended.wait()
+
+
+async def _connect(address: Address, seconds: float) -> Link:
+    """
+    Raises:
+        RankError: no leader listens there, `seconds` long.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    return await connect(address)
+                except OSError:
+                    await asyncio.sleep(_RETRY_SECONDS)
+    except TimeoutError as error:
+        raise RankLostError(f"no leader listened at {address} for {seconds} s") from error
+
+
+async def _greet(
+    hand: HandshakeLink, spec: ModelSpec, config: CacheConfig, token: str, device: Device, limits: RankLimits
+) -> Welcome:
+    """
+    Raises:
+        RankError: the leader refuses this rank, or does not answer.
+    """
+    slots = plan_slots(spec, config, free_memory(device))
+    owners = {pool.name: slots[pool.name] for pool in spec.owners}
+    hand.send(Hello(PROTOCOL, token, config.rank, build_of(spec, config), owners))
+    answer = await hand.receive(2 * limits.joining)
+    if isinstance(answer, Refused):
+        raise RankError(f"the leader refuses rank {config.rank}: {answer.error}")
+    if not isinstance(answer, Welcome):
+        raise RankError(f"the leader answered with {type(answer).__name__}, not with Welcome")
+    return answer
+
+
+async def _open(
+    stack: AsyncExitStack,
+    kept: ExitStack,
+    spec: ModelSpec,
+    config: CacheConfig,
+    welcome: Welcome,
+    port: Port,
+    device: Device,
+    storage: StorageBackend | None,
+    *,
+    owned: bool,
+) -> RankWorker:
+    """Allocate the agreed memory and open storage, from the bottom up."""
+    allocate = partial(allocate_memories, spec, welcome.slots, device.name, config.host_layout, kept)
+    memories = await shielded(port.run_blocking(allocate))
+    if owned:
+        kept.callback(device.close)
+    reactor = CompletionReactor(port)
+    measure = not config.inline if owned else device.name != "cpu"
+    copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
+    copies: TransferEngine = await open_engine(device, memories, spec.layers, port, reactor, copying)
+    stack.push_async_callback(close_transfers, copies, reactor, kept, memories, config.close_seconds)
+    for memory in memories.values():  # the leader hands out slots only once every rank has all of them
+        if memory.host.growing:
+            await grow_pool(port, memory.host, lambda _: None)
+    hosts = {name: memory.host for name, memory in memories.items()}
+    stored = StoragePools(lambda _: ())
+    stack.push_async_callback(stored.aclose)
+    if storage is not None or config.storage is not None:
+        stored.attach(await attach_storage(spec, config, hosts, storage, port))
+    follower = RankFollower(welcome.incarnation, device, copies, memories, stored, port.now)
+    return RankWorker(spec, memories, follower)

@@ -1,0 +1,590 @@
+"""A seeded search over groups of ranks: random traffic, storage faults per rank, slow links and lost ranks.
+
+All ranks of a group run in one seeded loop: each has a device, memory and storage of its own, and links with
+drawn delays. Every rank mirrors the forwards of the leader on a compute stream of its own, checks what it
+reads against its own shard's bytes, and writes them. `asynchicache chaos --ranks` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
+from asynchicache.controller.request import Request
+from asynchicache.errors import BusyError, CapacityError, DeadlockError, RankError, TransferError
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.options import RankLimits
+from asynchicache.ranks.worker import RankWorker
+from asynchicache.specs import ModelSpec
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.chaos.search import BATCH, carry_out, quick_collection
+from asynchicache.testing.faults import FaultRates, Faulty
+from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
+from asynchicache.types import WritePolicy, token_array
+
+PAGE = 4
+LIMITS = RankLimits(joining=5.0, heartbeat=0.5, silence=3.0, copy_seconds=10.0, storage_seconds=20.0)
+
+MAX_STEPS = 400_000
+"""Callbacks of the loop after which a seed counts as endless."""
+
+_TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
+_FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"))
+_HOPELESS = (CapacityError, BusyError)
+
+
+class DelayedLink:
+    """One end of a connection in memory: bytes arrive in order, after drawn delays, in any portions.
+
+    Attributes:
+        spoil: changes bytes on their way.
+        other: the other end.
+        closed: whether the connection has ended.
+    """
+
+    def __init__(self, chance: random.Random, mean_seconds: float) -> None:
+        self.spoil: Callable[[bytes], bytes] = lambda data: data
+        self.other = self
+        self._chance = chance
+        self._mean = mean_seconds
+        self._inbox: deque[bytes] = deque()
+        self._sent: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self._due = 0.0
+        self.closed = False
+
+    @classmethod
+    def pair(cls, chance: random.Random, mean_seconds: float) -> tuple[DelayedLink, DelayedLink]:
+        here, there = cls(chance, mean_seconds), cls(chance, mean_seconds)
+        here.other, there.other = there, here
+        return here, there
+
+    def send(self, data: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        self._due = max(self._due, loop.time() + self._chance.expovariate(1 / self._mean))
+        self._sent.append(self.spoil(data))
+        loop.call_at(self._due, self._deliver)
+
+    def _deliver(self) -> None:
+        self.other.arrive(self._sent.popleft())  # the oldest: timers due at once have no order
+
+    def arrive(self, data: bytes) -> None:
+        self._inbox.append(data)
+        self._arrived.set()
+
+    async def receive(self) -> bytes:
+        while not self._inbox:
+            if self.closed or self.other.closed:
+                return b""
+            self._arrived.clear()
+            await self._arrived.wait()
+        data = self._inbox.popleft()
+        if not data:
+            return data
+        cut = self._chance.randrange(1, len(data) + 1)
+        if cut < len(data):
+            self._inbox.appendleft(data[cut:])
+        return data[:cut]
+
+    def close(self) -> None:
+        """End the connection, for both ends."""
+        for end in (self, self.other):
+            end.closed = True
+            end.arrive(b"")
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+class RankSlots(NamedTuple):
+    """Device slots of one pool, and the pages that belong there."""
+
+    pool: str
+    slots: list[int]
+    digests: list[bytes]
+
+
+def resumable(request: Request) -> bool:
+    """Whether a request's last checkpoint has all that a later prompt needs to go on there."""
+    sequence = request._sequence  # noqa: SLF001 - the harness looks inside
+    return sequence is not None and sequence.resumable
+
+
+class RankMirror:
+    """An engine over all ranks: the leader serves requests, and every follower runs the same forwards."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        cache: HybridCache,
+        workers: Sequence[RankWorker],
+        devices: Sequence[EmulatedDevice],
+        chance: random.Random,
+    ) -> None:
+        self.cache = cache
+        self.group = group
+        self.violations: list[str] = []
+        self._workers = workers
+        self._chance = chance
+        tensors = [cache.device_tensor, *(worker.device_tensor for worker in workers)]
+        self._oracles = [
+            ByteOracle(cache.spec, tensor, partial(_shard, rank)) for rank, tensor in enumerate(tensors)
+        ]
+        self._streams = [device.stream("compute") for device in devices]
+        self._turn = asyncio.Lock()
+
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, bool]:
+        """Serve a prompt; returns the tokens of its hit, and whether all of it is in storage."""
+        request = self.cache.request(tokens)
+        try:
+            await request.__aenter__()
+            await request.prefetch()
+            await request.admit()
+            ticket = request.load()
+            hit = request.hit.tokens
+            await request.reserve(len(tokens) - request.reserved)
+            await self._forward(request, list(tokens), hit, ticket)
+            await request.checkpoint(len(tokens), after=self._streams[0])
+            # Without a free slot for its state, a prefix is published that no prompt can go on from.
+            return hit, durable and await request.durable() and resumable(request)
+        finally:
+            request.close(after=self._streams[0])
+
+    async def _forward(self, request: Request, tokens: list[int], hit: int, ticket: object) -> None:
+        digests = page_digests(token_array(tokens), PAGE, namespace_seed(None))
+        known, last = hit // PAGE, len(tokens) // PAGE
+        reads = _slots(self.cache.spec, request, digests, 0, known, state=known) if known else []
+        writes = _slots(
+            self.cache.spec, request, digests, known, last, state=last if len(tokens) % PAGE == 0 else 0
+        )
+        async with self._turn:  # steps have an order; within one, ranks are not in step
+            step = self.group.mark()
+            with suppress(TransferError):
+                await ticket.submitted()  # type: ignore[attr-defined]
+            last_layer = self.cache.spec.layers - 1
+            ticket.fence(last_layer).wait_on(self._streams[0])  # type: ignore[attr-defined]
+            self._launch(0, reads, writes)
+            if self.group.failure is None:
+                every = [self._follow(rank, step, reads, writes) for rank in range(1, len(self._oracles))]
+                await asyncio.gather(*every)
+
+    async def _follow(
+        self, rank: int, step: int, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
+    ) -> None:
+        worker = self._workers[rank - 1]
+        await asyncio.sleep(self._chance.expovariate(5e3))
+        with suppress(RankError, TransferError):  # the group has failed; nothing it computes is used
+            async with worker.forward(step, self._streams[rank]) as applied:
+                await applied.submitted()
+                applied.wait_on(self._streams[rank], self.cache.spec.layers - 1)
+                self._launch(rank, reads, writes)
+                if self._chance.random() < 0.3:
+                    await asyncio.sleep(self._chance.expovariate(5e3))
+
+    def _launch(self, rank: int, reads: Sequence[RankSlots], writes: Sequence[RankSlots]) -> None:
+        def run() -> None:
+            for pool, slots, digests in reads:
+                wrong = self._oracles[rank].count_wrong(pool, slots, digests)
+                if wrong and self.group.failure is None:
+                    self.violations.append(f"rank {rank} has {wrong} wrong pages of {pool}")
+            for pool, slots, digests in writes:
+                self._oracles[rank].write(pool, slots, digests)
+
+        self._streams[rank].launch(run)
+
+
+def _shard(rank: int, pool: str) -> str:
+    return f"shard {rank}/"
+
+
+def _slots(
+    spec: ModelSpec, request: Request, digests: Sequence[bytes], first: int, last: int, *, state: int
+) -> list[RankSlots]:
+    """Slots of the pages `first` to `last - 1` of a request, and of the state at the end of page `state`."""
+    found = []
+    for pool in spec.pools if last > first else ():
+        if pool.per_token:
+            behind = request.first_page(pool.name)
+            start = max(first, behind)
+            slots = list(request.pages(pool.name)[start - behind : last - behind])
+            found.append(RankSlots(pool.name, slots, list(digests[start:last])))
+        elif state:
+            found.append(RankSlots(pool.name, [request.state(pool.name)], [digests[state - 1]]))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RankScript:
+    """One run: a group's ranks, its lives, and what goes wrong.
+
+    Attributes:
+        seed: replays the run.
+        ranks: ranks of each group, the leader included.
+        pools: pools of the model.
+        slots: by pool, (device, host) slots of each rank, drawn per rank; the least of all is agreed.
+        wire: mean seconds of a message's way.
+        lives: how many groups follow each other over the same storage.
+        clients, turns: clients of each life, and the prompts of each.
+        rates: storage faults of each rank.
+        calm: the last life has no storage faults, and asks for what was promised before.
+        forgets: between lives, the rank whose storage loses half of its pages; -1 for none.
+        lost: in the last life, the rank that is lost; 0 for none.
+        how: how it is lost: "closed", "silent" or "damaged".
+        write_policy: of the cache.
+    """
+
+    seed: int
+    ranks: int
+    pools: tuple[str, ...]
+    slots: tuple[Mapping[str, tuple[int, int]], ...]
+    wire: float
+    lives: int
+    clients: int
+    turns: int
+    rates: tuple[FaultRates, ...]
+    calm: bool
+    forgets: int
+    lost: int
+    how: str
+    write_policy: WritePolicy
+
+
+def draw_rank_script(seed: int) -> RankScript:
+    chance = random.Random(f"ranks {seed}")
+    count = chance.choice((2, 2, 3, 3, 4))
+    pools = chance.choice(_FAMILIES)
+    lost = chance.randrange(1, count) if chance.random() < 0.2 else 0
+    faulty = chance.random() < 0.5
+    return RankScript(
+        seed,
+        count,
+        pools,
+        tuple({name: _sizes(chance, name) for name in pools} for _ in range(count)),
+        wire=chance.choice((1e-5, 1e-4, 1e-3)),
+        lives=chance.choice((1, 2, 3, 4)),
+        clients=chance.randrange(1, 6),
+        turns=chance.randrange(1, 5),
+        rates=tuple(_rates(chance) if faulty else FaultRates() for _ in range(count)),
+        calm=chance.random() < 0.5,
+        forgets=chance.randrange(count) if chance.random() < 0.3 else -1,
+        lost=lost,
+        how=chance.choice(("closed", "silent", "damaged")),
+        write_policy=chance.choice(tuple(WritePolicy)),
+    )
+
+
+def _sizes(chance: random.Random, pool: str) -> tuple[int, int]:
+    if pool == "mamba":
+        return chance.randrange(7, 14), chance.randrange(3, 12)
+    return chance.randrange(20, 48), chance.randrange(20, 64)
+
+
+def _rates(chance: random.Random) -> FaultRates:
+    if chance.random() < 0.4:
+        return FaultRates()
+    rate = chance.choice((0.02, 0.1, 0.3))
+    lie = rate / 2 if chance.random() < 0.3 else 0.0
+    return FaultRates(fail=rate, partial=rate, late=rate / 2, hang=rate, lie=lie)
+
+
+@dataclass(slots=True, eq=True)
+class RankReport:
+    """What a run found.
+
+    Attributes:
+        violations: descriptions of what went wrong.
+        requests: requests that were served.
+        tiers: tokens of their hits, by tier.
+        lost: groups that went on cold, on purpose.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    requests: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+
+
+def run_rank_script(script: RankScript) -> RankReport:
+    """Run a script in virtual time."""
+    report = RankReport()
+    known = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # faults are logged, and they are the point
+    try:
+        run_seeded(script.seed, partial(_lives, script, report), max_steps=MAX_STEPS)
+    except DeadlockError as error:
+        report.violations.append(f"DeadlockError: {error}")
+    except Exception as error:  # noqa: BLE001 - the boundary of a run: whatever ends it is a finding
+        report.violations.append(f"{type(error).__name__}: {error}")
+    finally:
+        logging.disable(known)
+    return report
+
+
+async def _lives(script: RankScript, report: RankReport, world: SeededWorld) -> None:
+    stores = [MemoryStore() for _ in range(script.ranks)]
+    prompts: list[list[int]] = []
+    promised: dict[tuple[int, ...], int] = {}
+    for life in range(script.lives):
+        last = life == script.lives - 1
+        one = _RankLife(script, report, world, stores, prompts, promised)
+        await one.run(lose=last and script.lost > 0, last=last)
+        if script.forgets >= 0:
+            _forget(stores[script.forgets], world.random)
+
+
+def _forget(store: MemoryStore, chance: random.Random) -> None:
+    for key in list(store):
+        if chance.random() < 0.5:
+            store.drop(key)
+
+
+class _RankLife:
+    """One group, from its forming to its end."""
+
+    def __init__(
+        self,
+        script: RankScript,
+        report: RankReport,
+        world: SeededWorld,
+        stores: Sequence[MemoryStore],
+        prompts: list[list[int]],
+        promised: dict[tuple[int, ...], int],
+    ) -> None:
+        self._script = script
+        self._report = report
+        self._world = world
+        self._stores = stores
+        self._prompts = prompts
+        self._promised = promised
+        self._spec = synthetic_spec(PAGE, script.pools)
+        self._links: dict[int, DelayedLink] = {}
+        self._faults: list[Faulty] = []
+        self._devices: list[EmulatedDevice] = []
+        self._calm = False
+        # Storage that lies about what it has, or loses it, breaks promises that the cache cannot keep.
+        self._honest = script.forgets < 0 and not any(rates.lie for rates in script.rates)
+
+    async def run(self, *, lose: bool, last: bool) -> None:
+        self._calm = last and self._script.calm
+        async with AsyncExitStack() as stack:
+            mirror = await self._open(stack)
+            if self._honest and self._calm:
+                await self._ask_promised(mirror)
+            tasks = [
+                asyncio.create_task(self._client(mirror, number)) for number in range(self._script.clients)
+            ]
+            if lose:
+                await asyncio.sleep(self._world.random.expovariate(200))
+                self._lose()
+            await asyncio.gather(*tasks, self._release())
+            await self._settle(mirror, lose=lose)
+            self._report.violations += mirror.violations
+            served = mirror.cache.statistics().served.hit_tokens
+            self._report.tiers += Counter({str(tier): count for tier, count in served.items()})
+            await mirror.cache.aclose()  # the leader goes first, else its followers count as lost
+            await mirror.group.aclose()
+
+    async def _open(self, stack: AsyncExitStack) -> RankMirror:
+        script, world = self._script, self._world
+        self._devices = [
+            world.device(mean_seconds=world.random.choice((1e-5, 1e-4, 1e-3))) for _ in range(script.ranks)
+        ]
+        self._faults = [
+            Faulty(
+                MemoryBackend(store), FaultRates() if self._calm else rates, world.random, late_seconds=1.0
+            )
+            for store, rates in zip(self._stores, script.rates, strict=True)
+        ]
+        group = RankGroup(_TOKEN, LIMITS)
+        stack.push_async_callback(group.aclose)
+        joined: dict[int, RankWorker] = {}
+        async with asyncio.TaskGroup() as forming:
+            for rank in range(1, script.ranks):
+                here, self._links[rank] = DelayedLink.pair(world.random, script.wire)
+                forming.create_task(group.admit(here))
+                forming.create_task(self._follow(stack, rank, joined))
+            opening = HybridCache.open(
+                self._spec,
+                self._config(0),
+                storage=self._faults[0],
+                port=world.port,
+                device=self._devices[0],
+                group=group,
+            )
+            cache = await stack.enter_async_context(opening)
+        workers = [joined[rank] for rank in sorted(joined)]
+        return RankMirror(group, cache, workers, self._devices, world.random)
+
+    async def _follow(self, stack: AsyncExitStack, rank: int, joined: dict[int, RankWorker]) -> None:
+        joining = RankWorker.join(
+            self._spec,
+            self._config(rank),
+            "unix:of-a-test",
+            _TOKEN,
+            limits=LIMITS,
+            storage=self._faults[rank],
+            port=self._world.port,
+            device=self._devices[rank],
+            link=self._links[rank],
+        )
+        joined[rank] = await stack.enter_async_context(joining)
+
+    def _config(self, rank: int) -> CacheConfig:
+        slots = self._script.slots[rank]
+        return CacheConfig(
+            device_slots={name: device for name, (device, _) in slots.items()},
+            host_slots={name: host for name, (_, host) in slots.items()},
+            prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+            storage_limits=PoolLimits(deadline=0.2, cooldown=0.05, closing=0.1),
+            write_policy=self._script.write_policy,
+            weight_version="test",
+            rank=rank,
+            ranks=self._script.ranks,
+            close_seconds=0.5,
+        )
+
+    async def _release(self) -> None:
+        """Let hanging storage calls go on, long after their deadline, while others are served."""
+        for _ in range(8):
+            await asyncio.sleep(self._world.random.expovariate(3))
+            for faults in self._faults:
+                faults.release()
+
+    def _lose(self) -> None:
+        link = self._links[self._script.lost]
+        if self._script.how == "closed":
+            link.close()
+        elif self._script.how == "silent":
+            link.send = lambda data: None  # type: ignore[method-assign]
+        else:
+            link.spoil = lambda data: bytes([*data[:-1], data[-1] ^ 1])
+
+    async def _ask_promised(self, mirror: RankMirror) -> None:
+        """What `durable()` has promised in an earlier life is there, if no storage fails."""
+        for prompt, length in list(self._promised.items())[-2:]:
+            with suppress(*_HOPELESS):
+                hit, _ = await mirror.serve([*prompt, 1])
+                if hit < length:
+                    self._report.violations.append(
+                        f"{hit} of {length} durable tokens are back after a restart"
+                    )
+
+    async def _client(self, mirror: RankMirror, number: int) -> None:
+        chance = random.Random(f"{self._script.seed} {number} {len(self._prompts)}")
+        for _ in range(self._script.turns):
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.expovariate(10))
+            if self._prompts and chance.random() < 0.7:
+                tokens = list(chance.choice(self._prompts))
+                tokens = tokens[: chance.randrange(1, len(tokens) + 1)]
+            else:
+                tokens = [chance.randrange(3)]
+            tokens += [chance.randrange(1000) for _ in range(chance.randrange(1, 24))]
+            tokens = tokens[:64]
+            if len(tokens) > PAGE and chance.random() < 0.5:
+                tokens = tokens[: len(tokens) // PAGE * PAGE]  # it ends with a state
+            self._prompts.append(tokens)
+            with suppress(*_HOPELESS):
+                _, durable = await mirror.serve(tokens, durable=chance.random() < 0.4)
+                self._report.requests += 1
+                if durable:
+                    self._promised[tuple(tokens)] = len(tokens) // PAGE * PAGE
+
+    async def _settle(self, mirror: RankMirror, *, lose: bool) -> None:
+        """Everything ends: no operation is left open, and the caches hold what they should."""
+        for faults in self._faults:
+            faults.rates = FaultRates()
+            faults.release()
+        await asyncio.sleep(2.0)
+        if lose:
+            await asyncio.sleep(2 * LIMITS.silence)
+        failure = mirror.group.failure
+        if (failure is None) == lose and not (lose and self._script.how == "damaged"):
+            self._report.violations.append(f"the group's failure is {failure!r}, lost on purpose: {lose}")
+        self._report.lost += failure is not None
+        await mirror.cache.drain()
+        if failure is None:
+            self._report.violations += mirror.cache.verify(idle=True)
+            open_operations = len(mirror.group.leader)
+            if open_operations:
+                self._report.violations.append(f"{open_operations} operations of ranks are still open")
+
+
+@dataclass(slots=True, eq=False)
+class RankFindings:
+    """Totals of a search.
+
+    Attributes:
+        seeds: seeds run.
+        violations: by seed, descriptions of what went wrong.
+        requests: requests that were served.
+        tiers: tokens of their hits, by tier.
+        lost: groups that went on cold, on purpose.
+        cpu_seconds: processor time.
+    """
+
+    seeds: int = 0
+    violations: dict[int, list[str]] = field(default_factory=dict)
+    requests: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+    cpu_seconds: float = 0.0
+
+    def add(self, seed: int, report: RankReport) -> None:
+        self.seeds += 1
+        if report.violations:
+            self.violations[seed] = report.violations
+        self.requests += report.requests
+        self.tiers += report.tiers
+        self.lost += report.lost
+
+    def merge(self, other: RankFindings) -> None:
+        self.seeds += other.seeds
+        self.violations |= other.violations
+        self.requests += other.requests
+        self.tiers += other.tiers
+        self.lost += other.lost
+        self.cpu_seconds += other.cpu_seconds
+
+
+def run_rank_seeds(seeds: Sequence[int]) -> RankFindings:
+    """Run some seeds, one after the other."""
+    found, started = RankFindings(), time.process_time()
+    with quick_collection():
+        for seed in seeds:
+            found.add(seed, run_rank_script(draw_rank_script(seed)))
+    found.cpu_seconds = time.process_time() - started
+    return found
+
+
+def search_ranks(
+    seeds: Sequence[int], jobs: int, advance: Callable[[int, int], object] = lambda done, of: None
+) -> RankFindings:
+    """Run many seeds.
+
+    Args:
+        seeds: the seeds to run.
+        jobs: number of processes; 1 runs them in this process.
+        advance: called with the number of finished seeds and the total.
+    """
+    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    found = RankFindings()
+    for some in carry_out(run_rank_seeds, batches, jobs):
+        found.merge(some)
+        advance(found.seeds, len(seeds))
+    return found

@@ -1,0 +1,126 @@
+"""Followers as processes, and an engine that sends them each forward through their standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from asynchicache import CacheConfig, HybridCache
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.options import RankLimits
+from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.specs import synthetic_spec
+from asynchicache.types import token_array
+
+PAGE = 4
+SPEC = synthetic_spec(PAGE, ("kv",))
+TOKEN = "of this test"
+
+
+def shard(rank: int, pool: str) -> str:
+    return f"shard {rank}/{pool}"
+
+
+def config(rank: int, ranks: int) -> CacheConfig:
+    return CacheConfig(
+        device_slots={"kv": 64}, host_slots={"kv": 64}, weight_version="test", rank=rank, ranks=ranks
+    )
+
+
+class ProcessGroup:
+    """A leader in this process, and its followers."""
+
+    def __init__(
+        self, group: RankGroup, cache: HybridCache, followers: Sequence[asyncio.subprocess.Process]
+    ) -> None:
+        self.group = group
+        self.cache = cache
+        self.followers = followers
+        self._oracle = ByteOracle(SPEC, cache.device_tensor, lambda pool: shard(0, pool))
+
+    async def serve(self, tokens: Sequence[int]) -> int:
+        """Serve a prompt on all ranks; the tokens of its hit, whose bytes are right on each of them."""
+        digests = page_digests(token_array(tokens), PAGE, namespace_seed(None))
+        async with self.cache.request(tokens) as request:
+            await request.prefetch()
+            await request.load()
+            hit = request.hit.tokens
+            await request.reserve(len(tokens) - request.reserved)
+            pages, known = list(request.pages("kv")), hit // PAGE
+            whole = len(tokens) // PAGE
+            wrong = await self._forward(
+                pages[:known], digests[:known], pages[known:whole], digests[known:whole]
+            )
+            assert wrong == 0
+            await request.checkpoint(len(tokens))
+        return hit
+
+    async def _forward(
+        self, reads: list[int], known: Sequence[bytes], writes: list[int], fresh: Sequence[bytes]
+    ) -> int:
+        step = self.group.mark()
+        wrong = self._oracle.count_wrong("kv", reads, known)
+        self._oracle.write("kv", writes, fresh)
+        line = {"step": step, "reads": [_part(reads, known)], "writes": [_part(writes, fresh)]}
+        if self.group.failure is None:
+            wrong += sum(await asyncio.gather(*(self._tell(one, line) for one in self.followers)))
+        return wrong
+
+    async def _tell(self, follower: asyncio.subprocess.Process, line: object) -> int:
+        assert follower.stdin is not None
+        assert follower.stdout is not None
+        try:
+            follower.stdin.write(json.dumps(line).encode() + b"\n")
+            await follower.stdin.drain()
+        except ConnectionError:
+            return 0
+        answer = await follower.stdout.readline()
+        return int(answer or 0)
+
+
+def _part(slots: list[int], digests: Sequence[bytes]) -> tuple[str, list[int], list[str]]:
+    return "kv", slots, [digest.hex() for digest in digests]
+
+
+@asynccontextmanager
+async def processes(folder: Path, ranks: int, **limits: float) -> AsyncIterator[ProcessGroup]:
+    address = f"unix:{folder / 'group'}"
+    followers = [await start(address, rank, ranks) for rank in range(1, ranks)]
+    try:
+        async with (
+            RankGroup.listen(address, TOKEN, RankLimits(**limits)) as group,
+            HybridCache.open(SPEC, config(0, ranks), group=group) as cache,
+        ):
+            for follower in followers:
+                assert follower.stdout is not None
+                assert await follower.stdout.readline() == b"joined\n"
+            yield ProcessGroup(group, cache, followers)
+    finally:
+        for follower in followers:
+            if follower.returncode is None:
+                follower.kill()
+            await follower.wait()
+
+
+async def start(address: str, rank: int, ranks: int) -> asyncio.subprocess.Process:
+    tests = Path(__file__).parent.parent
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("follower_process.py")),
+        address,
+        str(rank),
+        str(ranks),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={
+            "PYTHONPATH": f"{tests}:{tests.parent / 'src'}",
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        },
+    )

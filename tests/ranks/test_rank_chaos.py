@@ -1,0 +1,102 @@
+"""The seeded search over groups of ranks is clean, and each rule that is switched off is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from asynchicache.ranks.follower import RankFollower
+from asynchicache.ranks.group import GroupStorage, GroupTransfers
+from asynchicache.ranks.leader import RankLeader
+from asynchicache.testing.rank_chaos import draw_rank_script, run_rank_script, search_ranks
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+WITHIN = 100
+"""Seeds in which each planted bug must be found."""
+
+
+def test_the_search_is_clean() -> None:
+    found = search_ranks(range(1000, 1030), jobs=1)
+    assert found.violations == {}
+    assert found.requests > 200
+    assert found.lost > 0, "groups are lost on purpose too"
+    assert all(count > 0 for count in found.tiers.values()), "hits come from every tier"
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    reports = [run_rank_script(draw_rank_script(11)) for _ in range(2)]
+    assert reports[0] == reports[1]
+
+
+def the_leader_alone_ends_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """R3 is off."""
+
+    def submit(self: GroupTransfers, operation, *, after=(), reads=(), done, on_wait=None):  # type: ignore[no-untyped-def]
+        if not operation.empty and self._leader.failure is None:
+            self._leader.copy(operation, self._seconds, lambda error: None)
+        return self._here.submit(operation, after=after, reads=reads, done=done, on_wait=on_wait)
+
+    patch.setattr(GroupTransfers, "submit", submit)
+
+
+def copies_do_not_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
+    """R2 is off."""
+    patch.setattr(RankFollower, "_computed", lambda self: ())
+
+
+def a_copy_is_answered_before_it_has_landed(patch: pytest.MonkeyPatch) -> None:
+    copy = RankFollower._copy
+
+    def early(self: RankFollower, entry, after) -> None:  # type: ignore[no-untyped-def]
+        self._copied(entry.operation, None)
+        with patch.context() as quiet:
+            quiet.setattr(RankFollower, "_copied", lambda self, operation, error: None)
+            copy(self, entry, after)
+
+    patch.setattr(RankFollower, "_copy", early)
+
+
+def the_leaders_outcomes_count(patch: pytest.MonkeyPatch) -> None:
+    """R4 is off."""
+    patch.setattr(GroupStorage, "_merged", lambda self, here, index, answers: here)
+
+
+def messages_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
+    """R1 is off: entries of one frame in another order."""
+    from asynchicache.ranks.frames import FrameWriter
+
+    take = FrameWriter.take
+
+    def shuffled(self: FrameWriter) -> bytes:  # type: ignore[type-arg]
+        self._messages.reverse()
+        return take(self)
+
+    patch.setattr(FrameWriter, "take", shuffled)
+
+
+def a_lost_rank_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """R7 is off."""
+    patch.setattr(RankLeader, "check", lambda self, silence: None)
+    patch.setattr(RankLeader, "lost", lambda self, rank, why: None)
+
+
+PLANTS: dict[Plant, int] = {
+    the_leader_alone_ends_a_copy: 13,
+    copies_do_not_wait_for_compute: 19,
+    a_copy_is_answered_before_it_has_landed: 13,
+    the_leaders_outcomes_count: 70,
+    messages_overtake_each_other: 9,
+    a_lost_rank_is_not_noticed: 1,
+}
+"""Planted bugs, and the seed to begin at, so that the search ends soon."""
+
+
+@pytest.mark.filterwarnings("ignore")  # a run that does not end leaves its tasks
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seeds = range(PLANTS[plant], PLANTS[plant] + WITHIN)
+    found = next((seed for seed in seeds if run_rank_script(draw_rank_script(seed)).violations), None)
+    assert found is not None, f"not found in {WITHIN} seeds"
