@@ -229,10 +229,10 @@ def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator
     """Refuse some slot allocations, as if all slots were in use."""
     make_room = books.make_room
 
-    def refuse(place: SlotPlace, count: int, *, beside: int = 0) -> bool:
+    def refuse(place: SlotPlace, count: int) -> bool:
         if count and draws.strikes("allocation.refused", rate):
             return False
-        return make_room(place, count, beside=beside)
+        return make_room(place, count)
 
     with patch.object(books, "make_room", refuse) if rate else ExitStack():
         yield

@@ -332,8 +332,8 @@ class HitOracle:
         """Number of refused allocations, including injected refusals."""
         return self._refused + self._draws.counted["allocation.refused"]
 
-    def _room(self, make_room: Callable[..., bool], place: SlotPlace, count: int, *, beside: int = 0) -> bool:
-        if make_room(place, count, beside=beside):
+    def _room(self, make_room: Callable[..., bool], place: SlotPlace, count: int) -> bool:
+        if make_room(place, count):
             return True
         self._refused += 1
         self.costs.forget()  # a planned read may be dropped and repeated by another request
