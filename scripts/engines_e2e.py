@@ -54,10 +54,7 @@ ENGINES = (
         "vllm",
         "0.32.0",
         (
-            (
-                "VLLM_ENABLE_V1_MULTIPROCESSING",
-                "0",
-            ),  # `LLM` runs engine, scheduler and worker in this process
+            ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # `LLM` keeps all of an engine in its process
             ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
             ("VLLM_NO_USAGE_STATS", "1"),
             ("HF_HUB_OFFLINE", "1"),
@@ -137,6 +134,12 @@ def run_suite(folder: Path, engine: WholeEngine, more: Sequence[str]) -> Result:
     return read_report(engine, report, time.monotonic() - started, whole=whole)
 
 
+def run_file(folder: Path, engine: WholeEngine, file: str, more: Sequence[str]) -> int:
+    """Run a file of an engine's suite in its environment; returns its exit status."""
+    command = [python_of(folder), engine.suite / file, *more]
+    return subprocess.run(command, env=environment(folder, engine), cwd=folder, check=False).returncode
+
+
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     names = [engine.name for engine in ENGINES]
     parser = argparse.ArgumentParser(description="Run our adapters in whole engines, on a CPU.")
@@ -144,6 +147,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         "engines", nargs="*", metavar="ENGINE", help=f"some of {names}; all of them by default"
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where environments and models go")
+    parser.add_argument(
+        "--run", metavar="FILE", help="run a file of the suite, such as speed.py, and no tests"
+    )
     parser.add_argument("--install", action="store_true", help="make the environments, and run nothing")
     options, more = parser.parse_known_args(arguments)
     unknown = set(options.engines) - set(names)
@@ -165,6 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_environment(folder, engine)
     if options.install:
         return 0
+    if options.run:
+        runs = [run_file(folder, engine, options.run, more) for engine, folder in folders.items()]
+        return max(runs)
     results = [run_suite(folder, engine, more) for engine, folder in folders.items()]
     print(table([("engine", "version", "tests", "took", ""), *(result.row() for result in results)]))
     return 0 if all(result.ok for result in results) else 1

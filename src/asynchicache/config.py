@@ -219,6 +219,11 @@ def _value_of(option: str, text: str) -> object:
     return text if option in _WORDS and not isinstance(value, str) else value
 
 
+def python_hash_seed() -> str | None:
+    """Python's PYTHONHASHSEED, from which vLLM seeds hashes that are not cryptographic."""
+    return os.environ.get("PYTHONHASHSEED")
+
+
 def open_backend(name: str, options: Mapping[str, object], port: Port) -> StorageBackend:
     """The storage backend of that name, imported now.
 

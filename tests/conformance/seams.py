@@ -21,10 +21,35 @@ import msgspec
 TIERING = "vllm.v1.kv_offload.tiering"
 HICACHE = "sglang.srt.mem_cache.hicache_storage"
 LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+KV_CACHE = "vllm.v1.kv_cache_interface"
 TRANSFORMERS_CACHE = "transformers.cache_utils"
+
+CONNECTOR_SEAM = (
+    f"{CONNECTOR}.base:KVConnectorBase_V1",
+    f"{CONNECTOR}.base:SupportsHMA",
+    f"{CONNECTOR}.base:KVConnectorRole",
+    f"{CONNECTOR}.base:KVConnectorTransferResults",
+    f"{CONNECTOR}.metrics:KVConnectorStats",
+    f"{CONNECTOR}.metrics:KVConnectorPromMetrics",
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource",
+    "vllm.v1.core.sched.output:KVConnectorBlockState",
+    "vllm.v1.core.sched.output:SchedulerOutput",
+    "vllm.v1.core.block_pool:BlockPool",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+    f"{KV_CACHE}:KVCacheConfig",
+    f"{KV_CACHE}:KVCacheGroupSpec",
+    f"{KV_CACHE}:FullAttentionSpec",
+    f"{KV_CACHE}:MLAAttentionSpec",
+    f"{KV_CACHE}:SlidingWindowSpec",
+    f"{KV_CACHE}:MambaSpec",
+    f"{KV_CACHE}:UniformTypeKVCacheSpecs",
+)
+"""What vLLM's connector extends and reads; 0.32 and 0.33 have it."""
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "vllm": (
+        *CONNECTOR_SEAM,
         f"{TIERING}.base:SecondaryTierManager",
         f"{TIERING}.base:ParentManager",
         f"{TIERING}.base:TransferJob",

@@ -1,4 +1,4 @@
-"""The page on vLLM has every option, hint and metric of the tier, and its JSON is one that the tier takes."""
+"""The page on the tier for vLLM has every option, hint and metric, and its JSON is one that it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynchicache.integrations.vllm.metrics import DEFINITIONS
 from asynchicache.integrations.vllm.options import TierOptions
 from asynchicache.integrations.vllm.words import OffloadingCounterMetadata
 
-PAGE = (Path(__file__).parents[2] / "docs/howto/vllm.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/howto/vllm_tier.md").read_text("utf-8")
 ROWS = dict(re.findall(r"^\| `([\w:-]+)` \| (.*) \|$", PAGE, re.MULTILINE))
 
 

@@ -265,7 +265,7 @@ def test_the_next_engine_of_a_process_registers_its_metrics_anew(open_rig: Open)
 
 
 def test_the_configuration_of_the_page_turns_it_on(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/howto/vllm.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs/howto/vllm_tier.md").read_text("utf-8")
     (block,) = [text for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "kv_connector" in text]
     extra = json.loads(block)["kv_connector_extra_config"]
     (tier,) = extra.pop("secondary_tiers")

@@ -53,9 +53,14 @@ class Engine:
             _forget()
             raise
 
-    def ask(self, prompts: Sequence[Prompt], *, new: int = 12) -> list[Answer]:
+    def ask(
+        self, prompts: Sequence[Prompt], *, new: int = 12, hints: Mapping[str, Any] | None = None
+    ) -> list[Answer]:
         """Answer prompts, which run together; greedily."""
-        parameters = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        extra = {"kv_transfer_params": {"asynchicache": dict(hints)}} if hints else None
+        parameters = SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, extra_args=extra
+        )
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
         )
@@ -69,9 +74,11 @@ class Engine:
             for output in outputs
         ]
 
-    def ask_in_turn(self, prompts: Sequence[Prompt], *, new: int = 12) -> list[Answer]:
+    def ask_in_turn(
+        self, prompts: Sequence[Prompt], *, new: int = 12, hints: Mapping[str, Any] | None = None
+    ) -> list[Answer]:
         """Answer prompts, one after the other."""
-        return [self.ask([prompt], new=new)[0] for prompt in prompts]
+        return [self.ask([prompt], new=new, hints=hints)[0] for prompt in prompts]
 
     def metrics(self) -> dict[tuple[str, ...], float]:
         """Return values by metric name and the values of its own labels."""

@@ -16,7 +16,7 @@ COPIED = "vllm:kv_offload_total_bytes"
 
 
 def tiering(folder: Path) -> dict[str, Any]:
-    """What docs/howto/vllm.md configures, with a spec that runs on a CPU."""
+    """What docs/howto/vllm_tier.md configures, with a spec that runs on a CPU."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -10,7 +10,7 @@ from asynchicache.integrations.vllm.seam import TieringOffloadingSpec
 
 
 class AsynchicacheTieringSpec(TieringOffloadingSpec):
-    """vLLM's spec, plus the row layout. Set in `kv_connector_extra_config`; see docs/howto/vllm.md.
+    """vLLM's spec, plus the row layout. Set in `kv_connector_extra_config`; see docs/howto/vllm_tier.md.
 
     vLLM creates one spec in each worker and one in the scheduler. Only workers know the layout of rows,
     and vLLM does not pass it to tiers, so this class does.

@@ -60,8 +60,8 @@ class _JobTag(NamedTuple):
 class AsynchicacheTier(SecondaryTierManager):
     """KV and state chunks in storage.
 
-    Configured in `secondary_tiers` of vLLM's `kv_connector_extra_config`; see docs/howto/vllm.md. Once the
-    tier is open, a storage failure never raises: it is a miss, or a store that fails.
+    Configured in `secondary_tiers` of vLLM's `kv_connector_extra_config`; see docs/howto/vllm_tier.md. Once
+    the tier is open, a storage failure never raises: it is a miss, or a store that fails.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE

@@ -1,0 +1,162 @@
+"""The cache behind the connector: host memory and storage, no device. Confined to the bridge's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig
+from asynchicache.controller.request import Hit, Request
+from asynchicache.controller.statistics import CacheStatistics
+from asynchicache.integrations.vllm.kv_groups import KvGroups
+from asynchicache.pools.shared import HostHandle
+from asynchicache.transfer.remote import CopyOrder, CopyResult, RemoteCopies
+from asynchicache.types import Direction
+
+logger = logging.getLogger(__name__)
+
+Blocks = Mapping[str, Sequence[int | None]]
+
+
+class Backup(NamedTuple):
+    """Blocks that hold the end of a prefix.
+
+    Attributes:
+        tokens: of the prefix.
+        blocks: by pool; None in place of a block that is gone.
+    """
+
+    tokens: int
+    blocks: Blocks
+
+
+class TakenOrders(NamedTuple):
+    """New orders, and the cache's statistics after them."""
+
+    orders: list[CopyOrder]
+    statistics: CacheStatistics
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    """The cache's request of one admission, and how many keys it knows."""
+
+    request: Request
+    keys: int
+
+
+class ConnectorCache:
+    """A `HybridCache` whose copies a worker carries out; made by `open`.
+
+    The scheduler's thread names what vLLM has admitted by a number of its own, a new one after a preemption.
+    """
+
+    def __init__(self, cache: HybridCache, remote: RemoteCopies, block_size: int) -> None:
+        self._cache = cache
+        self._remote = remote
+        self._block_size = block_size
+        self._served: dict[int, _Served] = {}
+        self._waiting: list[CopyOrder] = []
+        self._namespace: str | None = None
+
+    @classmethod
+    async def open(cls, groups: KvGroups, config: CacheConfig) -> Self:
+        """
+        Raises:
+            ConfigError, CapacityError, StorageError: as `HybridCache.open`.
+        """
+        remote = RemoteCopies(groups.pages())
+        cache = await HybridCache.open(groups.spec, config, engine=remote)
+        return cls(cache, remote, groups.block_size)
+
+    @property
+    def host(self) -> HostHandle:
+        return self._remote.host
+
+    def statistics(self) -> CacheStatistics:
+        return self._cache.statistics()
+
+    async def look_up(self, number: int, keys: Sequence[bytes], tokens: int) -> Hit:
+        """Read into host memory what storage has of a prompt, and pin what there is."""
+        request = await self._enter(number, keys, tokens)
+        try:
+            return await request.prefetch()
+        except BaseException:
+            await self.leave(number)
+            raise
+
+    async def _enter(self, number: int, keys: Sequence[bytes], tokens: int) -> Request:
+        request = self._cache.request_keys(keys, length=tokens, namespace=self._namespace)
+        self._served[number] = _Served(request, len(keys))
+        return await request.__aenter__()
+
+    async def load(self, number: int, into: Blocks) -> int | None:
+        """Order the copies of a hit; return the order's id, None if there is nothing to copy."""
+        self._waiting += self._remote.take()
+        self._served[number].request.load(into=into)
+        orders = self._remote.take()  # what was ordered just now
+        self._waiting += orders
+        return next((order.id for order in orders if order.direction is Direction.LOAD), None)
+
+    async def release(self, number: int) -> None:
+        """Drop the pins of a hit that is not loaded."""
+        served = self._served.get(number)
+        if served is not None:
+            served.request.load(into={})
+
+    async def back_up(self, number: int, keys: Sequence[bytes], backups: Iterable[Backup]) -> None:
+        """Copy blocks to host memory; return when no copy reads them any more.
+
+        Args:
+            number: of the admission.
+            keys: of all blocks that are complete.
+            backups: by length, ascending.
+
+        Raises:
+            CacheError: a copy failed; its blocks are not cached.
+        """
+        served = self._served.get(number)
+        if served is None:
+            await self._enter(number, keys, len(keys) * self._block_size)
+            served = self._served[number]
+        elif len(keys) > served.keys:
+            served.request.append_keys(keys[served.keys :])
+            served.keys = len(keys)
+        copies = [self._back_up_one(served.request, backup) for backup in backups]
+        failures = [one for one in await asyncio.gather(*copies, return_exceptions=True) if one is not None]
+        if failures:
+            raise failures[0]
+
+    async def _back_up_one(self, request: Request, backup: Backup) -> None:
+        await request.checkpoint(backup.tokens, pages=backup.blocks)
+
+    async def leave(self, number: int) -> None:
+        served = self._served.pop(number, None)
+        if served is not None:
+            await served.request.__aexit__(None, None, None)
+
+    async def take(self) -> TakenOrders:
+        """Return orders that have not been taken."""
+        orders, self._waiting = self._waiting + self._remote.take(), []
+        return TakenOrders(orders, self._cache.statistics())
+
+    async def finish(self, results: Iterable[CopyResult]) -> None:
+        """Publish what was copied, and wake what waits for it."""
+        self._remote.finish(results)
+        await asyncio.sleep(0)
+
+    def forget(self) -> None:
+        """Find nothing that was cached until now, in no process: keys get a namespace that is new."""
+        self._namespace = uuid.uuid4().hex
+
+    async def aclose(self) -> None:
+        """Wait for writes to storage, up to `close_seconds`, and close."""
+        self._remote.abandon("vLLM shuts down, and no worker reports any more")
+        for number in list(self._served):
+            await self.leave(number)
+        await self._cache.aclose()

@@ -1,0 +1,156 @@
+"""The worker's half of the connector: copies blocks, and decides nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asynchicache.errors import CacheError
+from asynchicache.integrations.bridge import Job, JobState, LoopBridge
+from asynchicache.integrations.copy_worker import CopyWorker
+from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
+from asynchicache.integrations.vllm.connector_seam import KVConnectorTransferResults
+from asynchicache.integrations.vllm.kv_groups import KvGroups
+from asynchicache.pools.engine import EngineMemory
+from asynchicache.pools.shared import HostHandle
+from asynchicache.streams.base import Event
+from asynchicache.streams.cuda import CudaDevice
+from asynchicache.transfer.remote import CopyOrder, CopyResult
+from asynchicache.types import Direction
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 10.0
+
+
+class ConnectorWorker:
+    """Carries out orders between the blocks of one worker and host memory.
+
+    Args:
+        groups: the model's KV cache groups.
+        idle_wait_s: longest wait for copies in a step that computed nothing.
+    """
+
+    def __init__(self, groups: KvGroups, idle_wait_s: float) -> None:
+        self._groups = groups
+        self._idle_wait_s = idle_wait_s
+        self._bridge = LoopBridge(name="asynchicache-vllm-worker")
+        self._caches: Any = None
+        self._memory: EngineMemory | None = None
+        self._copier: CopyWorker | None = None
+        self._waiting: dict[int, str] = {}
+        self._results: list[CopyResult] = []
+        self._ended = KVConnectorTransferResults()
+
+    def register(self, caches: Any) -> None:
+        """Take the blocks that orders name from now on.
+
+        Raises:
+            ConfigError: a layer's memory is not what its group says.
+        """
+        self.unregister()
+        self._caches = caches
+        self._memory = self._groups.memory(caches)
+
+    def unregister(self) -> None:
+        """Let go of the blocks, once copies in flight have ended."""
+        if self._copier is not None:
+            self._bridge.drain()
+            self._collect()
+            self._bridge.call(self._copier.aclose())
+        self._memory = self._copier = None
+
+    def restore(self) -> None:
+        """Take the blocks of before again, at their addresses of now."""
+        self.register(self._caches)
+
+    def start_loads(self, step: StepOrders) -> None:
+        """Begin copies to blocks."""
+        self._waiting.update(step.loads)
+        self._ended.finished_recving |= step.loaded | step.failed
+        self._ended.failed_recving |= step.failed
+        self._start(step.host, [order for order in step.orders if order.direction is Direction.LOAD])
+
+    def start_backups(self, step: StepOrders) -> None:
+        """Begin copies from blocks, which the step's forward has filled."""
+        jobs = self._start(step.host, [order for order in step.orders if order.direction is Direction.BACKUP])
+        if self._memory is not None and self._memory.device == "cpu":
+            # Copies would compete with the next forward; so the scheduler gets its blocks back in this step.
+            for job in jobs:
+                job.wait()
+
+    def _start(self, host: HostHandle, orders: Sequence[CopyOrder]) -> list[Job[list[CopyResult]]]:
+        if not orders:
+            return []
+        try:
+            copier = self._opened(host)
+        except (CacheError, OSError) as error:
+            logger.exception("host memory cannot be used: every load and backup fails")
+            self._settle([CopyResult(order.id, str(error)) for order in orders])
+            return []
+        running = copier.run(orders, after=_forward(copier, self._memory))
+        return [self._bridge.submit(running, tag=[order.id for order in orders])]
+
+    def _opened(self, host: HostHandle) -> CopyWorker:
+        """Map host memory; the scheduler's half opened it after this worker had registered its blocks."""
+        if self._copier is None:
+            assert self._memory is not None, "vLLM registers its caches before the first step"
+            self._copier = self._bridge.call(self._open(self._memory, host))
+        return self._copier
+
+    async def _open(self, memory: EngineMemory, host: HostHandle) -> CopyWorker:
+        return await CopyWorker.open(self._groups.spec, memory, host)
+
+    def ended(self, *, idle: bool) -> KVConnectorTransferResults:
+        """Return requests whose loads have ended since the last call."""
+        if idle and self._waiting and self._idle_wait_s:
+            self._bridge.wait_finished(self._idle_wait_s)
+        self._collect()
+        ended, self._ended = self._ended, KVConnectorTransferResults()
+        return ended
+
+    def results(self) -> StepResults | None:
+        """Return copies that have ended since the last call."""
+        self._collect()
+        results, self._results = self._results, []
+        return StepResults(results) if results else None
+
+    def _collect(self) -> None:
+        for job in self._bridge.finished():
+            self._settle(_results_of(job))
+
+    def _settle(self, results: Sequence[CopyResult]) -> None:
+        self._results += results
+        for result in results:
+            request = self._waiting.pop(result.id, None)
+            if request is not None:
+                self._ended.finished_recving.add(request)
+                if result.error:
+                    self._ended.failed_recving.add(request)
+
+    def close(self) -> None:
+        """Wait for copies, up to a time limit, and unmap host memory. Idempotent."""
+        if self._bridge.closed:
+            return
+        self._bridge.drain(_CLOSE_SECONDS)
+        if self._copier is not None:
+            self._bridge.call(self._copier.aclose())
+        self._bridge.close(_CLOSE_SECONDS)
+
+
+def _forward(copier: CopyWorker, memory: EngineMemory | None) -> Event | None:
+    """The end of what vLLM has enqueued on a GPU: it may still read blocks that loads write to."""
+    if not isinstance(copier.device, CudaDevice) or memory is None:
+        return None
+    return copier.mark(copier.device.wrap(torch.cuda.current_stream(memory.device)))
+
+
+def _results_of(job: Job[list[CopyResult]]) -> list[CopyResult]:
+    """Results of a job; all of its orders failed if the job did."""
+    if job.state is JobState.DONE:
+        return job.result()
+    ids: list[int] = job.tag  # type: ignore[assignment]  # set by `_start`
+    return [CopyResult(order, f"the copy did not run: {job.exception()}") for order in ids]

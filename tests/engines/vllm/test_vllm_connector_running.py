@@ -1,0 +1,198 @@
+"""`AsynchicacheConnector` in a running vLLM: hits, bytes, and what goes wrong."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from connecting import connector, damage, stored_pages, worst_difference
+from running import BLOCK, GATED_DELTA_NETS, Engine, cached, prompts, tokens
+from seams import accepts, signature
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+from asynchicache.errors import CacheError
+from asynchicache.integrations.vllm.connector import AsynchicacheConnector
+
+PROMPTS = [*prompts(2, 700), prompts(1, 22 * BLOCK, seed=6)[0]]  # the last one ends with a block
+ATTENTION = [672, 736, 672]
+STATES = [512, 512, 512]
+
+Model = Callable[[str], Path]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("qwen3", ATTENTION),
+        ("gemma3", ATTENTION),
+        ("gpt_oss", ATTENTION),
+        ("qwen3_next", STATES),
+        ("qwen3_5", STATES),
+        ("granite_hybrid", STATES),
+        ("nemotron_h", STATES),
+    ],
+)
+def test_hits_come_from_disk_and_from_host_memory_and_change_no_token(
+    model: Model, tmp_path: Path, name: str, blocks: list[int]
+) -> None:
+    """As long as vLLM's own: after a restart, and after vLLM has dropped its blocks."""
+    with Engine(model(name)) as plain:
+        computed = plain.ask_in_turn(PROMPTS)
+        local = plain.ask_in_turn(PROMPTS)
+    with Engine(model(name), connector(tmp_path)) as first:
+        cold = first.ask_in_turn(PROMPTS)
+        assert first.llm.reset_prefix_cache()
+        from_host = first.ask_in_turn(PROMPTS)
+    with Engine(model(name), connector(tmp_path)) as second:
+        from_disk = second.ask_in_turn(PROMPTS)
+
+    assert cached(cold) == [0, 0, 0]
+    assert cached(from_host) == cached(from_disk) == cached(local) == blocks
+    assert tokens(cold) == tokens(computed)
+    assert tokens(from_host) == tokens(from_disk) == tokens(local)
+
+
+def conversations(count: int, turns: int, seed: int) -> list[list[list[int]]]:
+    """Waves of requests at once: every conversation grows, and three requests come twice."""
+    numbers = random.Random(seed)
+    talks = [[numbers.randrange(3, 500) for _ in range(numbers.randrange(150, 500))] for _ in range(count)]
+    waves = [
+        [talk + [numbers.randrange(3, 500) for _ in range(90 * turn)] for talk in talks]
+        for turn in range(turns)
+    ]
+    return [wave + wave[:3] for wave in waves]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options"),
+    [
+        ("qwen3", {}, {}),
+        ("gemma3", {}, {}),
+        ("qwen3_next", {}, {}),
+        ("qwen3", {}, {"host_bytes": 2 << 20}),  # evicts all the time
+        ("qwen3", {"num_gpu_blocks_override": 50, "max_model_len": 1024}, {}),  # preempts
+        ("gemma3", {"num_gpu_blocks_override": 150, "max_model_len": 1024}, {}),
+    ],
+    ids=["qwen3", "gemma3", "qwen3_next", "small-host", "preempted", "gemma3-preempted"],
+)
+def test_under_stress_no_token_changes_and_no_wrong_page_is_stored(
+    model: Model, tmp_path: Path, name: str, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Everything is recomputed by an engine of its own, and every stored page is compared with its."""
+    waves = conversations(10, 3, 3)
+    with Engine(model(name), connector(tmp_path / "recomputed")) as plain:
+        expected = [tokens(plain.ask(wave, new=24)) for wave in waves]
+    got, hits, preemptions = [], 0, 0.0
+    for _ in range(2):
+        with Engine(model(name), connector(tmp_path / "stressed", **options), **arguments) as engine:
+            for wave in waves:
+                answers = engine.ask(wave, new=24)
+                got.append(tokens(answers))
+                hits += sum(cached(answers))
+                engine.llm.reset_prefix_cache()
+            preemptions += engine.metrics().get(("vllm:num_preemptions",), 0)
+
+    pages, worst = worst_difference(
+        stored_pages(tmp_path / "stressed"),
+        stored_pages(tmp_path / "recomputed"),
+        "bytes" if name in GATED_DELTA_NETS else "float32",
+    )
+    print(f"STRESS {name} {arguments} {options}: {hits=} {preemptions=} {pages=} {worst=}")
+    if name not in GATED_DELTA_NETS:  # in bfloat16 a hit rounds otherwise, and tokens change late
+        assert got == expected * 2
+    assert hits > 0
+    assert pages > 50
+    assert worst < 1e-4
+    assert (preemptions > 0) == ("num_gpu_blocks_override" in arguments)
+
+
+def test_damaged_pages_are_misses(model: Model, tmp_path: Path) -> None:
+    asked = prompts(6, 200)
+    with Engine(model("qwen3"), connector(tmp_path)) as first:
+        expected = first.ask(asked)
+    assert damage(tmp_path, every=4) > 5
+    with Engine(model("qwen3"), connector(tmp_path)) as second:
+        answers = second.ask(asked)
+        corrupt = sum(
+            value for (name, *labels), value in second.metrics().items() if labels[-1:] == ["corrupt"]
+        )
+
+    assert tokens(answers) == tokens(expected)
+    assert 0 < sum(cached(answers)) < sum(len(prompt) // BLOCK * BLOCK for prompt in asked)
+    assert corrupt > 0
+
+
+def test_requests_choose_to_load_and_to_store_nothing(model: Model, tmp_path: Path) -> None:
+    with Engine(model("qwen3"), connector(tmp_path)) as first:
+        computed = first.ask_in_turn(PROMPTS[:1], hints={"no_store": True})
+    with Engine(model("qwen3"), connector(tmp_path)) as second:
+        assert cached(second.ask_in_turn(PROMPTS[:1])) == [0]
+    with Engine(model("qwen3"), connector(tmp_path)) as third:
+        assert cached(third.ask_in_turn(PROMPTS[:1], hints={"no_load": True})) == [0]
+        third.llm.reset_prefix_cache()
+        again = third.ask_in_turn(PROMPTS[:1])
+
+    assert cached(again) == [672]
+    assert tokens(again) == tokens(computed)
+
+
+def test_after_a_reset_nothing_of_before_is_found(model: Model, tmp_path: Path) -> None:
+    with Engine(model("qwen3"), connector(tmp_path)) as engine:
+        engine.ask_in_turn(PROMPTS)
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        after = engine.ask_in_turn(PROMPTS)
+        assert engine.llm.reset_prefix_cache()
+        again = engine.ask_in_turn(PROMPTS)
+
+    assert cached(after) == [0, 0, 0]
+    assert cached(again) == ATTENTION
+
+
+def test_metrics_tell_where_hits_came_from(model: Model, tmp_path: Path) -> None:
+    with Engine(model("qwen3"), connector(tmp_path)) as first:
+        first.ask_in_turn(PROMPTS)
+    with Engine(model("qwen3"), connector(tmp_path)) as second:
+        second.ask_in_turn([*PROMPTS, [5] * 40])
+        found = second.metrics()
+
+    assert found["vllm:asynchicache_connector_hit_tokens", "storage"] == sum(ATTENTION)
+    assert found["vllm:external_prefix_cache_hits",] == sum(ATTENTION)
+    assert (
+        found["vllm:asynchicache_connector_storage_blocks", "group0", "get", "hit"] == sum(ATTENTION) // BLOCK
+    )
+    assert found["vllm:asynchicache_connector_kept_blocks",] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"enable_prefix_caching": False}, "set --enable-prefix-caching"),
+        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"prefix_caching_hash_algo": "xxhash"}, "set PYTHONHASHSEED"),
+        ({"host_bytes": 4096}, "host"),
+    ],
+)
+def test_settings_that_lose_hits_stop_vllm_with_the_cure(
+    model: Model, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    transfer = connector(tmp_path)
+    for name in list(change):
+        if name in transfer:
+            transfer[name] = change.pop(name)
+        elif name in transfer["kv_connector_extra_config"]:
+            transfer["kv_connector_extra_config"][name] = change.pop(name)
+
+    with pytest.raises(CacheError, match=message):
+        Engine(model("qwen3"), transfer, **change)
+
+
+def test_the_connector_can_be_called_in_every_way_that_vllm_may() -> None:
+    for name, ours in vars(AsynchicacheConnector).items():
+        theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+        if inspect.isfunction(ours) and inspect.isfunction(theirs) and name != "__init__":
+            assert accepts(ours, signature(theirs)), name
+    assert not AsynchicacheConnector.__abstractmethods__
