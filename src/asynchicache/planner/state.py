@@ -224,7 +224,7 @@ class CacheState:
         if free.memory is not None:
             return self._make_shared_room(tier_of(place), free.memory, count * free.slot_bytes)
         for dirty in self._passes:
-            # Again where as many went as were wanted: some are quarantined now, as a failed copy may write them.
+            # Again if all that was asked for went: slots that a failed copy may write are quarantined.
             while (short := count - free.available) > 0:
                 if self.evict(place, short, dirty=dirty) < short:
                     break
@@ -232,7 +232,7 @@ class CacheState:
 
     @property
     def _passes(self) -> tuple[bool, ...]:
-        """Whether dirty slots may go, for each round of an eviction: under write-back, clean ones go first."""
+        """Whether dirty slots may go, by round of an eviction: under write-back, clean ones go first."""
         return (False, True) if self.write_policy is WritePolicy.WRITE_BACK else (True,)
 
     def _make_shared_room(self, tier: Tier, memory: SharedMemory, nbytes: int) -> bool:

@@ -233,8 +233,8 @@ class HitOracle:
         return found
 
     def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
-        # Until one trial call has succeeded, however long after the fault, a breaker refuses all others. The trial
-        # may be another request's, and have closed the breaker since.
+        # Until one trial call has succeeded, however long after the fault, a breaker refuses all others. The
+        # trial may be another request's, and have closed the breaker since.
         calm = case.admitted and self._storage.calm_since(case.began, self._controller)
         waited = self._clock() - case.began
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
