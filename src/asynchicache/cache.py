@@ -670,7 +670,7 @@ async def attach_storage(
         for name, host in hosts.items()
         if host.slots
     ]
-    others = [pool.name for pool in spec.pools if pool.replicated and config.rank]
+    others = [pool.name for pool in spec.pools if not pool.writes or (pool.replicated and config.rank)]
     owned = storage is None
     if storage is None:  # last, so that no earlier failure leaves it open
         storage = open_backend(config.storage or "", config.storage_options, port)
@@ -680,9 +680,19 @@ async def attach_storage(
 
 
 def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, str]:
-    """Fingerprint and shard of a pool's pages; a replicated pool has one copy for all ranks."""
+    """Fingerprint and shard of a pool's pages; a replicated pool has one copy for all ranks.
+
+    Raises:
+        ConfigError: the spec is that of a rank, and the options name a rank too.
+    """
     pool = spec.pool(name)
+    if config.ranks > 1 and (pool.shard or not pool.writes):
+        raise ConfigError(
+            f"rank {config.rank} of {config.ranks}: pool {name!r} is {pool.shard or 'a copy'} of the model "
+            "already (ModelSpec.shard), so the options rank and ranks say nothing more: leave them out"
+        )
     shard = "" if pool.replicated or config.ranks == 1 else f"{config.rank}/{config.ranks}"
+    sharding = "replicated" if pool.replicated else "shards" if pool.shard else f"{config.ranks} ranks"
     fingerprint = pool_fingerprint(
         model=spec.model,
         weight_version=config.weight_version or "",
@@ -690,10 +700,10 @@ def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, s
         pool=name,
         layout=SlotLayout.of(pool, spec.page_size, config.host_layout).signature(),
         page_size=spec.page_size,
-        sharding="replicated" if pool.replicated else f"{config.ranks} ranks",
+        sharding=sharding,
         salt=config.salt,
     )
-    return fingerprint, shard
+    return fingerprint, pool.shard or shard
 
 
 __all__ = ["CacheStatistics", "Hit", "HybridCache", "Occupancy", "Request"]

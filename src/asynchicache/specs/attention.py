@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from asynchicache.errors import ConfigError
 from asynchicache.specs.parts import INDEX, KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
+from asynchicache.specs.pools import CutSection
 
 _LATENT_MODELS = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "kimi_linear"}
@@ -53,8 +54,14 @@ def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[LayerTensor, ...]:
     if layer.has("multi_query") and not layer.has("num_key_value_heads"):
         raise layer.unsupported("its head counts are not named num_key_value_heads")
     heads = layer.size("num_key_value_heads" if layer.has("num_key_value_heads") else "num_attention_heads")
-    shape = (heads, _head_dim(layer))
-    return LayerTensor(pool, "keys", shape, layer.dtype), LayerTensor(pool, "values", shape, layer.dtype)
+    keys = LayerTensor(
+        pool,
+        "keys",
+        (heads, _head_dim(layer)),
+        layer.dtype,
+        cut=(CutSection(heads, heads, repeats=True),),
+    )
+    return keys, keys._replace(tensor="values")
 
 
 def _head_dim(layer: Layer) -> int:

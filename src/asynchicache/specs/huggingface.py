@@ -217,7 +217,7 @@ def _check_same(model_type: str, placed: _Placed, others: Sequence[_Placed]) -> 
 
 
 def _form(part: LayerTensor) -> tuple[object, ...]:
-    return part.shape, part.dtype, part.sections, part.tokens_per_entry
+    return part.shape, part.dtype, part.sections, part.tokens_per_entry, part.cut
 
 
 def _pool_spec(kind: PoolKind, tensors: Sequence[Sequence[_Placed]], page_size: int) -> PoolSpec:
@@ -236,7 +236,13 @@ def _tensor_spec(placed: Sequence[_Placed]) -> TensorSpec:
     part = placed[0][1]
     layers = tuple(index for index, _ in placed)
     return TensorSpec(
-        part.tensor, layers, part.shape, part.dtype, part.sections, tokens_per_entry=part.tokens_per_entry
+        part.tensor,
+        layers,
+        part.shape,
+        part.dtype,
+        part.sections,
+        tokens_per_entry=part.tokens_per_entry,
+        cut=part.cut,
     )
 
 

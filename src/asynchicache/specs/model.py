@@ -10,6 +10,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.specs.huggingface import describe
 from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
+from asynchicache.specs.sharding import Shard, shard_pools
 from asynchicache.specs.variants import draft_pools, quantise
 from asynchicache.types import check_number
 
@@ -123,6 +124,36 @@ class ModelSpec:
             self.pools + draft_pools(self.owners, draft.pools, self.layers, prefix),
             f"{self.identity} {prefix}: {draft.identity}",
         )
+
+    def shard(
+        self,
+        *,
+        tp: tuple[int, int] = (0, 1),
+        pp: tuple[int, int] = (0, 1),
+        cp: tuple[int, int] = (0, 1),
+        layers: range | None = None,
+        stripe: str = "token",
+    ) -> ModelSpec:
+        """Return the pools of one rank of a model that is spread over devices; an axis is `(rank, size)`.
+
+        Ranks of one prompt cache the same pages, so `page_size` is still the tokens of the whole page. Pools
+        of which several ranks hold the same bytes have one key, and the first of these ranks writes them.
+
+        Args:
+            tp: tensor parallel. KV heads are divided, or repeated if there are more ranks than heads; heads
+                and channels of recurrent layers are divided; latents, index keys and compressed entries are
+                whole on every rank.
+            pp: pipeline parallel: the rank has the layers of its stage, with their numbers in the model.
+            cp: context parallel, striped by tokens: every rank holds one in `size` entries of each page.
+                States are whole on every rank.
+            layers: layers of the stage. Default: equal shares, in order.
+            stripe: `token`; stripes of whole pages are refused.
+
+        Raises:
+            ConfigError: the model cannot be divided so; names the tensor and the axis.
+        """
+        place = Shard.of(tp=tp, pp=pp, cp=cp)
+        return replace(self, pools=shard_pools(self, place, layers, stripe))
 
     def pool(self, name: str) -> PoolSpec:
         return self._by_name[name]

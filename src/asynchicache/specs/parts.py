@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asynchicache.errors import ConfigError, UnsupportedModelError
+from asynchicache.specs.pools import CutSection
 
 
 class PoolKind(NamedTuple):
@@ -36,7 +37,7 @@ class LayerTensor(NamedTuple):
         sections: widths along the last dimension that model code keeps separate; empty: a single section.
         replicated: whether every tensor-parallel rank holds the same bytes.
         window: tokens that the layer attends to, including the current one; None: all.
-        tokens_per_entry: as in `TensorSpec`.
+        tokens_per_entry, cut: as in `TensorSpec`.
     """
 
     pool: PoolKind
@@ -47,6 +48,7 @@ class LayerTensor(NamedTuple):
     replicated: bool = False
     window: int | None = None
     tokens_per_entry: int = 1
+    cut: tuple[CutSection, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

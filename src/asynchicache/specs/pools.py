@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asynchicache.errors import ConfigError
 from asynchicache.types import ALL_PAGES, Coverage, check_number
@@ -24,8 +25,26 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """Bytes per element; keys are torch's names without `torch.`."""
 
+_SHARD = re.compile(r"([a-z]+\d+/\d+(-[a-z]+\d+/\d+)*)?")
+SHARD_BYTES = 32
+"""A page's header has room for so much of the shard's name."""
+
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
 """Names that storage accepts: a page's header has 64 bytes for the name."""
+
+
+class CutSection(NamedTuple):
+    """Rows along the first dimension of a tensor that tensor-parallel ranks divide among them, in order.
+
+    Attributes:
+        rows: number of rows.
+        units: indivisible parts of them, such as heads, of equal size.
+        repeats: whether several ranks may hold the same unit, if there are more ranks than units.
+    """
+
+    rows: int
+    units: int
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +60,9 @@ class TensorSpec:
         sections: widths along the last dimension that model code keeps separate, such as latent and RoPE key
             of MLA; they sum up to that dimension, and one may be 0. Empty: a single section.
         tokens_per_entry: tokens that share one entry of `shape`, for models that compress runs of tokens
-            (DeepSeek-V4); it must divide the page size. A state has no entries: 1.
+            (DeepSeek-V4), or of which this rank holds one (`ModelSpec.shard`); it must divide the page size.
+            A state has no entries: 1.
+        cut: how ranks divide the first dimension, see `ModelSpec.shard`; empty: unknown, or not at all.
     """
 
     name: str
@@ -50,6 +71,7 @@ class TensorSpec:
     dtype: str
     sections: tuple[int, ...] = ()
     tokens_per_entry: int = 1
+    cut: tuple[CutSection, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -71,6 +93,13 @@ class TensorSpec:
             raise ConfigError(f"tensor {self.name!r}: sections {self.sections} must add up to {self.shape}")
         if self.tokens_per_entry < 1:
             raise ConfigError(f"tensor {self.name!r}: {self.tokens_per_entry} tokens_per_entry; 1 at least")
+        if self.cut and self.shape[:1] != (sum(section.rows for section in self.cut),):
+            raise ConfigError(f"tensor {self.name!r}: cut {self.cut} must add up to rows of {self.shape}")
+        for section in self.cut:
+            if section.units < 1 or section.rows % section.units:
+                raise ConfigError(
+                    f"tensor {self.name!r}: {section.units} units do not divide {section.rows} rows"
+                )
 
     @property
     def unit_bytes(self) -> int:
@@ -90,6 +119,8 @@ class PoolSpec:
         per_token: True if a slot holds `page_size` tokens, False if it holds one whole state.
         slots_of: the pool whose slots this pool shares (`dsa` shares those of `kv`), or None.
         replicated: True if every rank holds the same bytes, so that one key serves all ranks.
+        shard: the part of the model's pool that this is, in storage keys, such as `tp1/4`; empty: all of it.
+        writes: False if another rank holds the same bytes and writes them to storage.
     """
 
     name: str
@@ -98,10 +129,17 @@ class PoolSpec:
     per_token: bool = True
     slots_of: str | None = None
     replicated: bool = False
+    shard: str = ""
+    writes: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(f"pool name {self.name!r} must be 1 to 64 of a-z, 0-9 and _")
+        if not _SHARD.fullmatch(self.shard) or len(self.shard) > SHARD_BYTES:
+            raise ConfigError(
+                f"pool {self.name!r}: shard {self.shard!r} must be parts such as tp1/4-cp0/2, of at most "
+                f"{SHARD_BYTES} characters"
+            )
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"pool {self.name!r}: tensor names {names} must be unique, one at least")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from asynchicache.errors import ConfigError
 from asynchicache.specs.parts import STATE, Layer, LayerTensor, Recipe
+from asynchicache.specs.pools import CutSection
 
 STATE_DTYPE = "float32"
 """Recurrent states are always float32, because they accumulate over the whole prefix."""
@@ -24,15 +25,25 @@ def linear_attention(layer: Layer) -> tuple[LayerTensor, ...]:
 
 def short_convolution(layer: Layer) -> tuple[LayerTensor, ...]:
     """Return the recent inputs of a gated short convolution (LFM2); it has no recurrent state."""
-    shape = (layer.size("hidden_size"), layer.size("conv_L_cache"))
-    return (LayerTensor(STATE, "conv", shape, layer.dtype),)
+    channels = layer.size("hidden_size")
+    cut = (CutSection(channels, channels),)
+    return (LayerTensor(STATE, "conv", (channels, layer.size("conv_L_cache")), layer.dtype, cut=cut),)
 
 
-def _state(layer: Layer, channels: int, kernel: int, recurrent: tuple[int, ...]) -> tuple[LayerTensor, ...]:
+def _state(
+    layer: Layer, channels: Sequence[CutSection], kernel: int, recurrent: tuple[int, ...]
+) -> tuple[LayerTensor, ...]:
+    """Return the inputs of a convolution over several kinds of channels, and a memory of so many heads."""
+    count, heads = sum(section.rows for section in channels), CutSection(recurrent[0], recurrent[0])
     return (
-        LayerTensor(STATE, "conv", (channels, kernel), layer.dtype),
-        LayerTensor(STATE, "recurrent", recurrent, STATE_DTYPE),
+        LayerTensor(STATE, "conv", (count, kernel), layer.dtype, cut=tuple(channels)),
+        LayerTensor(STATE, "recurrent", recurrent, STATE_DTYPE, cut=(heads,)),
     )
+
+
+def _whole(rows: int) -> tuple[CutSection, ...]:
+    """Return the cut of a tensor that every rank holds whole, beside parts of others."""
+    return (CutSection(rows, 1, repeats=True),)
 
 
 def _gated_delta_net(layer: Layer) -> tuple[LayerTensor, ...]:
@@ -44,7 +55,8 @@ def _gated_delta_net(layer: Layer) -> tuple[LayerTensor, ...]:
             f"{layer.model_type}: linear_num_key_heads {key_heads} must divide "
             f"linear_num_value_heads {value_heads}"
         )
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    keys = CutSection(key_heads * key_dim, key_heads)
+    channels = (keys, keys, CutSection(value_heads * value_dim, value_heads))
     return _state(layer, channels, layer.size("linear_conv_kernel_dim"), (value_heads, key_dim, value_dim))
 
 
@@ -62,20 +74,24 @@ def _delta_net_with_ngrams(layer: Layer) -> tuple[LayerTensor, ...]:
     span = (layer.size("ple_conv_kernel_size", least=2) - 1) * ngram
     return (
         *parts,
-        LayerTensor(STATE, "ngram_conv", (channels, span), layer.dtype),
-        LayerTensor(STATE, "ngram_tokens", (ngram - 1,), "int64"),
+        LayerTensor(STATE, "ngram_conv", (channels, span), layer.dtype, cut=_whole(channels)),
+        LayerTensor(STATE, "ngram_tokens", (ngram - 1,), "int64", cut=_whole(ngram - 1)),
     )
 
 
 def _kimi_delta_attention(layer: Layer) -> tuple[LayerTensor, ...]:
     heads, dim = layer.size("linear_num_heads"), layer.size("linear_head_dim")
-    return _state(layer, 3 * heads * dim, layer.size("linear_conv_kernel_dim"), (heads, dim, dim))
+    return _state(
+        layer, (CutSection(heads * dim, heads),) * 3, layer.size("linear_conv_kernel_dim"), (heads, dim, dim)
+    )
 
 
 def _mamba1(layer: Layer) -> tuple[LayerTensor, ...]:
     """One state per channel (Mamba-1), with Jamba's names of sizes."""
     inner = _expanded(layer)
-    return _state(layer, inner, layer.size("mamba_d_conv"), (inner, layer.size("mamba_d_state")))
+    return _state(
+        layer, (CutSection(inner, inner),), layer.size("mamba_d_conv"), (inner, layer.size("mamba_d_state"))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +116,9 @@ class _Mamba2:
                 f"{layer.model_type}: {self.heads} {heads} x {self.head_dim} {head_dim} "
                 f"must be the layer's width, {self.inner(layer)}"
             )
-        channels = width + 2 * layer.size(self.groups) * state
+        groups = layer.size(self.groups)
+        shared = CutSection(groups * state, groups, repeats=True)
+        channels = (CutSection(width, heads), shared, shared)
         return _state(layer, channels, layer.size(self.kernel), (heads, head_dim, state))
 
 

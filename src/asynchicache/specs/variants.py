@@ -54,7 +54,12 @@ def _scale(tensor: TensorSpec, dtype: str) -> TensorSpec:
     sections = sum(width > 0 for width in tensor.sections)
     shape = (*tensor.shape[:-1], sections) if sections > 1 else tensor.shape[:-1]
     return TensorSpec(
-        f"{tensor.name}_scale", tensor.layers, shape, dtype, tokens_per_entry=tensor.tokens_per_entry
+        f"{tensor.name}_scale",
+        tensor.layers,
+        shape,
+        dtype,
+        tokens_per_entry=tensor.tokens_per_entry,
+        cut=tensor.cut,
     )
 
 
