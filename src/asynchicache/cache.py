@@ -7,7 +7,7 @@ import logging
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
@@ -123,8 +123,11 @@ class HybridCache:
         self._tracer: RequestTracer | None = None
         self._stack = stack
         self._closing = asyncio.Lock()
+        self._updating = asyncio.Lock()
         self._closed = False
         self._opened_at = opened_at
+        self._attached = config
+        self._given: StorageBackend | None = None
 
     @classmethod
     def open(
@@ -183,7 +186,9 @@ class HybridCache:
             # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
             raise
-        return cls(spec, config, rooms, stack, opened_at)
+        cache = cls(spec, config, rooms, stack, opened_at)
+        cache._given = storage
+        return cache
 
     async def aclose(self) -> None:
         """Finish pending writes and close everything; idempotent. The end of `async with` calls it.
@@ -373,6 +378,52 @@ class HybridCache:
         await self._controller.executor.settled()
         self._controller.planner.flush()
 
+    async def update_weights(self, version: str) -> None:
+        """Go on with other weights: forget all pages of the ones before.
+
+        Call it when no forward runs. From the call on nothing is matched. It waits for work in flight, for
+        `close_seconds` at most, and for storage as `detach_storage` does. Requests that had loaded before it
+        returns keep their slots, and publish nothing; `durable` returns False. A request that is matched or
+        resumed later is served. Pages of the old weights stay in storage, for caches that still serve them.
+        Cancelling the caller does not interrupt it.
+
+        Args:
+            version: the new `weight_version`; nothing happens if it is the present one.
+
+        Raises:
+            ConfigError: `version` is not a name.
+            StorageError: storage could not be opened again; the cache goes on without.
+            ClosedError: the cache is closed.
+        """
+        if not isinstance(version, str) or not version:
+            raise ConfigError(f"weight_version {version!r} must be a name that changes with the weights")
+        await self._controller.executor.checkpoint()
+        await shielded(self._update_weights(version))
+
+    async def _update_weights(self, version: str) -> None:
+        async with self._updating:
+            self._controller.executor.check_open()
+            if version == self.config.weight_version:
+                return
+            had, controller = bool(self._parts.stored), self._controller
+            controller.planner.retire()
+            await controller.storage_writer.detach()
+            with suppress(TimeoutError):  # what is left can reach neither the tree nor storage
+                async with asyncio.timeout(self.config.close_seconds):
+                    await controller.executor.settled()
+            controller.storage_writer.forget_uses()
+            controller.planner.retire()  # also what was published or read meanwhile
+            self.config = msgspec.structs.replace(self.config, weight_version=version)
+            if had:
+                await self._attach(self._storage_config(), self._given)
+
+    def _storage_config(self) -> CacheConfig:
+        """The options of the storage that was attached last, with the present weights."""
+        named = self._attached
+        return msgspec.structs.replace(
+            self.config, storage=named.storage, storage_options=named.storage_options
+        )
+
     async def attach_storage(
         self, storage: StorageBackend | str, options: Mapping[str, object] | None = None
     ) -> None:
@@ -399,6 +450,9 @@ class HybridCache:
             raise ConfigError(f"options {options!r} must be a mapping, for a backend that is named")
         if isinstance(storage, str):
             config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
+        await self._attach(config, given)
+
+    async def _attach(self, config: CacheConfig, given: StorageBackend | None) -> None:
         rooms = self._parts
         with self._controller.executor.busy():  # closing the cache waits for this
             attachment = await attach_storage(self.spec, config, rooms.hosts, given, rooms.port)
@@ -408,6 +462,7 @@ class HybridCache:
             except (ClosedError, UsageError):
                 await attachment.aclose()
                 raise
+        self._attached, self._given = config, given
 
     async def detach_storage(self) -> bool:
         """Detach storage; False if there was none.

@@ -85,6 +85,7 @@ class MissReason(Enum):
     STORAGE_FAILED = "storage_failed"  # storage failed or refused
     CORRUPT = "corrupt"  # storage returned other bytes than were written
     TRANSFER_FAILED = "transfer_failed"  # a copy between device and host failed
+    WEIGHTS = "weights"  # the weights changed between match and load
     CLOSED = "closed"  # the cache was closing
 
 

@@ -257,6 +257,17 @@ async def clear_what_is_written_to(stage: Stage, at: At) -> None:
     await at(stage.cache.clear_storage())
 
 
+async def update_weights(stage: Stage, at: At) -> None:
+    """Interrupted before it begins, or not at all."""
+    async with stage.cache.request(NEW) as request:
+        await stage.compute(request, NEW)
+    version = stage.cache.config.weight_version or ""
+    try:
+        await at(stage.cache.update_weights("others"))
+    finally:
+        await stage.cache.update_weights(version)
+
+
 async def snapshot(stage: Stage, at: At) -> None:
     await at(stage.cache.snapshot())
 
@@ -319,6 +330,7 @@ SCENARIOS: dict[str, list[Scenario]] = {
     "HybridCache.attach_storage": [attach],
     "HybridCache.detach_storage": [detach_what_is_read_from],
     "HybridCache.clear_storage": [clear_what_is_written_to],
+    "HybridCache.update_weights": [update_weights],
     "HybridCache.snapshot": [snapshot],
     "EventSubscription.wait": [wait_for_events],
     "EventSubscription.__anext__": [next_event],

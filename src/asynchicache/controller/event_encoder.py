@@ -36,20 +36,26 @@ class TreeEvents:
         self._tell = tell
 
     def on_arrive(self, node: Node, place: SlotPlace) -> None:
+        if not self._tree.is_current(node):  # of weights that are not served any more
+            return
         self._tell(self.describe(node, component_of(place), tier_of(place)))
 
     def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
+        if not self._tree.is_current(node):
+            return
         component_id = component_of(place)
         count = pages if self._owners[component_id].per_token else 1
         digests = tuple(self._tree.digests(node)[-count:])
         self._tell(PagesRemoved(self._owners[component_id].name, tier_of(place), digests))
 
     def on_store(self, node: Node, component_id: int) -> None:
+        if not self._tree.is_current(node):
+            return
         self._tell(self.describe(node, component_id, Tier.STORAGE))
 
     def on_clear(self, *tiers: Tier) -> None:
         self._tell(TiersCleared(tiers))
-        for node in self._tree.nodes():
+        for node in self._tree.nodes(current=True):
             for event in self.present(node):
                 if event.tier in tiers:
                     self._tell(event)

@@ -128,13 +128,17 @@ class EventHub:
         Missing digests are computed first, in turns with other tasks. The tree is then read in one loop
         iteration, so the snapshot is consistent. Linear in the tree.
         """
-        for turn, node in enumerate(list(self._tree.nodes())):
+        for turn, node in enumerate(list(self._tree.nodes(current=True))):
             if node.digests is None and node.parent is not None:
                 self._tree.digests(node)
             if turn % _NODES_A_TURN == _NODES_A_TURN - 1:
                 await asyncio.sleep(0)
         writing = self._writer.writes_in_flight()
-        return [event for node in self._tree.nodes() for event in self._announcer.present(node, writing)]
+        return [
+            event
+            for node in self._tree.nodes(current=True)
+            for event in self._announcer.present(node, writing)
+        ]
 
     def close(self) -> None:
         """Close all subscriptions."""

@@ -377,6 +377,8 @@ class Request:
     def _planned_load(self, sequence: RequestState, into: NamedPages | None) -> list[Copy]:
         if self._executor.failure is not None:
             return self._planner.loads.load_nothing(sequence)
+        if sequence.generation != self._planner.state.tree.generation:
+            return self._planner.loads.load_nothing(sequence, MissReason.WEIGHTS)
         return (
             self._planner.loads.load(sequence) if into is None else self._planner.engine.load(sequence, into)
         )
@@ -565,12 +567,17 @@ class Request:
                 f"length {length}: the prefix is known up to {known} tokens; append() first"
             )
         copies = self._planner.engine.backup(
-            sequence, length // size, pages, states=length % size == 0, usable=self._executor.failure is None
+            sequence, length // size, pages, states=length % size == 0, usable=self._usable(sequence)
         )
         sequence.finished = final
         self._order_after(sequence, after)
         ticket = self._executor.run(copies, sequence.runs_on)
         return ticket or Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
+
+    def _usable(self, sequence: RequestState) -> bool:
+        """Whether the pages that an engine computed may be published."""
+        current = sequence.generation == self._planner.state.tree.generation
+        return current and self._executor.failure is None
 
     def _order_after(self, sequence: RequestState, stream: Stream | None) -> None:
         if stream is not None:

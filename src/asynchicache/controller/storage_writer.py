@@ -121,6 +121,10 @@ class StorageWriter:
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
 
+    def forget_uses(self) -> None:
+        """Touch nothing of what was used before."""
+        self._used.clear()
+
     def stop(self) -> None:
         """Stop touching storage; a write that ends later does not begin again."""
         self._stopped = True

@@ -223,6 +223,8 @@ class BackupPlanner:
         while node.parent is not None:
             path.append(node)
             node = node.parent
+        if not self._state.tree.is_current(node):
+            return None  # its pages are of weights whose keys are not in use any more
         for below in reversed(path):
             for component_id in range(len(self._state.names)):
                 resident = below.residency[place_of(component_id, Tier.HOST)] == RESIDENT

@@ -56,6 +56,7 @@ class StorageQuery:
         local: by component except the full one, a byte per page before `here`: 1 if the page, or the state
             after it, is in memory.
         pins: kept until the read is committed.
+        generation: the tree's generation when the query was made: pages of another one are not inserted.
         forgotten: `BackupPlanner.forgotten` when the query was made. If it has changed since, pages that
             arrive are not marked stored.
     """
@@ -71,6 +72,7 @@ class StorageQuery:
     local: dict[int, bytearray]
     pins: Pins
     forgotten: int
+    generation: int
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +234,7 @@ class FetchPlanner:
             local,
             kept,
             self._backups.forgotten,
+            self._tree.generation,
         )
         self._state.pin(query.pins)
         return query
@@ -485,7 +488,7 @@ class FetchPlanner:
         if hit < sum(map(len, outcomes.values())):
             reason = next(why for one, why in _REASONS if any(one in some for some in outcomes.values()))
         backups: list[Copy] = []
-        if full > base:
+        if full > base and query.generation == self._tree.generation:
             stands, backups = self._keep_on_host(query, tip) if here < full else (True, [])
             end = self._insert(read, here, full, outcomes) if stands else None
             if end is not None:

@@ -35,12 +35,15 @@ class LoadPlanner:
         self._windows = windows
         self._states = [component.id for component in state.tree.components if not component.paged]
 
-    def load_nothing(self, sequence: RequestState) -> list[Copy]:
-        """Serve a request without the cache, after a device failure: one empty copy."""
+    def load_nothing(
+        self, sequence: RequestState, reason: MissReason = MissReason.TRANSFER_FAILED
+    ) -> list[Copy]:
+        """Serve a request without the cache, e.g. after a device failure: one empty copy."""
         sequence.loaded = True
+        sequence.generation = self._tree.generation
         self._shorten(sequence, self._tree.root(sequence.seed))
         self._windows.start(sequence, sequence.lease.node)
-        sequence.reason = MissReason.TRANSFER_FAILED
+        sequence.reason = reason
         return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(sequence)]
 
     def load(self, sequence: RequestState) -> list[Copy]:

@@ -107,6 +107,7 @@ class Planner:
         held_back = self._tree.held_back(tokens, match)
         lease = self._tree.pin(match, self._tree.credit(tokens, match))
         sequence = RequestState(tokens, seed, lease, match, held_back, prompt=prompt)
+        sequence.generation = self._tree.generation
         self.state.sequences.add(sequence)
         return sequence
 
@@ -145,6 +146,7 @@ class Planner:
             sequence.fetched_pages = min(sequence.fetched_pages + more, match.pages)
         before, sequence.match = sequence.lease, match
         sequence.lease = self._tree.pin(match, before.credit)
+        sequence.generation = self._tree.generation
         sequence.resting = False
         before.close()
 
@@ -325,6 +327,9 @@ class Planner:
         of pages. The caller guarantees that a forward ended there. `final`: the request computes nothing
         more, so the tree takes the working state itself, without a copy or another slot.
         """
+        if sequence.generation != self._tree.generation:
+            sequence.unpublished = True  # its pages are of other weights than those served now
+            return []
         if sequence.lease.node.residency[FULL_DEVICE] == ABSENT:
             sequence.unpublished = True  # a failed load took the prefix away
             return []
@@ -428,6 +433,13 @@ class Planner:
         if copy.user is not None:
             self.release(copy.user, error)
         return copy.publishes if error is None else None
+
+    def retire(self) -> None:
+        """Forget all pages, because the weights change: requests that hold some publish nothing more."""
+        self._tree.retire()
+        for sequence in self.state.sequences:
+            sequence.unpublished |= sequence.loaded
+        self.flush()
 
     def flush(self) -> None:
         """Evict everything that is not pinned, on device and host."""

@@ -75,6 +75,7 @@ class RequestState:
         published: for models with windows, the page counts of its checkpoints.
         unpublished: a checkpoint was not published, because the device or the load had failed.
         resumable: its last checkpoint was published with all that a later prompt needs to go on there.
+        generation: of the tree, when its prefix was matched last.
         finished: the tree took its working states; it computes nothing more.
         streams: the known streams of its forwards, as a dictionary to keep their order.
         users: the request, its copies in flight, and streams waited for; own slots are freed at zero.
@@ -109,6 +110,7 @@ class RequestState:
     published: set[int] = field(default_factory=set)
     unpublished: bool = False
     resumable: bool = False
+    generation: int = 0
     finished: bool = False
     closed: bool = False
     streams: dict[Stream, None] = field(default_factory=dict)

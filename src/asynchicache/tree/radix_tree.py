@@ -165,6 +165,8 @@ class UnifiedRadixTree:
         page_places: those with a slot for each page.
         queues: by place, the nodes that may give up slots there.
         roots: by namespace seed, for as long as something stands on them.
+        retired: roots of an earlier generation, which no match begins from, until nothing stands on them.
+        generation: counts how often all roots were retired.
         version: changes whenever a match may no longer hold; one of another version is stale.
         watcher: receives changes of slots; None costs nothing.
     """
@@ -209,6 +211,8 @@ class UnifiedRadixTree:
         self.queues = [queue(component_of(place), place) for place in self.places]
         self.costs = tuple(costs) or (1.0,) * self.width
         self.roots: dict[bytes, Node] = {}
+        self.retired: list[Node] = []
+        self.generation = 0
         self.version = 0
         self.watcher: SlotWatcher | None = None
         self.clock = 1
@@ -241,6 +245,26 @@ class UnifiedRadixTree:
             return
         if self.roots.get(root.digests[0]) is root:
             del self.roots[root.digests[0]]
+        elif root in self.retired:
+            self.retired.remove(root)
+
+    def retire(self) -> None:
+        """Begin a new generation: no match finds what is in the tree now; nodes stay for those who hold them.
+
+        Linear in the namespaces.
+        """
+        self.generation += 1
+        self.version += 1
+        self.retired += [root for root in self.roots.values() if root.children or any(root.pins)]
+        self.roots.clear()
+
+    def is_current(self, node: Node) -> bool:
+        """Whether a match may find `node`. Linear in its depth, if there are nodes of other generations."""
+        if not self.retired:
+            return True
+        while node.parent is not None:
+            node = node.parent
+        return node.digests is not None and self.roots.get(node.digests[0]) is node
 
     def grow(self, parent: Node, key: bytes) -> Node:
         """Add a leaf without slots; `parent` must have no child that begins with the same page."""
@@ -552,9 +576,10 @@ class UnifiedRadixTree:
 
     # --- walks ---
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
-        stack = [child for root in self.roots.values() for child in root.children.values()]
+    def nodes(self, *, current: bool = False) -> Iterator[Node]:
+        """Every node but the roots, parents first; `current`: only those that a match may find."""
+        roots = [*self.roots.values(), *(() if current else self.retired)]
+        stack = [child for root in roots for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

@@ -22,9 +22,10 @@ def problems(
         tier_copies: every copy in flight (`copies.TierCopy`), which pin nodes as well.
     """
     found: list[str] = []
-    for seed, root in tree.roots.items():
+    roots = [(seed.hex(), root) for seed, root in tree.roots.items()]
+    for seed, root in [*roots, *(("of another generation", root) for root in tree.retired)]:
         if root.parent is not None or root.pages or root.key:
-            found.append(f"root {seed.hex()} has pages or a parent")
+            found.append(f"root {seed} has pages or a parent")
     for node in tree.nodes():
         found.extend(_node(tree, node))
     found.extend(_slots_disjoint(tree))
