@@ -3,8 +3,7 @@
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from asynchicache import CacheConfig
-from asynchicache.integrations.transformers.generate import prefix_cached
+from asynchicache import CacheConfig, prefix_cached
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}

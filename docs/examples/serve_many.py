@@ -2,10 +2,8 @@
 
 import asyncio
 
-from asynchicache import CacheConfig
+from asynchicache import CacheConfig, PrefixCachedModel, Sampling
 from asynchicache.integrations.transformers.demo_model import build_demo_model, encode_text
-from asynchicache.integrations.transformers.model import PrefixCachedModel
-from asynchicache.integrations.transformers.sampling import Sampling
 
 RULES = encode_text("You answer questions about gardens. " * 4)
 
