@@ -9,12 +9,13 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check
 BENCHES ?= multiturn shared-prefix tree stall transfer overlap
 WORKERS ?= 2
 ARGS    ?=
+DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
 .PHONY: help setup engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance engines-e2e clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
 
 setup: $(STAMP)  ## make .venv and install the package, editable, with its tools (needs Python 3.11)
 
@@ -89,6 +90,20 @@ conformance:  ## our adapters inside vLLM's and SGLang's own classes, on a CPU; 
 # Environments and tiny models, 2.5 GB an engine, go to .engines once. Torch's CPU builds: PIP_EXTRA_INDEX_URL, as above.
 engines-e2e:  ## our adapters in whole engines that serve tiny models, on a CPU; ARGS="vllm" picks one
 	$(PYTHON) scripts/engines_e2e.py $(ARGS)
+
+# An environment of its own: the site's tools and the library's pins are nobody's business together.
+docs: build/docs-env/.installed  ## the documentation as a site with search, in build/site; fails on a broken link
+	build/docs-env/bin/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo "open build/site/index.html, or: $(PYTHON) -m http.server --directory build/site"
+
+build/docs-env/.installed: pyproject.toml
+	$(PYTHON) -m venv build/docs-env
+	build/docs-env/bin/python -m pip --disable-pip-version-check install --quiet $(DOCS_TOOLS)
+	@touch $@
+
+# Takes minutes: a clean environment for each Python, with torch. Like `make setup` it takes PIP_EXTRA_INDEX_URL.
+release-check:  ## build sdist and wheel, and install and use them in clean environments of Python 3.11 to 3.13
+	$(PYTHON) scripts/release_check.py $(ARGS)
 
 bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done

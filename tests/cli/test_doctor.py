@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 
 from asynchicache.cli import doctor
+from asynchicache.cli.main import main
 from asynchicache.config import BACKEND_GROUP
 
 NAMES = [
@@ -103,6 +105,17 @@ def test_a_full_disk_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         f"{tmp_path}: Disk quota exceeded",
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_markdown_with_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--report"]) == 0
+    out = capsys.readouterr().out
+
+    assert re.search(r"^- Python 3\.\d+\.\d+\S*, Linux .*CPUs$", out, re.MULTILINE)
+    assert f"- torch {version('torch')}" in out
+    rows = out.partition("|---|---|---|\n")[2].strip().splitlines()
+    assert rows[0].startswith("| torch | yes | ")
+    assert [row for row in rows if not re.fullmatch(r"\| .* \| (yes|\*\*no\*\*) \| .* \|", row)] == []
 
 
 def test_words_in_brackets_are_shown_as_they_are() -> None:

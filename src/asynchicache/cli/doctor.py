@@ -7,12 +7,13 @@ is no fault: copies are then emulated on the CPU.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,25 @@ CLIENTS = {"mooncake": "mooncake.store", "object": "obstore", "hf3fs": "httpx"}
 """What our engines import only when they are opened."""
 
 
+PACKAGES = (
+    "asynchicache",
+    "torch",
+    "triton",
+    "transformers",
+    "vllm",
+    "sglang",
+    "numpy",
+    "msgspec",
+    "uvloop",
+    "starlette",
+    "uvicorn",
+    "obstore",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+)
+"""Whose versions a report names."""
+
+
 class Check(NamedTuple):
     """One thing looked at.
 
@@ -60,7 +80,29 @@ class Check(NamedTuple):
 def run(options: DoctorOptions, output: Output) -> CommandResult:
     """Look at everything."""
     found = checks()
-    return CommandResult({"checks": [check._asdict() for check in found]}, present(found))
+    result: dict[str, object] = {"checks": [check._asdict() for check in found]}
+    if not options.report:
+        return CommandResult(result, present(found))
+    # A table of Markdown that is wrapped is none.
+    output.console.print(report(found), soft_wrap=True, markup=False, highlight=False)
+    return CommandResult(result, Text(end=""))
+
+
+def report(found: Iterable[Check]) -> str:
+    """Markdown for a bug tracker: versions of packages, the machine, and all checks."""
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs"
+    lines = ["### asynchicache doctor", "", f"- Python {platform.python_version()}, {system}"]
+    lines += [f"- {name} {known}" for name in PACKAGES if (known := _version(name))]
+    lines += ["", "| check | ok | detail |", "|---|---|---|"]
+    cells = ((one.name, "yes" if one.ok else "**no**", one.detail.replace("|", "\\|")) for one in found)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def checks(folder: Path = Path()) -> list[Check]:
@@ -103,7 +145,9 @@ def check_triton() -> Check:
     try:
         import triton
     except ImportError as error:
-        return Check("triton", not torch.cuda.is_available(), f"cannot be imported: {error}")
+        needed = torch.cuda.is_available()
+        why = "needed for copy kernels on this GPU" if needed else "not needed without a GPU"
+        return Check("triton", not needed, f"{why}; cannot be imported: {error}")
     return Check("triton", True, triton.__version__)
 
 

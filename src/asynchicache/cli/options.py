@@ -153,8 +153,9 @@ class ClearOptions(CommandOptions, frozen=True):
 
 
 class DoctorOptions(CommandOptions, frozen=True):
-    """`doctor` takes no flags of its own."""
+    """The flags of `doctor`."""
 
+    report: Annotated[bool, about("print versions, machine and findings for a bug report")] = False
     seed: int = 0
 
 
