@@ -58,6 +58,7 @@ from asynchicache.transfer.opening import (
 )
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.transfer.transfers import Transfers
+from asynchicache.tree.outline import PrefixOutline, outline
 from asynchicache.types import WritePolicy, key_array, token_array
 
 _log = logging.getLogger(__name__)
@@ -517,6 +518,13 @@ class HybridCache:
             idle: the cache is not in use, so report everything held, in flight or quarantined too.
         """
         return self._controller.verify(idle=idle)
+
+    def prefixes(self, *, limit: int = 20) -> list[PrefixOutline]:
+        """The cached prefixes that are continued most often, parents before children. No tokens are named.
+
+        Looks at the top of the tree only, so its cost is bounded.
+        """
+        return outline(self._controller.planner.state.tree.roots.values(), limit)
 
     def statistics(self) -> CacheStatistics:
         return collect_statistics(self._controller, self._parts.engine, self._parts.stored)

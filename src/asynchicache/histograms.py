@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -44,6 +45,18 @@ class Distribution:
     def count(self) -> int:
         """The number of observations."""
         return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """The bound of the bucket below which `share` of the observations are; 0 if there are none.
+
+        Above the last bound it is infinite.
+        """
+        wanted, seen = share * self.count, 0
+        for bound, count in zip((*SECONDS, math.inf), self.counts, strict=True):
+            seen += count
+            if seen and seen >= wanted:
+                return bound
+        return 0.0
 
 
 class Histogram:

@@ -149,6 +149,12 @@ COMMANDS: tuple[Command, ...] = (
         f"{_CLI}.serve:run",
     ),
     Command(
+        ("top",),
+        "a live view of a server's cache: tiers, hit rates, reasons of misses, storage, prefixes",
+        f"{_CLI}.options:TopOptions",
+        f"{_CLI}.top:run",
+    ),
+    Command(
         ("chaos",),
         "search for wrong bytes, hangs and leaks: random traffic, faults and orders of events, by seed",
         f"{_CLI}.options:ChaosOptions",

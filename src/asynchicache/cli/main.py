@@ -1,4 +1,4 @@
-"""The command line: `asynchicache demo | bench | replay | chaos | verify | clear | serve | doctor`.
+"""The command line: `asynchicache demo | bench | replay | chaos | verify | clear | serve | top | doctor`.
 
 Exit codes: 0 the command ran and what it checked held; 1 a violation, or the command could not run; 2 bad
 arguments; 130 interrupted.

@@ -122,6 +122,15 @@ class ServeOptions(CommandOptions, frozen=True):
         return CacheConfig.load(path, values=values, defaults=defaults)
 
 
+class TopOptions(CommandOptions, frozen=True):
+    """The flags of `top`."""
+
+    url: Annotated[str, about("address of the server, such as http://127.0.0.1:8000", positional=True)] = ""
+    interval: Annotated[float, Meta(ge=0.1, le=3600), about("seconds between two looks")] = 1.0
+    once: Annotated[bool, about("look once, and end")] = False
+    seed: int = 0
+
+
 class VerifyOptions(CommandOptions, frozen=True):
     """The flags of `verify`."""
 

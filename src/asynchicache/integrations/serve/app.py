@@ -25,9 +25,12 @@ from asynchicache.integrations.serve.messages import (
     decode_request,
 )
 from asynchicache.integrations.serve.metrics import CONTENT_TYPE, Metrics
+from asynchicache.integrations.serve.picture import PAGE, picture
 from asynchicache.integrations.serve.problems import ApiError, broken, crowded, refusal
 from asynchicache.integrations.serve.protocol import CROWDED
 from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def build_app(
@@ -63,6 +66,8 @@ def build_app(
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
             Route("/metrics", endpoints.metrics),
+            Route("/stats", endpoints.stats),
+            Route("/dashboard", endpoints.dashboard),
         ],
         exception_handlers={
             CacheError: endpoints.refused,
@@ -146,6 +151,16 @@ class InfoEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def stats(self, request: Request) -> Response:
+        """Answer with what `asynchicache top` and the dashboard show."""
+        return JSONResponse(picture(self._api, time.time() - self._started))
+
+    async def dashboard(self, request: Request) -> Response:
+        # The page loads nothing from elsewhere, and runs no other script than its own.
+        return Response(
+            PAGE.read_bytes(), media_type="text/html", headers={"content-security-policy": _POLICY}
+        )
 
     async def refused(self, request: Request, error: Exception) -> Response:
         answer = refusal(error)

@@ -24,11 +24,11 @@ def describe(api: Api) -> Iterator[str]:
     for name, (device, host) in slots.items():
         kind = "pages" if spec.pool(name).per_token else "states"
         yield (
-            f"pool {name!r}: {device:,} {kind} on the device ({_size(_bytes(spec, name, device))}), "
-            f"{host:,} on the host ({_size(_bytes(spec, name, host, host=True))})"
+            f"pool {name!r}: {device:,} {kind} on the device ({_size(pool_bytes(spec, name, device))}), "
+            f"{host:,} on the host ({_size(pool_bytes(spec, name, host, host=True))})"
         )
-    on_device = sum(_bytes(spec, name, device) for name, (device, _) in slots.items())
-    on_host = sum(_bytes(spec, name, host, host=True) for name, (_, host) in slots.items())
+    on_device = sum(pool_bytes(spec, name, device) for name, (device, _) in slots.items())
+    on_host = sum(pool_bytes(spec, name, host, host=True) for name, (_, host) in slots.items())
     sizes = f"{_size(on_device)} on the device, {_size(on_host)} on the host"
     yield f"memory: {sizes}; pages of {spec.page_size} tokens"
     yield f"storage: {_storage(api)}"
@@ -41,7 +41,7 @@ def _storage(api: Api) -> str:
     return f"{api.storage}, {'open' if state == 'ok' else 'unavailable, so requests go on without it'}"
 
 
-def _bytes(spec: ModelSpec, pool: str, slots: int, *, host: bool = False) -> int:
+def pool_bytes(spec: ModelSpec, pool: str, slots: int, *, host: bool = False) -> int:
     """Bytes of a pool and of those that share its slots."""
     sharing = [one for one in spec.pools if (one.slots_of or one.name) == pool]
     return sum(slot_cost(one, spec.page_size, host=host) for one in sharing) * slots

@@ -1,0 +1,42 @@
+"""The top of the tree in plain values."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from asynchicache.tree import outline as outlines
+from asynchicache.tree.node import Node
+from asynchicache.tree.outline import outline
+
+
+def grow(parent: Node, number: int, pages: int = 1) -> Node:
+    head = bytes([number])
+    node = parent.children[head] = Node(parent, head * pages, head, pages, 1)
+    return node
+
+
+def test_the_most_continued_come_first_and_parents_before_children() -> None:
+    root = Node(None, b"", b"", 0, 1)
+    lonely = grow(root, 1, pages=3)
+    shared = grow(root, 2, pages=2)
+    for number in range(4):
+        grow(grow(shared, number), 9)
+    lonely.pins[0] = 1
+
+    found = outline([root], 3)
+
+    assert [one.below for one in found] == [8, 1, 1]
+    assert [one.parent for one in found] == [-1, 0, 0]
+    assert (found[1].pages, found[1].end) == (1, 3)
+    everything = outline([root], 100)
+    assert len(everything) == 10
+    assert [one.users for one in everything[:2]] == [1, 0]
+
+
+def test_only_the_top_of_a_large_tree_is_visited() -> None:
+    root = Node(None, b"", b"", 0, 1)
+    for number in range(20):
+        grow(grow(root, number), 1)
+    with patch.object(outlines, "LOOKED_AT", 25):
+        assert len(outline([root], 100)) == 25
+    assert outline([], 5) == []
