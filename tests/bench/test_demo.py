@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from asynchicache.bench.demo import modes, serving
 from asynchicache.bench.demo.options import DemoOptions, ceiling, round_ceilings
 from asynchicache.bench.demo.prompts import conversations
 from asynchicache.bench.demo.report import render
-from asynchicache.bench.demo.results import DemoResult, ModeResult, ServedPrompt
+from asynchicache.bench.demo.results import CrowdResult, DemoResult, ModeResult, Sample, ServedPrompt
 from asynchicache.bench.demo.run import Rounds, Stage, run_demo
 from asynchicache.cache import HybridCache
 from asynchicache.cli.main import main
@@ -29,11 +30,14 @@ from asynchicache.types import Tier
 from integrations.zoo import tiny_config, tiny_model
 
 NAMES = ["uncached", "no_offload", "hybrid", "restart"]
-SIZE = {"num_clients": 3, "num_rounds": 3}
+SIZE = {"num_clients": 3, "num_rounds": 3, "num_visitors": 0}
 
 
 class Silent:
     def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
+        pass
+
+    def crowd_seen(self, sample: Sample) -> None:
         pass
 
 
@@ -42,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one small demo, run through the command line, left its JSON and its report."""
     folder = tmp_path_factory.mktemp("demo")
     report = folder / "made" / "on the way" / "index.html"
-    flags = ["--num-clients", "3", "--num-rounds", "3", "--report", str(report)]
+    flags = ["--num-clients", "3", "--num-rounds", "3", "--num-visitors", "8", "--report", str(report)]
     assert main(["demo", *flags, "--json", str(folder / "result.json")]) == 0
     return folder
 
@@ -88,7 +92,7 @@ def test_after_a_restart_everything_comes_from_storage(
 def test_the_report_stands_alone(folder: Path) -> None:
     page = (folder / "made" / "on the way" / "index.html").read_text()
 
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     assert all(name in page for name in NAMES)
     assert not re.search(r"<script|<link|<img|@import|src=|url\((?!#)", page)
 
@@ -112,7 +116,24 @@ def mode_result(*, hit_rate: float = 0.9, equal: bool = True) -> ModeResult:
 
 def demo_result(**changes: ModeResult) -> DemoResult:
     found = {name: mode_result() for name in NAMES} | changes
-    return DemoResult("a <model>", "some work", Fraction(9, 10), found, "index.html", 1.0)
+    return DemoResult("a <model>", "some work", Fraction(9, 10), found, None, "index.html", 1.0)
+
+
+def test_many_at_once_get_their_answers_whatever_happens(folder: Path) -> None:
+    crowd = json.loads((folder / "result.json").read_text())["crowd"]
+
+    assert (crowd["clients"], crowd["answers"], crowd["hung_up"]) == (8, 22, 2)
+    happened = [moment["what"] for moment in crowd["moments"]]
+    assert happened == ["8 clients", "storage fails", "storage is back", "restart"]
+    assert max(sample["running"] for sample in crowd["samples"]) > 1
+    assert crowd["warm_hit_rate"] > 0.5
+    assert crowd["longest_gap_ms"] > 0
+
+
+def test_what_went_wrong_in_the_crowd_is_a_violation() -> None:
+    crowd = CrowdResult(8, problems=["a client got CapacityError()"])
+
+    assert replace(demo_result(), crowd=crowd).violations == ["a client got CapacityError()"]
 
 
 def test_a_demo_without_violations_says_so() -> None:

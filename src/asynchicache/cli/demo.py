@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from asynchicache.bench.demo.modes import MODES
 from asynchicache.bench.demo.options import DemoOptions
-from asynchicache.bench.demo.results import DemoResult, ModeResult, ServedPrompt
+from asynchicache.bench.demo.results import CrowdResult, DemoResult, ModeResult, Sample, ServedPrompt
 from asynchicache.bench.tables import add_figures
 from asynchicache.cli.output import CommandResult, Output
 from asynchicache.errors import ConfigError
@@ -35,19 +36,31 @@ def run(options: DemoOptions, output: Output) -> CommandResult:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the demo needs {error.name}: pip install 'asynchicache[demo]'") from error
     set_verbosity_error()  # that fused kernels are missing on a CPU is no news here
+    logging.getLogger("asynchicache.storage").setLevel(logging.ERROR)  # the second act lets storage fail
     with output.progress(TextColumn("{task.fields[note]}")) as progress:
-        result = asyncio.run(run_demo(options, LiveWatcher(progress, options.num_rounds)))
+        result = asyncio.run(run_demo(options, LiveWatcher(progress, options)))
     return CommandResult(result.as_json(), present(result), not result.violations)
 
 
 class LiveWatcher:
     """One bar a mode, with what its last round came to."""
 
-    def __init__(self, progress: Progress, rounds: int) -> None:
+    def __init__(self, progress: Progress, options: DemoOptions) -> None:
         self._progress = progress
+        rounds = options.num_rounds
         self._bars: Mapping[str, TaskID] = {
             mode.name: progress.add_task(mode.name, total=rounds, note="") for mode in MODES
         }
+
+        if options.num_visitors:
+            self._crowd = progress.add_task(f"{options.num_visitors} at once", total=None, note="")
+
+    def crowd_seen(self, sample: Sample) -> None:
+        served = sum(sample.by_tier.values()) / sample.prompt_tokens if sample.prompt_tokens else 0.0
+        ttft = "" if sample.ttft_ms is None else f", first token {sample.ttft_ms:.0f} ms"
+        flight = f"{sample.running} running, {sample.waiting} waiting"
+        note = f"{flight}, hit rate {served:4.0%}{ttft}, loop gap {sample.gap_ms:.0f} ms"
+        self._progress.update(self._crowd, note=note)
 
     def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
         hit_rate = sum(one.hit_tokens for one in served) / sum(one.prompt_tokens for one in served)
@@ -59,7 +72,19 @@ def present(result: DemoResult) -> RenderableType:
     """A table for each mode, one that compares them, and what was violated."""
     tables = Columns([_rounds_table(name, mode) for name, mode in result.modes.items()])
     problems = [f"[red]violated:[/red] {escape(violation)}" for violation in result.violations]
-    return Group(tables, _comparison(result), *problems, Text(f"report: {result.report}"))
+    crowd = [] if result.crowd is None else [Text(_crowd_words(result.crowd))]
+    return Group(tables, _comparison(result), *crowd, *problems, Text(f"report: {result.report}"))
+
+
+def _crowd_words(crowd: CrowdResult) -> str:
+    if crowd.problems:
+        return f"{crowd.clients} clients at once: {len(crowd.problems)} problems"
+    gap = max((sample.gap_ms for sample in crowd.samples), default=0.0)
+    return (
+        f"{crowd.clients} clients at once, storage failing for a while, a restart: {crowd.answers} answers, "
+        f"{crowd.hung_up} hung up, nobody got an error; hit rate after the restart "
+        f"{crowd.warm_hit_rate:.0%}, longest gap of the event loop {gap:.0f} ms"
+    )
 
 
 def _rounds_table(name: str, mode: ModeResult) -> Table:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from asynchicache.bench.demo.results import ModeResult
+from asynchicache.bench.demo.results import CrowdResult, ModeResult
 
 COLORS: Mapping[str, str] = {
     "uncached": "#8a94a6",
@@ -37,6 +37,9 @@ _STYLE = {
     "ytick.color": _INK,
     "legend.frameon": False,
 }
+
+
+_DASHES = ("-", "-", "-", (0, (3, 2)))
 
 
 def hit_rate_chart(modes: Mapping[str, ModeResult], ceiling: Sequence[float]) -> str:
@@ -81,21 +84,58 @@ def tiers_chart(modes: Mapping[str, ModeResult]) -> str:
     return _svg("tiers", draw, size=(12.8, 3.0))
 
 
+def crowd_chart(crowd: CrowdResult) -> str:
+    """Clients in flight, hit rate by tier, time to first token and gaps of the loop, over time."""
+
+    def draw(figure: Figure) -> None:
+        flight, hits, first, gaps = figure.subplots(4, 1, sharex=True)
+        at = [sample.seconds for sample in crowd.samples]
+        counts = [[s.running for s in crowd.samples], [s.waiting for s in crowd.samples]]
+        flight.stackplot(at, *counts, labels=["running", "waiting"], colors=["#4b8bf0", "#b9d2fa"])
+        flight.set_ylabel("clients")
+        answered = [sample for sample in crowd.samples if sample.prompt_tokens]
+        below = [0.0] * len(answered)
+        for tier, color in TIER_COLORS.items():
+            shares = [sample.by_tier[tier] / sample.prompt_tokens for sample in answered]
+            hits.bar([s.seconds for s in answered], shares, 0.2, below, color=color, label=tier)
+            below = [sum(pair) for pair in zip(below, shares, strict=True)]
+        hits.set_ylabel("hit rate")
+        hits.yaxis.set_major_formatter(PercentFormatter(1.0))
+        first.plot([s.seconds for s in answered], [s.ttft_ms or 0.0 for s in answered], "o", color="#d9822b")
+        first.set_ylabel("first token, ms")
+        gaps.bar(at, [sample.gap_ms for sample in crowd.samples], 0.2, color="#8a94a6")
+        gaps.set_ylabel("loop gap, ms")
+        gaps.set_xlabel("seconds")
+        for axes in (flight, hits):
+            axes.legend(loc="upper right", ncols=3)
+        for seconds, what in crowd.moments:
+            for axes in (flight, hits, first, gaps):
+                axes.axvline(seconds, color=_INK, linewidth=1, linestyle=(0, (2, 3)))
+            flight.annotate(what, (seconds, 1.03), xycoords=("data", "axes fraction"), fontsize=10)
+
+    return _figure_svg("crowd", draw, (12.8, 8.0))
+
+
 def _lines(axes: Axes, series: Mapping[str, Sequence[float]]) -> None:
-    """Draw one line per mode. Earlier lines are wider, so that coinciding lines all stay visible."""
+    """Draw one line per mode. Where lines coincide, a later one is thinner or dashed, with another marker."""
     for depth, (name, values) in enumerate(series.items()):
-        width = 3.0 - 0.5 * depth
-        axes.plot(values, color=COLORS[name], linewidth=width, marker="o", markersize=width + 2.5, label=name)
+        (line,) = axes.plot(values, color=COLORS[name], label=name, linewidth=3.5 - 0.6 * depth)
+        line.set(linestyle=_DASHES[depth % 4], marker="osD^"[depth % 4], markersize=7.5 - 1.2 * depth)
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
 
 
 def _svg(name: str, draw: Callable[[Axes], None], *, size: tuple[float, float] = (6.4, 3.8)) -> str:
+    """A chart with one pair of axes; see `_figure_svg`."""
+    return _figure_svg(name, lambda figure: draw(figure.add_subplot()), size)
+
+
+def _figure_svg(name: str, draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
     """The chart as an `<svg>` element of `size` inches; `name` makes its ids unique among charts."""
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
-        draw(figure.add_subplot())
+        draw(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from asynchicache.errors import ConfigError
-from asynchicache.options import CommandOptions, Positive, about, check_folder
+from asynchicache.options import CommandOptions, Natural, Positive, about, check_folder
 
 PAGE_SIZE = 8
 """Small, so that short conversations have many pages; servers use 16 to 64 and more."""
@@ -26,6 +26,7 @@ class DemoOptions(CommandOptions, frozen=True):
     num_rounds: Annotated[Positive, about("turns of each conversation")] = 12
     request_length: Annotated[Positive, about("new prompt tokens of a turn")] = 32
     output_length: Annotated[int, Meta(ge=2), about("tokens generated in a turn")] = 32
+    num_visitors: Annotated[Natural, about("clients of the second act, all at once; 0: none")] = 24
     report: Annotated[str, about("path of the HTML report")] = "demo-report/index.html"
     seed: int = 0
 

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from asynchicache.bench.demo.charts import COLORS, hit_rate_chart, tiers_chart, ttft_chart
-from asynchicache.bench.demo.results import DemoResult, ModeResult
+from asynchicache.bench.demo.charts import COLORS, crowd_chart, hit_rate_chart, tiers_chart, ttft_chart
+from asynchicache.bench.demo.results import CrowdResult, DemoResult, ModeResult
 
 
 def write_report(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[str, str]) -> None:
@@ -35,6 +35,7 @@ def render(result: DemoResult, ceiling: Sequence[float], blurbs: Mapping[str, st
         hit_rate=hit_rate_chart(result.modes, ceiling),
         ttft=ttft_chart(result.modes),
         tiers=tiers_chart(result.modes),
+        crowd="" if result.crowd is None else _crowd(result.crowd),
         rows="\n".join(_row(name, mode, blurbs[name]) for name, mode in result.modes.items()),
         ceiling=f"{float(result.ceiling):.2%}",
         seconds=f"{result.seconds:.0f}",
@@ -46,6 +47,18 @@ def _verdict(result: DemoResult) -> str:
         return '<p class="good">All modes generated the same tokens; nothing that was kept was lost.</p>'
     items = "".join(f"<li>{escape(violation)}</li>" for violation in result.violations)
     return f'<ul class="bad">{items}</ul>'
+
+
+def _crowd(crowd: CrowdResult) -> str:
+    words = (
+        f"{crowd.clients} clients at once through one event loop. Storage fails every call for a while, "
+        f"{crowd.hung_up} clients hang up in the middle of an answer, and the server restarts: its first "
+        f"answers then hit {crowd.warm_hit_rate:.0%}. {crowd.answers} answers were read to their end."
+    )
+    return (
+        '<section class="wide"><h2>Many at once, while things go wrong</h2>'
+        f'<p class="lead">{escape(words)}</p>{crowd_chart(crowd)}</section>'
+    )
 
 
 def _card(name: str, mode: ModeResult, result: DemoResult) -> str:
@@ -129,6 +142,7 @@ $ttft
 <section class="wide"><h2>Where served tokens came from</h2>
 $tiers
 </section>
+$crowd
 <section class="wide"><h2>Modes</h2>
 <table>
 <thead><tr><th>mode</th><th>hit rate</th><th>TTFT p50, ms</th><th>TTFT p90, ms</th>

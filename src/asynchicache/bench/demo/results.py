@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from statistics import fmean
 from typing import NamedTuple
@@ -79,6 +79,59 @@ class ModeResult:
         }
 
 
+class Sample(NamedTuple):
+    """What went on in one interval.
+
+    Attributes:
+        seconds: its end, since the beginning.
+        running, waiting: conversations in flight at its end.
+        by_tier: served prompt tokens of the answers that began in it.
+        prompt_tokens: prompt tokens of these.
+        ttft_ms: their mean time to first token; None if there were none.
+        gap_ms: the longest time for which the event loop did not come round.
+    """
+
+    seconds: float
+    running: int
+    waiting: int
+    by_tier: dict[str, int]
+    prompt_tokens: int
+    ttft_ms: float | None
+    gap_ms: float
+
+
+@dataclass(slots=True, eq=False)
+class CrowdResult:
+    """What became of the clients.
+
+    Attributes:
+        clients: how many there were at once.
+        answers, hung_up: answers that were read to their end, and those whose client left.
+        samples, moments: the intervals, and what happened at which second.
+        warm_hit_rate: hit rate of the first answers after the restart.
+        problems: what must not be, in words.
+    """
+
+    clients: int
+    answers: int = 0
+    hung_up: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    moments: list[tuple[float, str]] = field(default_factory=list)
+    warm_hit_rate: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "clients": self.clients,
+            "answers": self.answers,
+            "hung_up": self.hung_up,
+            "warm_hit_rate": self.warm_hit_rate,
+            "longest_gap_ms": max((sample.gap_ms for sample in self.samples), default=0.0),
+            "samples": [sample._asdict() for sample in self.samples],
+            "moments": [{"seconds": seconds, "what": what} for seconds, what in self.moments],
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """The results of all modes.
@@ -88,6 +141,7 @@ class DemoResult:
         workload: description of the workload.
         ceiling: the hit rate if the cache loses nothing.
         modes: results by mode name.
+        crowd: the second act, many clients at once; None if it was left out.
         report: path of the HTML report.
         seconds: duration of the demo.
     """
@@ -96,6 +150,7 @@ class DemoResult:
     workload: str
     ceiling: Fraction
     modes: Mapping[str, ModeResult]
+    crowd: CrowdResult | None
     report: str
     seconds: float
 
@@ -109,7 +164,7 @@ class DemoResult:
             rate = self.modes[name].hit_rate
             if rate < float(self.ceiling) - 1e-9:
                 found.append(f"{name}: hit rate {rate:.6f} is below the ceiling {float(self.ceiling):.6f}")
-        return found
+        return found + (self.crowd.problems if self.crowd else [])
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -117,6 +172,7 @@ class DemoResult:
             "workload": self.workload,
             "ceiling": float(self.ceiling),
             "modes": {name: mode.as_json() for name, mode in self.modes.items()},
+            "crowd": self.crowd.as_json() if self.crowd else None,
             "report": self.report,
             "seconds": self.seconds,
             "violations": self.violations,

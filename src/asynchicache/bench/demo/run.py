@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from asynchicache.bench.cores import one_torch_thread
+from asynchicache.bench.demo.crowd import Crowd
 from asynchicache.bench.demo.modes import MODES, Mode
 from asynchicache.bench.demo.options import PAGE_SIZE, DemoOptions, ceiling, round_ceilings
 from asynchicache.bench.demo.prompts import conversations
 from asynchicache.bench.demo.report import write_report
-from asynchicache.bench.demo.results import DemoResult, ModeResult, ServedPrompt
+from asynchicache.bench.demo.results import DemoResult, ModeResult, Sample, ServedPrompt
 from asynchicache.bench.demo.serving import OwnedModel, ServingEngine
 from asynchicache.cache import HybridCache
 from asynchicache.integrations.transformers.demo_model import build_demo_model
@@ -32,6 +33,10 @@ class Watcher(Protocol):
 
     def round_served(self, mode: str, served: Sequence[ServedPrompt]) -> None:
         """One more round of a mode has finished."""
+        ...
+
+    def crowd_seen(self, sample: Sample) -> None:
+        """An interval of the second act has ended."""
         ...
 
 
@@ -50,11 +55,15 @@ async def run_demo(options: DemoOptions, watcher: Watcher) -> DemoResult:
         stage = Stage(options, owned, watcher)
         await stage.warm_up()
         played = {mode.name: await stage.play(mode) for mode in MODES}
+        crowd = None
+        if options.num_visitors:
+            crowd = await Crowd(model, options, watcher.crowd_seen).play()
     result = DemoResult(
         model=_describe_model(owned),
         workload=_describe_workload(options),
         ceiling=ceiling(options),
         modes={name: _judge(rounds, played["uncached"]) for name, rounds in played.items()},
+        crowd=crowd,
         report=options.report,
         seconds=time.perf_counter() - started,
     )
