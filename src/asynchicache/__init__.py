@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asynchicache.integrations.transformers.model import PrefixCachedModel as PrefixCachedModel
     from asynchicache.integrations.transformers.sampling import Sampling as Sampling
     from asynchicache.layouts import HostLayout
+    from asynchicache.planner.hints import CacheHint
     from asynchicache.pools.engine import EngineMemory, EnginePages
     from asynchicache.ranks.joining import RankGroup
     from asynchicache.ranks.options import RankLimits
@@ -84,6 +85,7 @@ _HOMES = {
         "WireFormatError",
     ),
     "asynchicache.layouts": ("HostLayout",),
+    "asynchicache.planner.hints": ("CacheHint",),
     "asynchicache.pools.engine": ("EngineMemory", "EnginePages"),
     "asynchicache.ranks.joining": ("RankGroup",),
     "asynchicache.ranks.options": ("RankLimits",),
@@ -108,6 +110,7 @@ __all__ = [
     "BusyError",
     "CacheConfig",
     "CacheError",
+    "CacheHint",
     "CacheStatistics",
     "CapacityError",
     "ClosedError",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol, Self
 
 import msgspec
@@ -19,6 +20,7 @@ from asynchicache.config import CacheConfig, open_backend
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.executor import Executor
+from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.storage_pools import AttachedStorage, StoragePools
@@ -29,6 +31,7 @@ from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.openings import Opening, caller
 from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import advise_split, find_undersized_pools
 from asynchicache.pools.device import DevicePool
@@ -129,6 +132,7 @@ class HybridCache:
         self._opened_at = opened_at
         self._attached = config
         self._given: StorageBackend | None = None
+        self._opened_when = rooms.port.now()
 
     @classmethod
     def open(
@@ -251,6 +255,7 @@ class HybridCache:
         salt: str | None = None,
         stream: Stream | None = None,
         traceparent: str | None = None,
+        hint: CacheHint = NO_HINT,
     ) -> Request:
         """Make a request for one prompt, an async context manager.
 
@@ -260,6 +265,7 @@ class HybridCache:
             salt: the caller's cache salt; likewise.
             stream: the stream of its forwards, if they are enqueued and not awaited (`Request.run_on`).
             traceparent: the W3C header of the parent span, for a tracer.
+            hint: what the client knows about the future of these pages.
 
         Raises:
             InvalidTokensError: no tokens, or an id is not an integer from 0 to 2**63 - 1.
@@ -269,7 +275,7 @@ class HybridCache:
         if self.config.page_keys:
             raise UsageError("prefixes of this cache are page keys (option page_keys): use request_keys()")
         words = token_array(tokens)[:]
-        return self._request(words, None, self._seed(namespace, salt), stream, traceparent, caller())
+        return self._request(words, None, self._seed(namespace, salt), stream, traceparent, caller(), hint)
 
     def request_keys(
         self,
@@ -280,6 +286,7 @@ class HybridCache:
         salt: str | None = None,
         stream: Stream | None = None,
         traceparent: str | None = None,
+        hint: CacheHint = NO_HINT,
     ) -> Request:
         """Make a request for a prompt whose whole pages have keys, such as an engine's block hashes.
 
@@ -287,7 +294,7 @@ class HybridCache:
             keys: one of 32 bytes for each whole page; it identifies the page and all before it.
             length: tokens of the prompt; a hit leaves at least one of them to compute. Default: one more than
                 the keys' pages, so that a hit may cover them all.
-            namespace, salt, stream, traceparent: as for `request`.
+            namespace, salt, stream, traceparent, hint: as for `request`.
 
         Raises:
             InvalidTokensError: a key is not 32 bytes, or there are more than the prompt has whole pages.
@@ -307,7 +314,7 @@ class HybridCache:
             )
         if prompt > len(keys) * size:
             words.append(0)  # the prompt goes on behind the last key, so that its page may be hit too
-        return self._request(words, prompt, self._seed(namespace, salt), stream, traceparent, caller())
+        return self._request(words, prompt, self._seed(namespace, salt), stream, traceparent, caller(), hint)
 
     def _seed(self, namespace: str | None, salt: str | None) -> bytes:
         return self._controller.namespaces.seed(namespace, salt)
@@ -320,18 +327,47 @@ class HybridCache:
         stream: Stream | None,
         traceparent: str | None,
         made_at: str,
+        hint: CacheHint,
     ) -> Request:
         if self._tracer is None:
             request = Request(self._controller, words, seed, prompt)
         else:
             request = self._tracer.request(self._controller, words, seed, traceparent, prompt)
-        request.made_at = made_at
+        request.made_at, request.hint = made_at, hint
+        request.uptime = self._parts.port.now() - self._opened_when
         return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: RequestTracer | None) -> None:
         """Report timed work to a tracer (`integrations.otel`) from now on; None: no tracing, no cost."""
         self._tracer = tracer
         self._controller.trace(tracer)
+
+    def record(self, path: str | Path, *, salt: bytes | None = None) -> TraceRecorder:
+        """Record requests from now on as a trace that `asynchicache replay` reads: when they came, how long
+        they are, and which blocks they share. The file has no tokens, and nothing they can be guessed from.
+
+        The recorder is closed with the cache, or by its own `aclose`; a new one takes the place of the old.
+
+        Args:
+            path: the file, written anew; gzipped if its name ends in `.gz`.
+            salt: a secret that several servers share, so that their traces can be merged by time. Default:
+                the trace stands alone.
+
+        Raises:
+            ConfigError: the file cannot be written.
+            ClosedError: the cache is closed.
+        """
+        self._controller.executor.check_open()
+        recorder = TraceRecorder(
+            Path(path),
+            page_words=self._controller.planner.state.page_words,
+            block_size=self.spec.page_size,
+            port=self._parts.port,
+            salt=salt,
+        )
+        self._controller.recorder = recorder
+        self._stack.push_async_callback(recorder.aclose)
+        return recorder
 
     def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
         """The device memory of one tensor of a pool.

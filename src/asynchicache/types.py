@@ -86,6 +86,7 @@ class MissReason(Enum):
     CORRUPT = "corrupt"  # storage returned other bytes than were written
     TRANSFER_FAILED = "transfer_failed"  # a copy between device and host failed
     WEIGHTS = "weights"  # the weights changed between match and load
+    CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # reading from storage would have taken longer; not a miss
     CLOSED = "closed"  # the cache was closing
 
 

@@ -36,6 +36,11 @@ def shared_prefix(options: flags.SharedPrefixOptions, output: Output) -> Command
 def replay(options: ReplayOptions, output: Output) -> CommandResult:
     from asynchicache.bench.replay.run import run_replay
 
+    if options.compare:
+        from asynchicache.bench.replay.compare import run_comparison
+
+        with output.bar("requests") as advance:
+            return _result(run_comparison(options, advance))
     with output.bar("requests") as advance:
         report = run_replay(options, advance)
     return _result(report)

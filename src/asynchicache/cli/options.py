@@ -86,6 +86,7 @@ class ServeOptions(CommandOptions, frozen=True):
         float, Meta(ge=0, le=MOST), about("how long requests may go on after SIGTERM")
     ] = 30.0
     kv_events_config: Annotated[str, about("publish KV events: a JSON object as for vLLM and SGLang")] = ""
+    record_trace: Annotated[str, about("write a trace of the requests to this file, for `replay`")] = ""
     trace: Annotated[bool, about("make OpenTelemetry spans; start with `opentelemetry-instrument`")] = False
     seed: int = 0
 

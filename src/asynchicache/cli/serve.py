@@ -52,6 +52,7 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
         ignore_unknown=options.ignore_unknown_fields,
         drain_seconds=options.drain_seconds,
         kv_events=options.kv_events_config,
+        record_trace=options.record_trace,
         trace=options.trace,
     )
     with server.bind(options.host, options.port) as listener:

@@ -30,6 +30,10 @@ class Admission:
         self._executor = executor
         self._queue = RoomQueue()
 
+    def is_waited_for(self) -> bool:
+        """Whether requests wait for room."""
+        return bool(self._queue)
+
     def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
         """Allocate room for `tokens` more tokens, without waiting.
 

@@ -13,9 +13,11 @@ from asynchicache.controller.hit_counters import HitCounters
 from asynchicache.controller.namespaces import Namespaces
 from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.controller.presence_queries import PresenceQueries
+from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.controller.verify import InFlightWork, problems
+from asynchicache.planner.costs import LoadCosts
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
@@ -64,8 +66,20 @@ class HybridCacheController:
         self.hits = HitCounters()
         presence = PresenceQueries(stored)
         self.storage_writer = StorageWriter(planner, executor, stored, presence, limit_bytes=store_bytes)
-        self.prefetcher = Prefetcher(planner, executor, stored, presence, self.storage_writer, prefetch)
+        self.costs = LoadCosts(prefetch.min_fetch_tokens)
+        self.reports_costs = prefetch.load_or_compute
+        self.prefetcher = Prefetcher(
+            planner,
+            executor,
+            stored,
+            presence,
+            self.storage_writer,
+            prefetch,
+            self.costs,
+            self.admission.is_waited_for,
+        )
         self._count_namespaces = count_namespaces
+        self.recorder: TraceRecorder | None = None
 
     def trace(self, tracer: Tracer | None) -> None:
         """Report the begin and end of copies, writes and evictions to `tracer`; None: stop."""

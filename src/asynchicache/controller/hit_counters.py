@@ -29,7 +29,8 @@ class HitCounters:
         hit_slots: by pool and the tier they came from, the pages and states of hits. `STORAGE` counts those
             that the request's own prefetch brought.
         missed_tokens: prompt tokens that were not hits, by the pool that limited the hit (the first pool
-            if no other did) and the reason. Reason `NONE`: the tokens after the last restorable page.
+            if no other did) and the reason. Reason `NONE`: the tokens after the last restorable page. Without
+            those that were cheaper to compute than to read.
         namespaces: by name, for the first ones seen; the others are counted as `other`.
     """
 
@@ -47,7 +48,8 @@ class HitCounters:
         self.prompt_tokens += prompt
         self.hit_tokens[tier] += hit
         self.reasons[reason] += 1
-        self.missed_tokens[pool, reason] += prompt - hit
+        if reason is not MissReason.CHEAPER_TO_COMPUTE:
+            self.missed_tokens[pool, reason] += prompt - hit
 
     def count_namespace(self, name: str, prompt: int, hit: int, most: int) -> None:
         """Count the same request for its namespace; at most `most` namespaces are counted separately."""

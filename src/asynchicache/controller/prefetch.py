@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from asynchicache.controller.digests import sliced_digests
@@ -14,13 +15,14 @@ from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import StoragePools, linger
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.histograms import Histogram
+from asynchicache.planner.costs import LoadCosts
 from asynchicache.planner.fetch import Outcomes, ReadResult, StorageQuery, StorageRead
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
-from asynchicache.tree.node import FULL
-from asynchicache.types import MissReason, Outcome, PrefetchPolicy
+from asynchicache.tree.node import FULL, place_of
+from asynchicache.types import MissReason, Outcome, PrefetchPolicy, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class Prefetcher:
         presence: PresenceQueries,
         storage_writer: StorageWriter,
         options: PrefetchOptions,
+        costs: LoadCosts,
+        is_busy: Callable[[], bool],
     ) -> None:
         """
         Args:
@@ -76,12 +80,16 @@ class Prefetcher:
             presence: asks storage which pages it has.
             storage_writer: rewrites pages that storage has lost.
             options: how long requests wait.
+            costs: of reading and computing.
+            is_busy: whether requests wait for room.
         """
         self._planner = planner
         self._fetches = planner.fetches
         self._storage = stored
         self._presence = presence
         self._options = options
+        self._costs = costs
+        self._is_busy = is_busy
         self._executor = executor
         self._storage_writer = storage_writer
         self._commits: dict[StorageRead, asyncio.Future[ReadResult]] = {}
@@ -157,6 +165,9 @@ class Prefetcher:
             query = self._fetches.ask(tokens, seed, digests)
             if query is None:
                 return MissReason.NONE
+            if prefetch.awaited and best < 0 and not self._pays(query, known.reach(query.here)):
+                self._fetches.release(query)
+                return MissReason.CHEAPER_TO_COMPUTE
             gained, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
             if gained is None or gained.pages >= gained.read.target or not gained.read.joined:
                 await self._saved(tokens, seed)
@@ -169,6 +180,19 @@ class Prefetcher:
         """Wait while pages of the prefix are being copied from an engine's pages to the host."""
         while self._fetches.saving(tokens, seed) and not self._executor.stopped:
             await self._executor.next_progress()
+
+    def _pays(self, query: StorageQuery, reach: int) -> bool:
+        """Whether to read full pages up to `reach`, with what they need: whether computing takes longer."""
+        if not (self._options.load_or_compute or self._options.min_fetch_tokens):
+            return True
+        pages, nbytes = self._fetches.offer(query, reach)
+        size = self._planner.state.page_size
+        if not nbytes:
+            return True
+        if not self._options.load_or_compute:
+            return pages * size >= self._options.min_fetch_tokens
+        busy = float(self._is_busy())
+        return self._costs.worth_loading(pages * size, query.base * size, nbytes, busy=busy)
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""
@@ -247,7 +271,9 @@ class Prefetcher:
             component_id: [Outcome.TIMEOUT] * len(slots) for component_id, slots in read.slots.items()
         }
         try:
-            outcomes, late = await self._storage.get(read)
+            with self._timed(read) as timed:
+                outcomes, late = await self._storage.get(read)
+                timed.arrived = all(one is Outcome.HIT for some in outcomes.values() for one in some)
         finally:
             if late:
                 self._late.add(read)
@@ -255,6 +281,23 @@ class Prefetcher:
             for gained in self._fetches.deliver(read, outcomes):
                 self._committed(gained)
         return await asyncio.shield(commit)
+
+    @contextmanager
+    def _timed(self, read: StorageRead) -> Iterator[_TimedRead]:
+        """Measure a read, if all of it arrives."""
+        state, clock = self._planner.state, asyncio.get_running_loop().time
+        nbytes = sum(
+            len(slots) * state.free[place_of(component_id, Tier.HOST)].slot_bytes
+            for component_id, slots in read.slots.items()
+        )
+        began, queued, timed = clock(), self._costs.reading_bytes, _TimedRead()
+        self._costs.reading_bytes += nbytes
+        try:
+            yield timed
+        finally:
+            self._costs.reading_bytes -= nbytes
+            if timed.arrived:
+                self._costs.read(nbytes, queued, clock() - began)
 
     def _committed(self, gained: ReadResult) -> None:
         """A read is in the tree: rematch its request now, before the pages can be evicted."""
@@ -277,6 +320,13 @@ class Prefetcher:
         finally:
             self._late.discard(read)
             self._fetches.finish(read, safe=safe)
+
+
+@dataclass(slots=True, eq=False)
+class _TimedRead:
+    """Whether everything that a read asked for arrived."""
+
+    arrived: bool = False
 
 
 class _KnownPresence:

@@ -13,6 +13,7 @@ from asynchicache.controller.controller import HybridCacheController
 from asynchicache.errors import RequestStateError, UsageError
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.engine import NamedPages
+from asynchicache.planner.hints import NO_HINT
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction
@@ -77,6 +78,8 @@ class Request:
         self._sequence: RequestState | None = None
         self._closed = False
         self.made_at = ""
+        self.hint = NO_HINT
+        self.uptime = 1.0
 
     # Life
 
@@ -84,8 +87,12 @@ class Request:
         if self._sequence is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
-        self._sequence = sequence = self._planner.open(self._tokens, self._seed, self._prompt)
+        self._sequence = sequence = self._planner.open(
+            self._tokens, self._seed, self._prompt, hint=self.hint, uptime=self.uptime
+        )
         sequence.made_at = self.made_at
+        if self._controller.recorder is not None:
+            self._controller.recorder.opened(sequence)
         if self._stream is not None:
             sequence.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
@@ -132,6 +139,8 @@ class Request:
         if after is not None:
             sequence.runs_on(after)
         sequence.closed = True
+        if self._controller.recorder is not None:
+            self._controller.recorder.ended(sequence)
         for stream in list(sequence.streams) if not self._executor.stopped else ():
             sequence.users += 1
             self._executor.when_reached(stream, partial(self._planner.release, sequence))
@@ -424,6 +433,26 @@ class Request:
         await self._executor.checkpoint()
         return await self._controller.admission.reserve(sequence, count)
 
+    def computed(self, tokens: int, seconds: float, *, context: int | None = None) -> None:
+        """Report how long a prefill took, so that storage is read only where that is faster; see
+        `PrefetchOptions.load_or_compute`.
+
+        Args:
+            tokens: computed tokens.
+            seconds: that the forward took.
+            context: tokens before them. Default: those of the hit.
+
+        Raises:
+            ConfigError: a number is negative, or nothing was computed.
+        """
+        before = self.hit.tokens if context is None else context
+        self._controller.costs.computed(tokens, before, seconds)
+
+    @property
+    def reports_costs(self) -> bool:
+        """Whether the cache uses what `computed` reports."""
+        return self._controller.reports_costs
+
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
 
@@ -543,7 +572,7 @@ class Request:
             return self._back_up(length, pages, after, final=final)
         sequence, length = self._checked("checkpoint", length)
         self._order_after(sequence, after)
-        if self._executor.failure is None:
+        if self._publishes(sequence):
             copies = self._planner.publish(sequence, length, final=final)
         else:
             copies, sequence.unpublished = [], True
@@ -567,17 +596,18 @@ class Request:
                 f"length {length}: the prefix is known up to {known} tokens; append() first"
             )
         copies = self._planner.engine.backup(
-            sequence, length // size, pages, states=length % size == 0, usable=self._usable(sequence)
+            sequence, length // size, pages, states=length % size == 0, usable=self._publishes(sequence)
         )
         sequence.finished = final
         self._order_after(sequence, after)
         ticket = self._executor.run(copies, sequence.runs_on)
         return ticket or Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
 
-    def _usable(self, sequence: RequestState) -> bool:
-        """Whether the pages that an engine computed may be published."""
+    def _publishes(self, sequence: RequestState) -> bool:
+        """Whether checkpoints of a request are published: the device is well, the weights are those that it was
+        matched under, and its hint allows it."""
         current = sequence.generation == self._planner.state.tree.generation
-        return current and self._executor.failure is None
+        return current and self._executor.failure is None and not sequence.transient
 
     def _order_after(self, sequence: RequestState, stream: Stream | None) -> None:
         if stream is not None:

@@ -267,6 +267,21 @@ class FetchPlanner:
         above = device_end(tip)
         return [(tip, FULL_HOST)] + ([(above, FULL_DEVICE)] if above.parent is not None else [])
 
+    def offer(self, query: StorageQuery, reach: int) -> tuple[int, int]:
+        """What a read would add if full pages reach to `reach`: pages, and bytes with states and windows.
+
+        No bytes if other reads are bringing a part of it anyway.
+        """
+        pages = max(reach - query.base, 0)
+        if not pages or self._others(query):
+            return pages, 0
+        free = self._state.free
+        nbytes = max(reach - query.here, 0) * free[FULL_HOST].slot_bytes
+        for component in self._tree.components:
+            count = min(self._state.spec.owners[component.id].coverage.pages or pages, pages)
+            nbytes += count * free[place_of(component.id, Tier.HOST)].slot_bytes
+        return pages, nbytes
+
     def release(self, query: StorageQuery) -> None:
         """Release the pins of a query that gets no `deliver`, which releases them itself."""
         self._state.unpin(query.pins)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from msgspec import Meta
 
-from asynchicache.options import Options
+from asynchicache.options import Natural, Options
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 WRITE_POLICY = WritePolicy.WRITE_THROUGH
@@ -23,6 +23,10 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
         base_seconds, seconds_per_ki_token: the deadline of `timeout`: a base plus an amount per 1,024
             tokens requested. Defaults: 2.0 and 0.1 (sgl-project/sglang#23309).
         max_seconds: the longest wait under any policy. Default: 30.
+        min_fetch_tokens: fewer tokens than these are computed, not read, as long as costs are not measured.
+            Default: 0.
+        load_or_compute: read from storage only what takes longer to compute, by measured costs; needs an
+            engine that reports them (`Request.computed`). Default: False.
     """
 
     subject: ClassVar[str] = "prefetch "
@@ -31,6 +35,8 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
     base_seconds: _Wait = 2.0
     seconds_per_ki_token: _Wait = 0.1
     max_seconds: _Wait = 30.0
+    min_fetch_tokens: Natural = 0
+    load_or_compute: bool = False
 
     def deadline(self, tokens: int) -> float:
         """The seconds that a prefetch of `tokens` tokens may wait."""

@@ -17,6 +17,7 @@ from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.planner.engine import EnginePlanner
 from asynchicache.planner.fetch import FetchPlanner
+from asynchicache.planner.hints import NO_HINT, CacheHint, HintLedger
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
 from asynchicache.planner.request_state import RequestState
@@ -41,6 +42,7 @@ class Planner:
         checkpoints: the lengths at which to keep states.
         windows: the pages of sliding windows that requests hold.
         activity: the work in flight, by when it began.
+        hints: the pages that hints favour.
     """
 
     def __init__(
@@ -87,16 +89,27 @@ class Planner:
         self.loads = LoadPlanner(self.state, self.windows)
         self.engine = EnginePlanner(self.state, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
+        self.hints = HintLedger(max(free.capacity for free in self.state.free[:2]))
 
     # Requests
 
-    def open(self, tokens: array[int], seed: bytes, prompt: int | None = None) -> RequestState:
+    def open(
+        self,
+        tokens: array[int],
+        seed: bytes,
+        prompt: int | None = None,
+        *,
+        hint: CacheHint = NO_HINT,
+        uptime: float = 1.0,
+    ) -> RequestState:
         """Match and pin a prefix. At least one token is left to compute, so that there are logits.
 
         Args:
             tokens: of the prompt; or the words of its page keys, and one word more if it goes on behind them.
             seed: the digest of the namespace.
             prompt: tokens of the prompt. Default: the length of `tokens`.
+            hint: what the client knows about the request's pages.
+            uptime: seconds since the cache was opened.
 
         Raises:
             CapacityError: the tokens do not fit on the device even if it is empty.
@@ -105,8 +118,10 @@ class Planner:
         self._check_capacity(prompt)
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
-        lease = self._tree.pin(match, self._tree.credit(tokens, match))
-        sequence = RequestState(tokens, seed, lease, match, held_back, prompt=prompt)
+        lease = self._tree.pin(match, self._credit(tokens, seed, match, hint, uptime))
+        sequence = RequestState(
+            tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient
+        )
         sequence.generation = self._tree.generation
         self.state.sequences.add(sequence)
         return sequence
@@ -120,7 +135,20 @@ class Planner:
         sequence = self.open(before.tokens, before.seed)
         self.rest(sequence)
         sequence.made_at, sequence.streams, sequence.resumed = before.made_at, dict(before.streams), True
+        sequence.transient = before.transient
         return sequence
+
+    def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint, uptime: float) -> float:
+        """What the policy and a hint give a request, in ticks of the tree's clock."""
+        tree, pages = self._tree, len(tokens) // self._tree.page_size
+        if not hint.favours:
+            return tree.credit(tokens, match, hint.halves)
+        if not self.hints.allows(seed, pages, tree.clock):
+            return tree.credit(tokens, match)
+        credit = tree.credit(tokens, match, hint.halves)
+        credit = max(credit, hint.keep_seconds * tree.clock / max(uptime, 1.0))
+        self.hints.note(seed, pages, tree.clock + max(credit, 1.0))
+        return credit
 
     def _check_capacity(self, tokens: int) -> None:
         pages, state = -(-tokens // self.state.page_size), self.state

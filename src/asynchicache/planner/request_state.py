@@ -66,6 +66,7 @@ class RequestState:
         fetched_pages: pages that the request's prefetch added to the match.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
+        transient: what it computes is not published.
         made_at: where the request was made, for reports.
         loaded: whether `load` was called.
         resumed: the request was suspended, so its hit has been counted already.
@@ -102,6 +103,7 @@ class RequestState:
     stored_limit: int | None = None
     fetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
+    transient: bool = False
     made_at: str = ""
     loaded: bool = False
     resumed: bool = False

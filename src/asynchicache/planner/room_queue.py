@@ -40,6 +40,9 @@ class RoomQueue:
     def __init__(self) -> None:
         self._waiters: list[Waiter] = []
 
+    def __len__(self) -> int:
+        return len(self._waiters)
+
     def enter(self, sequence: RequestState) -> Waiter:
         """Add a request at the end."""
         waiter = Waiter(sequence)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from asynchicache.errors import ConfigError
-from asynchicache.options import CommandOptions, Natural, Positive, Share, about
+from asynchicache.options import CommandOptions, Natural, Positive, Share, about, check_folder
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.tree.policies import EVICTION, policy
@@ -38,6 +39,13 @@ class ReplayOptions(CommandOptions, frozen=True):
     ] = "prompt+branch"
     window: Annotated[Positive, about("tokens of the sliding window, for swa")] = 1024
     block_size: Annotated[Natural, about("tokens of a block, for traces that do not state it")] = 0
+    compare: Annotated[bool, about("replay with all of --compare-policies and --compare-shares")] = False
+    compare_policies: Annotated[str, about("for --compare: policies, joined by commas")] = "size,lru"
+    compare_shares: Annotated[
+        str, about("for --compare: memories, as shares of what the trace's kv takes, joined by commas")
+    ] = "0.01,0.02,0.05,0.1,0.25,0.5,1"
+    target: Annotated[Share, about("for --compare: advise memory for this share of the best hit rate")] = 0.95
+    report: Annotated[str, about("for --compare: write the curves to this HTML file")] = ""
     seed: int = 0
 
     def check(self) -> None:
@@ -45,11 +53,27 @@ class ReplayOptions(CommandOptions, frozen=True):
         self.shares()
         CheckpointPolicy.parse(self.checkpoint)
         policy(self.policy)
+        for name in self.policies:
+            policy(name)
+        if not all(self.memory_shares):
+            raise ConfigError(f"--compare-shares {self.compare_shares}: must be above 0 and at most 1")
+        if self.report:
+            check_folder("--report", Path(self.report).parent)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The pools."""
         return tuple(self.pools.split(","))
+
+    @property
+    def policies(self) -> list[str]:
+        """The policies of a comparison."""
+        return self.compare_policies.split(",")
+
+    @property
+    def memory_shares(self) -> list[float]:
+        """The memories of a comparison, ascending."""
+        return sorted(_share("--compare-shares", text) for text in self.compare_shares.split(","))
 
     def shares(self) -> dict[str, tuple[float, float]]:
         """Device and host shares of each pool that does not share another pool's slots.

@@ -39,6 +39,8 @@ class ReplayReport:
         slots: by pool, device and host slots.
         evicted_pages: attention pages evicted from the device.
         evicted: evicted slots by pool and tier.
+        block_size, longest_prompt: of the trace, in tokens.
+        tokens_per_end: cached tokens for each end of a path at the end, the split that the trace asks for.
         states_kept: recurrent states in memory at the end.
         misses: computed tokens by pool and reason (`REMEDIES`).
         reasons: number of requests by `MissReason`.
@@ -60,6 +62,9 @@ class ReplayReport:
     evicted_pages: int
     evicted: Mapping[str, Mapping[str, int]]
     states_kept: int
+    block_size: int
+    longest_prompt: int
+    tokens_per_end: int
     misses: Mapping[str, Mapping[str, int]]
     reasons: Mapping[str, int]
     problems: Sequence[str]

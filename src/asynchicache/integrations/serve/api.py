@@ -220,6 +220,7 @@ class Api:
                 max_new_tokens=self._new_tokens(request, len(tokens)),
                 sampling=self._sampling(request),
                 salt=request.cache_salt,
+                hint=request.hint,
                 stop_token_ids=stop_ids,
                 traceparent=traceparent,
             )

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.tokenizers import Conversation
+from asynchicache.planner.hints import MOST_KEEP_SECONDS, NO_HINT, CacheHint
 
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
@@ -81,6 +83,25 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class CacheHintFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of `cache_hint`, as in `planner.hints.CacheHint`."""
+
+    continues: bool = False
+    over: bool = False
+    keep_seconds: Annotated[float, Meta(ge=0, le=MOST_KEEP_SECONDS)] = 0.0
+    transient: bool = False
+
+    def hint(self) -> CacheHint:
+        """
+        Raises:
+            ApiError: the fields contradict each other.
+        """
+        try:
+            return CacheHint(self.continues, self.over, self.keep_seconds, self.transient)
+        except ConfigError as error:
+            raise ApiError(f"cache_hint: {error}", param="cache_hint") from error
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of both endpoints. Null is the same as an omitted field.
 
@@ -93,6 +114,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         stop: strings that end the answer and are not part of it.
         ignore_eos: generate up to the limit, even past end-of-text tokens.
         cache_salt: requests with different salts share nothing in the cache.
+        cache_hint: whether the prompt will be continued, is over, or is to be kept; see `planner.hints`.
     """
 
     model: str | None = None
@@ -105,6 +127,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_hint: CacheHintFields | None = None
+
+    @property
+    def hint(self) -> CacheHint:
+        """The hint for the cache.
+
+        Raises:
+            ApiError: its fields contradict each other.
+        """
+        return NO_HINT if self.cache_hint is None else self.cache_hint.hint()
 
     @property
     def stops(self) -> list[str]:

@@ -49,6 +49,7 @@ class ServeSettings:
         drain_seconds: how long running requests may continue after the server is stopped.
         attach_seconds: pause between attempts to open storage.
         kv_events: configuration of the KV event publisher, as JSON; empty for none.
+        record_trace: the file of a trace for `replay`; empty: none.
         trace: create OpenTelemetry spans, with the process's provider.
     """
 
@@ -66,6 +67,7 @@ class ServeSettings:
     drain_seconds: float = 30.0
     attach_seconds: float = 5.0
     kv_events: str = ""
+    record_trace: str = ""
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -205,6 +207,8 @@ async def _signals(cache: HybridCache, settings: ServeSettings) -> AsyncIterator
     """
     async with AsyncExitStack() as stack:
         try:
+            if settings.record_trace:
+                cache.record(settings.record_trace)
             if settings.trace:
                 from asynchicache.integrations.otel import instrument
 

@@ -11,6 +11,7 @@ from typing import Self
 from asynchicache.cache import Hit
 from asynchicache.integrations.transformers.sampling import Sampler, Sampling
 from asynchicache.integrations.transformers.stopping import FinishReason, StopRule
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.types import MissReason, Tier
 
 
@@ -19,7 +20,7 @@ class GenerationJob:
 
     Attributes:
         prompt: token ids of the prompt.
-        namespace, salt, traceparent: as in `HybridCache.request`.
+        namespace, salt, traceparent, hint: as in `HybridCache.request`.
         sampler: chooses tokens.
         rule: decides when the output ends.
         generated: token ids so far; the last one was not fed to the model yet.
@@ -37,9 +38,10 @@ class GenerationJob:
         namespace: str | None,
         salt: str | None,
         traceparent: str | None = None,
+        hint: CacheHint = NO_HINT,
     ) -> None:
         self.prompt = prompt
-        self.namespace, self.salt, self.traceparent = namespace, salt, traceparent
+        self.namespace, self.salt, self.traceparent, self.hint = namespace, salt, traceparent, hint
         self.sampler = Sampler(sampling)
         self.rule = rule
         self.generated: list[int] = []

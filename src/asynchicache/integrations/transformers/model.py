@@ -21,6 +21,7 @@ from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
 from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.openings import Opening, caller
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import token_array
@@ -134,6 +135,7 @@ class PrefixCachedModel:
         stop_token_ids: Collection[int] | None = None,
         stop: Sequence[str] = (),
         traceparent: str | None = None,
+        hint: CacheHint = NO_HINT,
     ) -> Generation:
         """Start a generation; its tokens arrive as they are computed.
 
@@ -145,6 +147,7 @@ class PrefixCachedModel:
             stop_token_ids: tokens that end the output. Default: the model's end tokens.
             stop: strings; the output ends with the token that completes one. Needs a tokenizer.
             traceparent: W3C header of the parent span, for a tracer of the cache.
+            hint: what the client knows about the future of these pages.
 
         Raises:
             InvalidTokensError: no tokens, or ids outside the model's vocabulary.
@@ -160,7 +163,9 @@ class PrefixCachedModel:
             raise InvalidTokensError(f"token id {max(prompt)}: the model knows {self._vocabulary}, from 0")
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
-        job = GenerationJob(prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent)
+        job = GenerationJob(
+            prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent, hint=hint
+        )
         request = self._request(job)
         most = len(prompt) + max_new_tokens + self.spec.page_size - 1
         queued = self._admission.join(self._runner.context.whole(most))
@@ -220,7 +225,11 @@ class PrefixCachedModel:
 
     def _request(self, job: GenerationJob) -> Request:
         return self.cache.request(
-            job.tokens, namespace=job.namespace, salt=job.salt, traceparent=job.traceparent
+            job.tokens,
+            namespace=job.namespace,
+            salt=job.salt,
+            traceparent=job.traceparent,
+            hint=job.hint,
         )
 
     async def _prefill(self, job: GenerationJob, request: Request) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -84,7 +85,10 @@ class PrefillRunner:
             if self._needs_cuts and (length := shared(at)) is not None:
                 cuts.add(length)
             stop = self._stop(at, min(cut for cut in (*cuts, end) if at < cut <= end))
+            began = time.perf_counter()
             logits = await self._thread.run(partial(prefill, self._model, memory, tokens, at, stop))
+            if request.reports_costs:
+                request.computed(stop - at, time.perf_counter() - began, context=at)
             await prefix.save(memory, stop)
             # A window moves on with the next chunk, so models with windows publish after each one.
             if stop in cuts or stop == end or self.context.bridge.window_pages:
