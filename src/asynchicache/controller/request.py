@@ -80,6 +80,7 @@ class Request:
         self.made_at = ""
         self.hint = NO_HINT
         self.uptime = 1.0
+        self.recorded = True
 
     # Life
 
@@ -88,10 +89,10 @@ class Request:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
         self._sequence = sequence = self._planner.open(
-            self._tokens, self._seed, self._prompt, hint=self.hint, uptime=self.uptime
+            self._tokens, self._seed, self._prompt, self.hint, self.uptime
         )
         sequence.made_at = self.made_at
-        if self._controller.recorder is not None:
+        if self._controller.recorder is not None and self.recorded:
             self._controller.recorder.opened(sequence)
         if self._stream is not None:
             sequence.runs_on(self._stream)

@@ -98,7 +98,6 @@ class Planner:
         tokens: array[int],
         seed: bytes,
         prompt: int | None = None,
-        *,
         hint: CacheHint = NO_HINT,
         uptime: float = 1.0,
     ) -> RequestState:

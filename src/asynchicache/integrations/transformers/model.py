@@ -220,7 +220,9 @@ class PrefixCachedModel:
                 request.rematch()  # earlier requests may have published a part of this prompt
                 row = await self._prefill(job, request)
         await self._decoder.run(row)
-        async with self._request(job) as output:
+        ending = self._request(job)
+        ending.recorded = False  # a trace has the prompt
+        async with ending as output:
             await self._runner.publish(output, row.memory, row.length, row.states, known=len(job.prompt))
 
     def _request(self, job: GenerationJob) -> Request:
