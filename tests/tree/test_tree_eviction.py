@@ -48,8 +48,8 @@ def test_an_end_on_the_device_may_have_children_on_the_host(bed):
     bed.add_saved("abcd")
     bed.evict(FULL_DEVICE, 2)
 
-    assert bed.tree.queues[FULL_DEVICE].members.keys() == {bed.node("ab")}
-    assert bed.tree.queues[FULL_HOST].members.keys() == {bed.node("abcd")}
+    assert bed.tree.queues[FULL_DEVICE].members == {bed.node("ab")}
+    assert bed.tree.queues[FULL_HOST].members == {bed.node("abcd")}
 
 
 # Order

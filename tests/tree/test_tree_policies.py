@@ -108,62 +108,108 @@ def test_the_head_of_the_queue_has_a_score(queue):
     assert queue.score(10, 2) == 1 / (8 + 2)
 
 
+def by_value(densities: dict[int, float]) -> ValueQueue:
+    """A queue of nodes whose densities are looked up by their serial number."""
+    return ValueQueue(0, 0, lambda one: densities[one.serial])
+
+
 def test_what_loses_little_for_its_bytes_goes_first():
-    queue = ValueQueue(0, 0)
-    dense, sparse, old = node(1, used=90), node(2, used=90), node(3, used=1)
-    queue.add(dense, 1.0)
-    queue.add(sparse, 0.1)
-    queue.add(old, 1.0)
+    queue = by_value({1: 1.0, 2: 0.1, 3: 1.0})
+    for serial, used in ((1, 90), (2, 90), (3, 1)):
+        queue.add(node(serial, used=used))
 
     assert queue.score(100, 1) == pytest.approx(0.1 / 11)
     assert [queue.pop(100, 1).serial for _ in range(3)] == [2, 3, 1]
 
 
 def test_what_serves_nobody_goes_before_all_else():
-    queue = ValueQueue(0, 0)
-    queue.add(node(1, used=1), 0.001)
-    queue.add(node(2, used=99), 0.0)
+    queue = by_value({1: 0.001, 2: 0.0})
+    queue.add(node(1, used=1))
+    queue.add(node(2, used=99))
 
     assert drain(queue) == [2, 1]
 
 
 def test_a_density_may_change_while_a_node_waits():
-    queue = ValueQueue(0, 0)
+    densities = dict.fromkeys(range(3), 1.0)
+    queue = by_value(densities)
     nodes = [node(serial, used=1) for serial in range(3)]
     for one in nodes:
-        queue.add(one, 1.0)
-    queue.add(nodes[2], 0.01)
-    queue.add(nodes[0], 3.0)
+        queue.add(one)
+    assert queue.score(1, 1) == 1.0
+    densities |= {2: 0.01, 0: 3.0}
+    queue.add(nodes[2])
+    queue.add(nodes[0])
     assert queue.problems() == []
     assert drain(queue) == [2, 1, 0]
+
+
+def test_densities_are_computed_when_something_is_evicted():
+    asked = []
+    queue = ValueQueue(0, 0, lambda one: asked.append(one.serial) or 1.0)
+    one, other = node(1), node(2)
+    for _ in range(5):
+        queue.add(one)
+    queue.add(other)
+    queue.discard(other)
+    assert asked == []
+    assert drain(queue) == [1]
+    assert asked == [1]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_queue_by_value_agrees_with_a_search(seed: int):
     """Heads alone are compared, so the choice may be up to twice as dense as the best."""
-    queue, chance = ValueQueue(0, 0), random.Random(seed)
+    chance, densities = random.Random(seed), {}
+    queue = by_value(densities)
     nodes = [node(serial) for serial in range(60)]
-    inside: dict[Node, float] = {}
+    inside: set[Node] = set()
     for clock in range(1, 3000):
         one = chance.choice(nodes)
         match chance.randrange(5):
             case 0 | 1:
-                inside[one] = chance.choice([0.0, 0.01, 0.3, 0.5, 1.0])
-                queue.add(one, inside[one])
+                densities[one.serial] = chance.choice([0.0, 0.01, 0.3, 0.5, 1.0])
+                inside.add(one)
+                queue.add(one)
             case 2:
                 queue.discard(one)
-                inside.pop(one, None)
+                inside.discard(one)
             case 3:
                 one.worth = [clock]
             case 4:
                 found = queue.pop(clock, 1)
-                scores = {n: density / (clock - n.worth[0] + 1) for n, density in inside.items()}
+                scores = {n: densities[n.serial] / (clock - n.worth[0] + 1) for n in inside}
                 assert (found is None) == (not inside)
                 if found is not None:
                     assert scores[found] <= 2 * min(scores.values())
-                    del inside[found]
+                    inside.discard(found)
         assert queue.members == inside
         assert queue.problems() == []
+        assert queue.entries() < 400
+
+
+def test_a_worth_may_fall_if_the_queue_is_told(queue):
+    nodes = [node(serial, used=serial) for serial in range(1, 4)]
+    for one in nodes:
+        queue.add(one)
+
+    nodes[2].worth = [0]
+    queue.hurry(nodes[2])
+
+    assert drain(queue) == [3, 1, 2]
+
+
+def test_a_worth_may_fall_while_the_node_is_away(queue):
+    first, away = node(1, used=1), node(2, used=2)
+    queue.add(first)
+    queue.add(away)
+    queue.discard(away)
+
+    away.worth = [0]
+    queue.hurry(away)
+    queue.add(away)
+
+    assert drain(queue) == [2, 1]
 
 
 def test_queue_agrees_with_sorting(queue):
@@ -185,7 +231,7 @@ def test_queue_agrees_with_sorting(queue):
             first = min(inside, key=lambda n: (n.worth[0], n.serial), default=None)
             assert queue.pop(0, 1) is first
             inside.discard(first)
-        assert queue.members.keys() == inside
+        assert queue.members == inside
 
 
 def test_policies_are_known_by_name():

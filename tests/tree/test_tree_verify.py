@@ -101,10 +101,11 @@ def stale_candidate(bed):
 def candidate_without_entry(bed):
     queue = bed.tree.queues[STATE_DEVICE]
     queue.pop(9, 1), queue.pop(9, 1)
-    queue.members |= {bed.node("ab"): 1.0, bed.node("abcd"): 1.0}
+    queue.members |= {bed.node("ab"), bed.node("abcd")}
 
 
 def candidate_with_a_later_entry(bed):
+    bed.tree.queues[FULL_DEVICE].score(9, 1)
     bed.node("abxy").worth[0] = -1
 
 

@@ -72,7 +72,7 @@ class Node:
         slots, residency, pins: by `place`: slot numbers or None, where they stand, leases on them.
         worth: by component, what orders its eviction. A node is worth at least what its descendants are;
             that is made up for when they go, so that a use touches one node only.
-        superseded: bit by component, a later state or window of the same sequence took its place.
+        superseded: bit by component, a later state of the same sequence took its place.
         published: the policy's, about a node whose end was published and not asked for since; else -1.
         device_children, host_children: children whose full component has slots in that tier.
         digests: page digests, once computed; `stored`: bit by component, storage has it.

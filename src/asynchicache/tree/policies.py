@@ -11,7 +11,7 @@ To add a policy, derive a class from `Policy` and name it in the option `evictio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush, heapreplace
 from math import exp, frexp, inf, log
 from pkgutil import resolve_name
@@ -108,9 +108,10 @@ class SizeCredit(Policy):
             end.published = -1
         size = self._page_bytes
         pages = len(prompt) // size
-        while known < pages and (
-            ghost := self._ghosts.get((known, hash(prompt[known * size : (known + 1) * size].tobytes())))
-        ):
+        while self._ghosts and known < pages:
+            head = prompt[known * size : (known + 1) * size].tobytes()
+            if (ghost := self._ghosts.get((known, hash(head)))) is None:
+                break
             known = ghost
         new = log(pages - known) if pages > known else 0.0
         self._openings += 1
@@ -192,18 +193,24 @@ class EvictionQueue:
     they outnumber the others.
     """
 
-    __slots__ = ("_component_id", "_flag", "_heap", "members")
+    __slots__ = ("_component_id", "_flag", "_heap", "density", "members")
 
-    def __init__(self, component_id: int, number: int) -> None:
-        """`number` tells this queue from the tree's others: a bit in `Node.queued`."""
+    def __init__(self, component_id: int, number: int, density: float = 1.0) -> None:
+        """
+        Args:
+            component_id: the component.
+            number: tells this queue from the tree's others: a bit in `Node.queued`.
+            density: tokens lost with each candidate, in pages, for each byte that it frees.
+        """
         self._component_id = component_id
         self._flag = 1 << number
         self._heap: list[tuple[float, int, Node]] = []
-        self.members: dict[Node, float] = {}
+        self.density = density
+        self.members: set[Node] = set()
 
-    def add(self, node: Node, density: float = 1.0) -> None:
-        """Add a candidate, or correct its density: tokens lost with it for each byte that it frees."""
-        self.members[node] = density
+    def add(self, node: Node) -> None:
+        """Add a candidate, or say that it changed."""
+        self.members.add(node)
         if node.queued & self._flag:
             return
         if len(self._heap) > 2 * len(self.members) + _SLACK:
@@ -212,7 +219,16 @@ class EvictionQueue:
             self._push(node)
 
     def discard(self, node: Node) -> None:
-        self.members.pop(node, None)
+        self.members.discard(node)
+
+    def hurry(self, node: Node) -> None:
+        """Add an entry for a node whose worth has fallen, as that of a window which is superseded.
+
+        Needed even if the node is no candidate at the moment: it may become one again while its old entry
+        is in the heap. A node without an entry gets one with the right worth when it is added.
+        """
+        if node.queued & self._flag:
+            self._push(node)
 
     def score(self, clock: float, step: float) -> float | None:
         """How little is lost with the first choice: tokens a byte, over its age; None without candidates.
@@ -222,7 +238,9 @@ class EvictionQueue:
             step: what the clock adds for a request, a least age.
         """
         node = self._first()
-        return None if node is None else 1.0 / (max(clock - node.worth[self._component_id], 0.0) + step)
+        if node is None:
+            return None
+        return self.density / (max(clock - node.worth[self._component_id], 0.0) + step)
 
     def pop(self, clock: float, step: float) -> Node | None:
         """Take out the node that is worth least; None if there is no candidate. Arguments as of `score`."""
@@ -230,7 +248,7 @@ class EvictionQueue:
         if node is not None:
             heappop(self._heap)
             node.queued &= ~self._flag
-            del self.members[node]
+            self.members.discard(node)
         return node
 
     def _first(self) -> Node | None:
@@ -254,7 +272,7 @@ class EvictionQueue:
         return [
             f"{node!r} would come up too late"
             for node in self.members
-            if node not in first or first[node] > node.worth[self._component_id]
+            if first.get(node, inf) > node.worth[self._component_id]
         ]
 
     def entries(self) -> int:
@@ -282,23 +300,22 @@ class ValueQueue(EvictionQueue):
 
     One heap for each power of two of the density, in the order of worth; within a heap the first is nearly
     the best, so only the heads are compared. What nothing depends on has a density of 0 and goes first.
+    Densities are computed when something is evicted, and only of nodes that changed since.
     """
 
-    __slots__ = ("_classes", "_queued")
+    __slots__ = ("_changed", "_classes", "_density_of", "_queued")
 
-    def __init__(self, component_id: int, number: int) -> None:
+    def __init__(self, component_id: int, number: int, density_of: Callable[[Node], float]) -> None:
+        """`density_of`: the density of a candidate as it is now."""
         super().__init__(component_id, number)
+        self._density_of = density_of
         self._classes: dict[int, list[tuple[float, int, Node, float]]] = {}
-        self._queued: dict[Node, float] = {}
+        self._queued: dict[Node, float] = {}  # the density of the node's entry that counts
+        self._changed: set[Node] = set()
 
-    def add(self, node: Node, density: float = 1.0) -> None:
-        self.members[node] = density
-        if self._queued.get(node) == density:
-            return
-        if self.entries() > 2 * len(self.members) + _SLACK:
-            self._sweep()
-        else:
-            self._push(node)
+    def add(self, node: Node) -> None:
+        self.members.add(node)
+        self._changed.add(node)
 
     def score(self, clock: float, step: float) -> float | None:
         found = self._best(clock, step)
@@ -310,11 +327,14 @@ class ValueQueue(EvictionQueue):
             return None
         _, heap = found
         node = heappop(heap)[2]
-        del self._queued[node], self.members[node]
+        del self._queued[node]
+        self.members.discard(node)
         return node
 
     def _best(self, clock: float, step: float) -> tuple[float, list[tuple[float, int, Node, float]]] | None:
         """The heap whose head goes first, and its score."""
+        if self._changed:
+            self._take_changes()
         best = None
         for heap in self._classes.values():
             self._clean(heap)
@@ -326,6 +346,22 @@ class ValueQueue(EvictionQueue):
                 best = score, heap
         return best
 
+    def _take_changes(self) -> None:
+        if self.entries() > 2 * len(self.members) + _SLACK:
+            self._classes.clear()
+            self._queued.clear()
+            self._changed = set(self.members)
+        queued = self._queued
+        for node in self._changed:
+            if node in self.members:
+                density = self._density_of(node)
+                if queued.get(node) != density:
+                    queued[node] = density
+                    number = frexp(density)[1] if density else _NOTHING_LOST
+                    entry = (node.worth[self._component_id], node.serial, node, density)
+                    heappush(self._classes.setdefault(number, []), entry)
+        self._changed.clear()
+
     def _clean(self, heap: list[tuple[float, int, Node, float]]) -> None:
         """Remove what is out of date from the head of a heap."""
         members, queued, component_id = self.members, self._queued, self._component_id
@@ -333,7 +369,7 @@ class ValueQueue(EvictionQueue):
             worth, serial, node, density = heap[0]
             if queued.get(node) != density:
                 heappop(heap)
-            elif members.get(node) != density:
+            elif node not in members:
                 heappop(heap)
                 del queued[node]
             elif worth != node.worth[component_id]:
@@ -348,22 +384,9 @@ class ValueQueue(EvictionQueue):
                 first[node, density] = min(worth, first.get((node, density), worth))
         return [
             f"{node!r} would come up too late"
-            for node, density in self.members.items()
-            if first.get((node, density), inf) > node.worth[self._component_id]
-            or self._queued.get(node) != density
+            for node in self.members - self._changed
+            if first.get((node, self._queued.get(node, -1.0)), inf) > node.worth[self._component_id]
         ]
 
     def entries(self) -> int:
         return sum(map(len, self._classes.values()))
-
-    def _sweep(self) -> None:
-        self._classes.clear()
-        self._queued.clear()
-        for node in self.members:
-            self._push(node)
-
-    def _push(self, node: Node) -> None:
-        density = self.members[node]
-        self._queued[node] = density
-        heap = self._classes.setdefault(frexp(density)[1] if density else _NOTHING_LOST, [])
-        heappush(heap, (node.worth[self._component_id], node.serial, node, density))

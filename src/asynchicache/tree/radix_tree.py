@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -207,9 +208,9 @@ class UnifiedRadixTree:
         self._window_places = frozenset(place for place in self.page_places if not is_full(place))
         self._inherited = sum(1 << component_id for component_id in paged)
         self.policy = policy(eviction)(capacity, self.page_bytes)
-        queue = ValueQueue if self.components else EvictionQueue
-        self.queues = [queue(component_of(place), place) for place in self.places]
         self.costs = tuple(costs) or (1.0,) * self.width
+        self._has_states = any(not component.paged for component in self.components)
+        self.queues = [self._queue(place) for place in self.places]
         self.roots: dict[bytes, Node] = {}
         self.retired: list[Node] = []
         self.generation = 0
@@ -218,6 +219,13 @@ class UnifiedRadixTree:
         self.clock = 1
         self.uses = 1
         self._serial = 0
+
+    def _queue(self, place: SlotPlace) -> EvictionQueue:
+        """The queue of a place. With states, pages and states are ordered by what is lost with them."""
+        component_id = component_of(place)
+        if self._has_states and (component_id == FULL or not self.components[component_id - 1].paged):
+            return ValueQueue(component_id, place, partial(self.density, place=place))
+        return EvictionQueue(component_id, place, 1.0 / self.costs[component_id])
 
     # --- structure ---
 
@@ -288,7 +296,6 @@ class UnifiedRadixTree:
         upper.hits = node.hits
         upper.stored = node.stored & self._inherited
         upper.dropped = node.dropped & self._inherited
-        upper.superseded = node.superseded & self._inherited
         parent.children[node.head] = upper
         node.key = node.key[cut:]
         node.head = node.key[: self.page_bytes]
@@ -402,7 +409,7 @@ class UnifiedRadixTree:
             if node.residency[FULL_DEVICE] == ABSENT:
                 self.clock += node.pages
         self.refresh(node, place)
-        if place > FULL_HOST:
+        if place > FULL_HOST and self._has_states:
             self._revalue(node)
         if self.watcher is not None and residency == RESIDENT:
             self.watcher.on_arrive(node, place)
@@ -423,7 +430,7 @@ class UnifiedRadixTree:
         node.slots[place] = None
         node.residency[place] = ABSENT
         self.queues[place].discard(node)
-        if place > FULL_HOST:
+        if place > FULL_HOST and self._has_states:
             self._revalue(node)
         if place == FULL_DEVICE:
             parent = _parent(node)
@@ -447,10 +454,7 @@ class UnifiedRadixTree:
     def refresh(self, node: Node, place: SlotPlace) -> None:
         """Add a node to the eviction queue of a place, or remove it, whichever is right now."""
         if self.evictable(node, place):
-            if self.components:
-                self.queues[place].add(node, self.density(node, place))
-            else:
-                self.queues[place].add(node)
+            self.queues[place].add(node)
         else:
             self.queues[place].discard(node)
 
@@ -472,7 +476,7 @@ class UnifiedRadixTree:
         """A state or window of a node came or went: its pages are worth more or less now."""
         for place in (FULL_DEVICE, FULL_HOST):
             if node in self.queues[place].members:
-                self.queues[place].add(node, self.density(node, place))
+                self.queues[place].add(node)
 
     @property
     def step(self) -> float:
@@ -495,12 +499,8 @@ class UnifiedRadixTree:
         lost, freed = self._lost_pages(node)
         if component_id == FULL:
             return lost / (freed * self.costs[FULL] + self._others_bytes(node, tier_of(place)))
-        if self.components[component_id - 1].paged:
-            lost, freed = node.pages, node.pages
-        else:
-            freed = 1
         share = SUPERSEDED_SHARE if node.superseded >> component_id & 1 else 1.0
-        return share * lost / (freed * self.costs[component_id])
+        return share * lost / self.costs[component_id]
 
     def _others_bytes(self, node: Node, tier: Tier) -> float:
         """Bytes of a node's states and windows in a tier."""
@@ -514,7 +514,9 @@ class UnifiedRadixTree:
         that serve nobody else. Superseded states do not count as a place to resume: they go soon."""
         above, freed, alone = _parent(node), node.pages, True
         for _ in range(_MOST_STEPS):
-            if above.parent is None or (self.restorable(above) and (node.superseded or not above.superseded)):
+            if above.parent is None:
+                break
+            if (node.superseded or not above.superseded) and self.restorable(above):
                 break
             alone = alone and len(above.children) == 1
             if alone:
@@ -988,7 +990,7 @@ class UnifiedRadixTree:
         return refused
 
     def supersede(self, node: Node, component_id: int) -> None:
-        """Count the state or window before `node` little, unless a sequence branched off since.
+        """Count the state before `node` little, and its window nothing, unless a sequence branched off since.
 
         A continued conversation resumes from its last state. The one before it serves only a branch, and a
         branch point that was matched has two children. Without this, a pool with room for one state per
@@ -1004,7 +1006,7 @@ class UnifiedRadixTree:
             above = above.parent
 
     def _age(self, node: Node, component_id: int) -> bool:
-        """Count a node's slots little.
+        """Count a node's state little, or its window nothing.
 
         Returns:
             Whether nothing is left to age: a state is a single slot, and what precedes an aged window was
@@ -1013,11 +1015,16 @@ class UnifiedRadixTree:
         places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
         if not any(node.slots[place] for place in places):
             return False
-        aged = bool(node.superseded >> component_id & 1)
-        node.superseded |= 1 << component_id
-        for place in places:
-            self.refresh(node, place)
-        return aged or not self.components[component_id - 1].paged
+        if not self.components[component_id - 1].paged:
+            node.superseded |= 1 << component_id
+            for place in places:
+                self.refresh(node, place)
+            return True
+        aged = not node.worth[component_id]
+        node.worth[component_id] = 0
+        for place in places:  # both: an entry may wait there for slots to come
+            self.queues[place].hurry(node)
+        return aged
 
     def count_hit(self, node: Node) -> list[Node]:
         """One more request met the path to `node`; returns the path, parents first."""

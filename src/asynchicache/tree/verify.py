@@ -103,7 +103,7 @@ def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
     nodes = list(tree.nodes())
     for place, queue in zip(tree.places, tree.queues, strict=True):
         expected = {node for node in nodes if tree.evictable(node, place)}
-        for node in expected ^ queue.members.keys():
+        for node in expected ^ queue.members:
             kind = "is no candidate" if node in expected else "is a stale candidate"
             yield f"{node!r} {kind} at place {place}"
         yield from (f"{problem} at place {place}" for problem in queue.problems())
