@@ -605,8 +605,8 @@ class Request:
         return ticket or Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
 
     def _publishes(self, sequence: RequestState) -> bool:
-        """Whether checkpoints of a request are published: the device is well, the weights are those that it was
-        matched under, and its hint allows it."""
+        """Whether checkpoints are published: the device is well, the weights are those of the match, and the
+        request's hint allows it."""
         current = sequence.generation == self._planner.state.tree.generation
         return current and self._executor.failure is None and not sequence.transient
 
