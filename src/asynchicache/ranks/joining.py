@@ -73,16 +73,19 @@ class RankGroup:
         limits: deadlines of the group.
     """
 
-    def __init__(self, token: str, limits: RankLimits | None = None) -> None:
+    def __init__(self, token: str, limits: RankLimits | None = None, *, ranks: int | None = None) -> None:
         """
         Args:
             token: the group's secret, which every follower must know.
             limits: deadlines of the group.
+            ranks: how many ranks there are, the leader included. Default: the option `ranks` of the cache. To
+                be given if its pools are those of one rank (`ModelSpec.shard`).
         """
         if not token:
             raise UsageError("a rank group needs a token that its ranks know and others do not")
         self.limits = RankLimits() if limits is None else limits
         self._token = token
+        self._ranks = ranks
         self._members: Members | None = None
         self._opened = asyncio.Event()
         self._changed = asyncio.Event()
@@ -96,7 +99,7 @@ class RankGroup:
     @classmethod
     @asynccontextmanager
     async def listen(
-        cls, address: str, token: str, limits: RankLimits | None = None
+        cls, address: str, token: str, limits: RankLimits | None = None, *, ranks: int | None = None
     ) -> AsyncIterator[RankGroup]:
         """Accept followers at an address for the duration of an `async with`.
 
@@ -104,11 +107,12 @@ class RankGroup:
             address: `unix:PATH`, or `HOST:PORT`. The bytes are not encrypted: use a network that you trust.
             token: the group's secret.
             limits: deadlines of the group.
+            ranks: how many ranks there are, the leader included; as for the class.
 
         Raises:
             ConfigError: the address is in use, or cannot be used.
         """
-        group = cls(token, limits)
+        group = cls(token, limits, ranks=ranks)
         server = await listen(Address.parse(address), group.admit)
         try:
             yield group
@@ -165,11 +169,10 @@ class RankGroup:
         """
         if self._members is not None:
             raise UsageError("this rank group has a cache already; a new cache needs a new group")
-        if config.rank or config.ranks < 2:
-            raise UsageError(
-                f"a rank group is led by rank 0 of 2 or more, not by {config.rank} of {config.ranks}"
-            )
-        members = self._members = Members(self._token, build_of(spec, config), slots, config.ranks)
+        ranks = config.ranks if self._ranks is None else self._ranks
+        if config.rank or ranks < 2:
+            raise UsageError(f"a rank group is led by rank 0 of 2 or more, not by {config.rank} of {ranks}")
+        members = self._members = Members(self._token, build_of(spec, config), slots, ranks)
         self._opened.set()
         try:
             async with asyncio.timeout(self.limits.joining):

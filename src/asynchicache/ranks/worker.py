@@ -61,6 +61,7 @@ class RankWorker:
         address: str,
         token: str,
         *,
+        rank: int | None = None,
         limits: RankLimits | None = None,
         storage: StorageBackend | None = None,
         port: Port | None = None,
@@ -74,6 +75,7 @@ class RankWorker:
             config: as the leader's, with this `rank`.
             address: where the leader listens. A leader that does not listen yet is waited for.
             token: the group's secret.
+            rank: this rank's number. Default: the option `rank`; to be given if `spec` is that of one rank.
             limits: deadlines.
             storage: an open backend to use instead of the configured one; the caller closes it.
             port: clock and threads; the real ones if None.
@@ -99,7 +101,8 @@ class RankWorker:
             if device is None:
                 device = open_device(config)
                 kept.callback(device.close)
-            welcome = await _greet(hand, spec, config, token, device, limits)
+            number = config.rank if rank is None else rank
+            welcome = await _greet(hand, spec, config, number, token, device, limits)
             try:
                 worker = await _open(stack, kept, spec, config, welcome, port, device, storage, owned=owned)
             except CacheError as error:
@@ -198,7 +201,13 @@ async def _connect(address: Address, seconds: float) -> Link:
 
 
 async def _greet(
-    hand: HandshakeLink, spec: ModelSpec, config: CacheConfig, token: str, device: Device, limits: RankLimits
+    hand: HandshakeLink,
+    spec: ModelSpec,
+    config: CacheConfig,
+    rank: int,
+    token: str,
+    device: Device,
+    limits: RankLimits,
 ) -> Welcome:
     """
     Raises:
@@ -206,10 +215,10 @@ async def _greet(
     """
     slots = plan_slots(spec, config, free_memory(device))
     owners = {pool.name: slots[pool.name] for pool in spec.owners}
-    hand.send(Hello(PROTOCOL, token, config.rank, build_of(spec, config), owners))
+    hand.send(Hello(PROTOCOL, token, rank, build_of(spec, config), owners))
     answer = await hand.receive(2 * limits.joining)
     if isinstance(answer, Refused):
-        raise RankError(f"the leader refuses rank {config.rank}: {answer.error}")
+        raise RankError(f"the leader refuses rank {rank}: {answer.error}")
     if not isinstance(answer, Welcome):
         raise RankError(f"the leader answered with {type(answer).__name__}, not with Welcome")
     return answer

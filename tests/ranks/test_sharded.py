@@ -1,0 +1,93 @@
+"""Ranks whose pools are parts of one model (`ModelSpec.shard`) form a group."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from transformers import LlamaConfig
+
+from asynchicache import CacheConfig, HybridCache, ModelSpec
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.errors import UsageError
+from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.worker import RankWorker
+from asynchicache.testing.rank_chaos import LIMITS, PAGE, DelayedLink, RankMirror
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+
+MODEL = ModelSpec.from_config(
+    LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=32,
+    ),
+    page_size=PAGE,
+)
+CONFIG = CacheConfig(device_slots={"kv": 32}, host_slots={"kv": 32}, weight_version="test")
+PROMPT = list(range(24))
+
+
+def hits(seed: int, store: MemoryStore) -> list[int]:
+    """Hits of a prompt and the next turn, on two ranks over one store; every rank checks its own part."""
+    found: list[int] = []
+
+    async def main(world: SeededWorld) -> None:
+        devices = [world.device(), world.device()]
+        here, there = DelayedLink.pair(world.random, 1e-4)
+        async with AsyncExitStack() as stack:
+            group = RankGroup("secret", LIMITS, ranks=2)
+            joining = RankWorker.join(
+                MODEL.shard(tp=(1, 2)),
+                CONFIG,
+                "unix:none",
+                "secret",
+                rank=1,
+                limits=LIMITS,
+                storage=MemoryBackend(store),
+                port=world.port,
+                device=devices[1],
+                link=there,
+            )
+            admitting = asyncio.create_task(group.admit(here))
+            follower = asyncio.create_task(stack.enter_async_context(joining))
+            cache = await HybridCache.open(
+                MODEL.shard(tp=(0, 2)),
+                CONFIG,
+                storage=MemoryBackend(store),
+                port=world.port,
+                device=devices[0],
+                group=group,
+            )
+            await admitting
+            worker = await follower
+            assert worker.device_tensor("kv", "keys").shape == cache.device_tensor("kv", "keys").shape
+            mirror = RankMirror(group, cache, [worker], devices, world.random)
+            found.append((await mirror.serve(PROMPT, durable=True))[0])
+            found.append((await mirror.serve([*PROMPT, 1, 2]))[0])
+            await cache.aclose()
+            await group.aclose()
+            assert mirror.violations == []
+
+    run_seeded(seed, main)
+    return found
+
+
+def test_each_rank_keeps_its_part_of_the_heads() -> None:
+    store = MemoryStore()
+    assert hits(0, store) == [0, 24]
+    pages = len(PROMPT) // PAGE
+    assert len(store) == 2 * pages, "each rank stored its part"
+    assert hits(1, store) == [20, 24], "and a restart finds both; the last page is left to compute"
+
+
+def test_a_group_of_one_is_refused() -> None:
+    async def main(world: SeededWorld) -> None:
+        group = RankGroup("secret", LIMITS)
+        opening = HybridCache.open(MODEL, CONFIG, port=world.port, device=world.device(), group=group)
+        with pytest.raises(UsageError, match="led by rank 0 of 2 or more, not by 0 of 1"):
+            await opening
+
+    run_seeded(0, main)
