@@ -101,7 +101,7 @@ def test_replay_writes_its_keys_and_shows_a_table(capsys: pytest.CaptureFixture[
         ([__file__], "line 1"),
         ([str(TRACE), "--capacity-share", "0"], "must be above 0"),
         ([str(TRACE), "--pools", "kv,cache"], "pools 'kv,cache'"),
-        ([str(TRACE), "--policy", "best"], "invalid choice: 'best'"),
+        ([str(TRACE), "--policy", "best"], "eviction policy 'best' is none of"),
         ([str(TRACE), "--checkpoint", "100"], "must be a multiple of the page size, 64"),
     ],
 )
