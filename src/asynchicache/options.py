@@ -329,6 +329,8 @@ def _as_path(kind: type, value: object) -> object:
     """
     if kind is not Path:
         return value
+    if isinstance(value, Path):  # converted before: what begins with `~` now was `./~`
+        return value
     if not isinstance(value, str | os.PathLike) or not value:
         raise ValueError(_PATH_RULE)
     text = os.fsdecode(value)

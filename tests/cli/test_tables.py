@@ -108,6 +108,9 @@ def replayed() -> RenderableType:
         evicted_pages=many,
         evicted={"mamba": dict.fromkeys(tiers, many)},
         states_kept=many,
+        block_size=512,
+        longest_prompt=many,
+        tokens_per_end=many,
         misses={"mamba": {"device_capacity": many}},
         reasons={},
         problems=[],
@@ -121,7 +124,7 @@ def demonstrated() -> RenderableType:
     mode = ModeResult(0.8976, [RoundResult(1.0, 12345.6)] * 12, 1234.5, 1234.5, tiers, tokens_equal=False)
     modes = dict.fromkeys(("uncached", "no_offload", "hybrid", "restart"), mode)
     words = "10 clients, 12 rounds, 32 tokens in and 32 out a round, pages of 8 tokens"
-    return demo.present(DemoResult("qwen3_5_text", words, Fraction(9, 10), modes, "index.html", 1.0))
+    return demo.present(DemoResult("qwen3_5_text", words, Fraction(9, 10), modes, None, "index.html", 1.0))
 
 
 def served() -> RenderableType:

@@ -8,6 +8,7 @@ reads against its own shard's bytes, and writes them. `asynchicache chaos --rank
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import time
@@ -22,7 +23,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
 from asynchicache.controller.request import Request
-from asynchicache.errors import BusyError, CapacityError, DeadlockError, RankError, TransferError
+from asynchicache.errors import BusyError, CapacityError, RankError, TransferError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
@@ -30,6 +31,8 @@ from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.chaos.ledger import Ledger, error_text
+from asynchicache.testing.chaos.run import collection_watched, warnings_watched
 from asynchicache.testing.chaos.search import BATCH, carry_out, quick_collection
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.oracle import ByteOracle
@@ -321,17 +324,20 @@ class RankReport:
 
 def run_rank_script(script: RankScript) -> RankReport:
     """Run a script in virtual time."""
-    report = RankReport()
+    report, ledger = RankReport(), Ledger()
     known = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # faults are logged, and they are the point
     try:
-        run_seeded(script.seed, partial(_lives, script, report), max_steps=MAX_STEPS)
-    except DeadlockError as error:
-        report.violations.append(f"DeadlockError: {error}")
-    except Exception as error:  # noqa: BLE001 - the boundary of a run: whatever ends it is a finding
-        report.violations.append(f"{type(error).__name__}: {error}")
+        with warnings_watched(ledger), collection_watched(ledger):
+            try:
+                run_seeded(script.seed, partial(_lives, script, report), max_steps=MAX_STEPS)
+            except Exception as error:  # noqa: BLE001 - the boundary of a run: whatever ends it is a finding
+                ledger.violations.append(error_text(error))
+            for _ in range(5 if ledger.violations else 1):  # finalizers of a run that did not end leave more
+                gc.collect()  # leaked objects warn now, not during another run
     finally:
         logging.disable(known)
+    report.violations += ledger.violations
     return report
 
 

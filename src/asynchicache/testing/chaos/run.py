@@ -56,7 +56,7 @@ def run_script(script: Script) -> ScriptReport:
     """Run a script in virtual time. The same script gives the same run."""
     ledger = Ledger()
     began = time.process_time()
-    watches = (_log_watched, _warnings_watched, _collection_watched)
+    watches = (_log_watched, warnings_watched, collection_watched)
     with ExitStack() as stack:
         for watched in watches:
             stack.enter_context(watched(ledger))
@@ -133,7 +133,7 @@ def _log_watched(ledger: Ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _collection_watched(ledger: Ledger) -> Iterator[None]:
+def collection_watched(ledger: Ledger) -> Iterator[None]:
     """Record errors in finalizers as violations, unless the run was interrupted there."""
 
     def note(found: sys.UnraisableHookArgs) -> None:
@@ -148,7 +148,7 @@ def _collection_watched(ledger: Ledger) -> Iterator[None]:
 
 
 @contextmanager
-def _warnings_watched(ledger: Ledger) -> Iterator[None]:
+def warnings_watched(ledger: Ledger) -> Iterator[None]:
     """Record warnings about lost leases and never-awaited coroutines as violations."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
