@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asynchicache.controller.prefetch import _KnownPresence
-from asynchicache.controller.storage_pools import StoragePools, StoredPool, _worst, linger
+from asynchicache.controller.storage_pools import StoragePools, StoredPool, linger, worst_outcomes
 from asynchicache.errors import ClosedError, ConfigError
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.storage.limits import BatchResult
@@ -194,5 +194,5 @@ async def test_nothing_lingers_where_nothing_is_late() -> None:
     ],
 )
 def test_of_pools_that_share_a_slot_the_worst_counts(one: Outcome, other: Outcome, both: Outcome) -> None:
-    assert _worst([[one], [other]]) == _worst([[other], [one]]) == [both]
-    assert _worst([[one, other]]) == [one, other]
+    assert worst_outcomes([[one], [other]]) == worst_outcomes([[other], [one]]) == [both]
+    assert worst_outcomes([[one, other]]) == [one, other]

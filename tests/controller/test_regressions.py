@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from asynchicache.controller.storage_pools import _worst
+from asynchicache.controller.storage_pools import worst_outcomes
 from asynchicache.errors import CapacityError
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
@@ -229,8 +229,8 @@ def test_slots_of_a_late_write_are_kept():
 
 def test_a_pool_that_timed_out_keeps_the_slot_that_it_shares():
     """Its engine may still write there, whatever the other pool's page was worth."""
-    assert _worst([[Outcome.CORRUPT], [Outcome.TIMEOUT]]) == [Outcome.TIMEOUT]
-    assert _worst([[Outcome.HIT], [Outcome.MISS]]) == [Outcome.MISS]
+    assert worst_outcomes([[Outcome.CORRUPT], [Outcome.TIMEOUT]]) == [Outcome.TIMEOUT]
+    assert worst_outcomes([[Outcome.HIT], [Outcome.MISS]]) == [Outcome.MISS]
 
 
 def test_a_partial_backup_before_a_read_is_carried_out():

@@ -397,7 +397,7 @@ def partial_read_counts_as_whole(patch: Patch) -> None:
 
 @bug
 def index_not_asked_for(patch: Patch) -> None:
-    patch.setattr("asynchicache.controller.storage_pools._worst", lambda results: list(results[0]))
+    patch.setattr("asynchicache.controller.storage_pools.worst_outcomes", lambda results: list(results[0]))
 
 
 @bug

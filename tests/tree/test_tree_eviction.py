@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, SlotPlace
-from asynchicache.tree.radix_tree import SUPERSEDED_SHARE
+from asynchicache.tree.value import SUPERSEDED_SHARE
 from asynchicache.types import Tier
 
 STATE_DEVICE, STATE_HOST = 2, 3
@@ -332,14 +332,14 @@ def test_pages_behind_which_nothing_can_be_resumed_go_first(hybrid):
 def test_what_loses_few_tokens_for_its_bytes_goes_first(make_bed):
     """A state costs as much as its pages: a short turn behind a long one frees much and loses little."""
     bed = make_bed(states=1)
-    bed.tree.costs = (1.0, 10.0)
+    bed.tree.value.costs = (1.0, 10.0)
     bed.add("abcdefgh", states=[1])
     bed.add("abcdefghij", states=[1])
     bed.pin("abcdefgh").close()
     bed.add("xyzuvw", states=[1])
-    assert bed.tree.density(bed.node("abcdefghij"), FULL_DEVICE) == 2 / (2 + 10)
-    assert bed.tree.density(bed.node("xyzuvw"), FULL_DEVICE) == 6 / (6 + 10)
-    assert bed.tree.density(bed.node("abcdefgh"), STATE_DEVICE) == 8 / 10
+    assert bed.tree.value.density(bed.node("abcdefghij"), FULL_DEVICE) == 2 / (2 + 10)
+    assert bed.tree.value.density(bed.node("xyzuvw"), FULL_DEVICE) == 6 / (6 + 10)
+    assert bed.tree.value.density(bed.node("abcdefgh"), STATE_DEVICE) == 8 / 10
     bed.evict(FULL_DEVICE, 1)
     assert bed.words(FULL_DEVICE) == {"abcdefgh", "xyzuvw"}
 
@@ -349,10 +349,10 @@ def test_a_superseded_state_is_no_place_to_resume_for_long(make_bed):
     bed.add("ab", states=[1])
     bed.add("abcd", states=[1])
     bed.tree.supersede(bed.node("abcd"), 1)
-    assert bed.tree.density(bed.node("ab"), STATE_DEVICE) == SUPERSEDED_SHARE * 2
-    assert bed.tree.density(bed.node("abcd"), FULL_DEVICE) == 4 / (4 + 1)
+    assert bed.tree.value.density(bed.node("ab"), STATE_DEVICE) == SUPERSEDED_SHARE * 2
+    assert bed.tree.value.density(bed.node("abcd"), FULL_DEVICE) == 4 / (4 + 1)
     bed.pin("ab").close()
-    assert bed.tree.density(bed.node("ab"), STATE_DEVICE) == 2
+    assert bed.tree.value.density(bed.node("ab"), STATE_DEVICE) == 2
 
 
 def test_what_is_cut_off_at_its_end_has_lost_the_stored_state_there(hybrid):

@@ -22,8 +22,8 @@ from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import MissReason, Outcome
 
 _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
-"""If pools that share a slot have different outcomes, the first of these counts. `TIMEOUT` is first: that
-pool may still write to its part of the slot."""
+"""If parts of a page (pools that share a slot, or ranks) have different outcomes, the first of these counts.
+`TIMEOUT` is first: that part may still be written to."""
 
 
 _REASONS = {
@@ -238,7 +238,8 @@ class StoragePools:
             (component_id, batch.outcomes) for (component_id, _), batch in zip(pools, batches, strict=True)
         ]
         outcomes = {
-            component_id: _worst([r for n, r in results if n == component_id]) for component_id in read.slots
+            component_id: worst_outcomes([r for n, r in results if n == component_id])
+            for component_id in read.slots
         }
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
@@ -291,12 +292,12 @@ async def all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
         raise asyncio.CancelledError
 
 
-def _worst(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """The worst outcome per page: pools that share a slot are usable only together."""
+def worst_outcomes(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """The worst outcome per page, of several parts that are usable only together; else the first part's."""
     if len(results) == 1:
         return list(results[0])
     return [
-        next((bad for bad in _WORST if bad in outcomes), Outcome.HIT)
+        next((bad for bad in _WORST if bad in outcomes), outcomes[0])
         for outcomes in zip(*results, strict=True)
     ]
 

@@ -7,7 +7,13 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import and_
 
-from asynchicache.controller.storage_pools import SLICE_PAGES, Presence, StoragePools, all_ended
+from asynchicache.controller.storage_pools import (
+    SLICE_PAGES,
+    Presence,
+    StoragePools,
+    all_ended,
+    worst_outcomes,
+)
 from asynchicache.errors import RankProtocolError, StorageError
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.fetch import Outcomes, StorageRead
@@ -30,9 +36,6 @@ from asynchicache.transfer.statistics import TransferStatistics
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.transfer.transfers import Transfers
 from asynchicache.types import MissReason, Outcome
-
-_WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
-"""Of the outcomes of one page on several ranks, the first of these counts (rule R4)."""
 
 
 class GroupTransfers:
@@ -161,8 +164,7 @@ class GroupStorage(StoragePools):
             answer, lingering = answers.get(rank, _NO_ANSWER)
             columns.append(self._outcomes(rank, answer, index, pages))
             late += [] if lingering is None else [lingering]
-        worst = [next((bad for bad in _WORST if bad in page), page[0]) for page in zip(*columns, strict=True)]
-        return BatchResult(worst, asyncio.ensure_future(all_ended(late)) if late else None)
+        return BatchResult(worst_outcomes(columns), asyncio.ensure_future(all_ended(late)) if late else None)
 
     def _outcomes(self, rank: int, answer: Answer | None, index: int, pages: int) -> list[Outcome]:
         failed = [Outcome.FAILED] * pages

@@ -94,7 +94,6 @@ class RankGroup:
         self._leader: RankLeader | None = None
         self._tasks = OwnedTasks()
         self._flushing = False
-        self.transfers: GroupTransfers | None = None
 
     @classmethod
     @asynccontextmanager
@@ -215,8 +214,7 @@ class RankGroup:
         return self._leader
 
     def copies(self, here: Transfers) -> GroupTransfers:
-        self.transfers = GroupTransfers(self.leader, here, seconds=self.limits.copy_seconds)
-        return self.transfers
+        return GroupTransfers(self.leader, here, seconds=self.limits.copy_seconds)
 
     def storage(self, sharing: Callable[[int], Iterable[str]]) -> StoragePools:
         return GroupStorage(sharing, self.leader, seconds=self.limits.storage_seconds)

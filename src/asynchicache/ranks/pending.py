@@ -86,9 +86,6 @@ class PendingOperations(Generic[A]):
         one = self._open[number]
         return Overdue(min(one.waiting), number, now - one.begun)
 
-    def next_deadline(self) -> float | None:
-        return min((one.deadline for one in self._open.values()), default=None)
-
     def abandon(self) -> list[Callable[[dict[int, A]], object]]:
         """Drop all open operations; returns what was to be called with their answers."""
         left = [one.answered for one in self._open.values()]

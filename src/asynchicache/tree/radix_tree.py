@@ -7,7 +7,8 @@ slots whose bytes are in flight are marked as such instead of being committed ea
 The tree decides and counts; it never allocates, frees or copies. The caller owns the slots that the
 tree returns. Slots of a node change in `occupy`, `settle` and `vacate` only, and the structure in
 `grow`, `split`, `trim` and `remove` only: child counts, eviction queues and versions are kept there.
-Copies between tiers are in `tree.copies`, eviction is in `tree.eviction`.
+Copies between tiers are in `tree.copies`, eviction is in `tree.eviction`, what is lost with a node's slots in
+`tree.value`.
 
 This file has more lines than others because the parts of the tree change each other's fields: a split
 divides slots, pins, copies in flight and digests in one step, and can be checked only as a whole.
@@ -41,17 +42,10 @@ from asynchicache.tree.node import (
     component_of,
     is_full,
     place_of,
-    tier_of,
 )
 from asynchicache.tree.policies import EVICTION, EvictionQueue, ValueQueue, policy
+from asynchicache.tree.value import PrefixValue
 from asynchicache.types import TOKEN_BYTES, Coverage, Tier
-
-SUPERSEDED_SHARE = 1 / 30
-"""What a state counts after a later one of the same sequence was published. With 1/10 the trace of tool calls
-loses a point, with 0 sub-agents do not find the states that they branch off from."""
-
-_MOST_STEPS = 64
-"""Nodes that are looked at, up a path, for the end of another prefix that can be restored."""
 
 
 class SlotWatcher(Protocol):
@@ -210,6 +204,7 @@ class UnifiedRadixTree:
         self.policy = policy(eviction)(capacity, self.page_bytes)
         self.costs = tuple(costs) or (1.0,) * self.width
         self._has_states = any(not component.paged for component in self.components)
+        self.value = PrefixValue(self.components, self.costs, self.restorable)
         self.queues = [self._queue(place) for place in self.places]
         self.roots: dict[bytes, Node] = {}
         self.retired: list[Node] = []
@@ -224,7 +219,7 @@ class UnifiedRadixTree:
         """The queue of a place. With states, pages and states are ordered by what is lost with them."""
         component_id = component_of(place)
         if self._has_states and (component_id == FULL or not self.components[component_id - 1].paged):
-            return ValueQueue(component_id, place, partial(self.density, place=place))
+            return ValueQueue(component_id, place, partial(self.value.density, place=place))
         return EvictionQueue(component_id, place, 1.0 / self.costs[component_id])
 
     # --- structure ---
@@ -483,47 +478,6 @@ class UnifiedRadixTree:
         """What the clock adds for a request: ages below that are noise."""
         return self.clock / self.uses
 
-    def density(self, node: Node, place: SlotPlace) -> float:
-        """Tokens that could not be restored any more without the slots of a place, in pages, for each byte
-        that comes free.
-
-        With pages, all that stands on them goes, and in the end those above that serve nobody else. Pages
-        behind which no prefix can end are worth nothing.
-        """
-        component_id = component_of(place)
-        if component_id == FULL:
-            if node.children:  # they are in the other tier, and would have to wait for these pages
-                return 1.0 / self.costs[FULL]
-            if not self.restorable(node):
-                return 0.0
-        lost, freed = self._lost_pages(node)
-        if component_id == FULL:
-            return lost / (freed * self.costs[FULL] + self._others_bytes(node, tier_of(place)))
-        share = SUPERSEDED_SHARE if node.superseded >> component_id & 1 else 1.0
-        return share * lost / self.costs[component_id]
-
-    def _others_bytes(self, node: Node, tier: Tier) -> float:
-        """Bytes of a node's states and windows in a tier."""
-        return sum(
-            len(node.slots_at(place_of(component.id, tier))) * self.costs[component.id]
-            for component in self.components
-        )
-
-    def _lost_pages(self, node: Node) -> tuple[int, int]:
-        """Pages between the end of a node and the prefix that could be restored instead; and those of them
-        that serve nobody else. Superseded states do not count as a place to resume: they go soon."""
-        above, freed, alone = _parent(node), node.pages, True
-        for _ in range(_MOST_STEPS):
-            if above.parent is None:
-                break
-            if (node.superseded or not above.superseded) and self.restorable(above):
-                break
-            alone = alone and len(above.children) == 1
-            if alone:
-                freed += above.pages
-            above = above.parent
-        return node.end - above.end, freed
-
     def pin_for(self, pins: Pins, node: Node, place: SlotPlace) -> None:
         """Pin one place and add it to `pins`, which grows when the node is split."""
         pins.append((node, place))
@@ -690,22 +644,19 @@ class UnifiedRadixTree:
     def reach(self, tokens: array[int], seed: bytes, pages: int) -> Node | None:
         """The node that ends after `pages` pages of `tokens`, by its full pages alone, cutting one if
         need be; None if the tree does not reach that far."""
-        size = self.page_bytes
-        view = memoryview(tokens).cast("B")
-        node, end = self.roots.get(seed) or self.bare_root(seed), pages * size
-        while node.end < pages:
-            start = node.end * size
-            child = node.children.get(view[start : start + size].tobytes())
-            if child is None:
-                return None
-            common = self._common(child.key, view, start, end)
-            if common < child.pages and node.end + common < pages:
-                return None
-            node = child if common == child.pages else self.split(child, common)
-        return node
+        node, partial, common = self._walk(tokens, seed, pages)
+        if node.end + common < pages:
+            return None
+        return node if partial is None else self.split(partial, common)
 
     def known_end(self, tokens: array[int], seed: bytes, pages: int) -> Node:
         """The last node whose pages are among the first `pages` pages of `tokens`, cutting one if need be."""
+        node, partial, common = self._walk(tokens, seed, pages)
+        return node if partial is None else self.split(partial, common)
+
+    def _walk(self, tokens: array[int], seed: bytes, pages: int) -> tuple[Node, Node | None, int]:
+        """The last node that lies within the first `pages` pages of `tokens`; and its child that begins with
+        the next of them and goes on differently or further, with the pages in common, if there is one."""
         size = self.page_bytes
         view = memoryview(tokens).cast("B")
         node, end = self.roots.get(seed) or self.bare_root(seed), pages * size
@@ -716,9 +667,9 @@ class UnifiedRadixTree:
                 break
             common = self._common(child.key, view, start, end)
             if common < child.pages:
-                return self.split(child, common)
+                return node, child, common
             node = child
-        return node
+        return node, None, 0
 
     def child(self, node: Node, tokens: array[int]) -> Node | None:
         """The child of `node`, which `tokens` run through, that holds their next page."""
