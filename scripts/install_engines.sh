@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests of storage engines need beside `make setup`: servers, and libraries that clients
-# link to. Needs root and apt; elsewhere it says what to install. What pip and npm install goes into the
+# Installs what tests need beside `make setup`: servers of storage engines, libraries that clients link to, and
+# a browser. Needs root and apt; elsewhere it says what to install. What pip and npm install goes into the
 # environment of `make setup`. Doing it twice is harmless.
 set -euo pipefail
 
@@ -43,6 +43,16 @@ elif [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
     apt-get -o DPkg::Lock::Timeout=120 install --yes --quiet --quiet --no-install-recommends "${missing[@]}"
 else
     echo "engines: install ${missing[*]} by hand; tests of their engines are skipped until then" >&2
+fi
+
+# A browser shows the dashboard in one test. Ubuntu has none in a package; that test is skipped where there is none.
+has_browser() { command -v chromium >/dev/null || command -v google-chrome >/dev/null; }
+
+candidate=$(apt-cache policy chromium 2>/dev/null | sed -n 's/ *Candidate: //p') || candidate=
+if ! has_browser && [ "$(id -u)" -eq 0 ] && [ -n "$candidate" ] && [ "$candidate" != "(none)" ]; then
+    echo "engines: installing chromium"
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 install --yes --quiet --quiet \
+        --no-install-recommends chromium || echo "engines: chromium could not be installed; its test is skipped" >&2
 fi
 
 # moto plays S3. It needs older libraries than we do, hence an environment of its own beside our Python.
